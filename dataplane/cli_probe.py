@@ -106,7 +106,7 @@ def _way(way: Report, here: Report) -> Iterator[str]:
     if way["version"] != here["version"]:
         yield (
             f"    versions differ: {way['version']} on {way['peer']}, {here['version']} on "
-            f"{here['peer']}; install one release everywhere"
+            f"{here['peer']}; install the same dataplane release everywhere"
         )
 
 

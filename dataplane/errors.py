@@ -209,7 +209,7 @@ class InvalidCall(DataplaneError, ValueError):
 class ProtocolError(DataplaneError):
     """A message violates the protocol, or exceeds one of its limits."""
 
-    next_step = "Install one release everywhere, or report a bug."
+    next_step = "Install the same dataplane release everywhere, or report a bug."
 
 
 class FrameTooLarge(ProtocolError):
@@ -221,7 +221,7 @@ class FrameTooLarge(ProtocolError):
 class VersionMismatch(ProtocolError):
     """The two sides have no protocol version in common."""
 
-    next_step = "Install one release everywhere."
+    next_step = "Install the same dataplane release everywhere."
 
 
 class RosterMismatch(ProtocolError):

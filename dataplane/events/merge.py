@@ -144,5 +144,5 @@ def _check(page: EventsDone) -> None:
     if not (all(map(math.isfinite, clocks)) and (counted or not page.records)):
         raise ProtocolError(
             f"peer {page.name!r} sent events with invalid times or sequence numbers: install the "
-            "same release of dataplane on all hosts"
+            "same dataplane release everywhere"
         )

@@ -187,7 +187,7 @@ class WriteMaps:
         if offset < 0 or length < 0 or offset + length > self._size_bytes:
             raise ProtocolError(
                 f"{length} bytes at offset {offset} are outside the arena of "
-                f"{self._size_bytes} bytes: install the same release on both sides"
+                f"{self._size_bytes} bytes: install the same dataplane release everywhere"
             )
         first, last = offset // MAP_UNIT_BYTES, -(-(offset + length) // MAP_UNIT_BYTES)
         with self._lock:

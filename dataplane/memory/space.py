@@ -176,12 +176,12 @@ class Space:
         if not isinstance(refs, int) and len(refs) != len(pieces):
             raise ProtocolError(
                 f"expected one reference count per written range, got {len(refs)} for "
-                f"{len(pieces)} ranges: install the same release on both sides"
+                f"{len(pieces)} ranges: install the same dataplane release everywhere"
             )
         if (refs if isinstance(refs, int) else refs.min(initial=1)) < 1:
             raise ProtocolError(
                 "a written range has a reference count of 0: expected 1 "
-                "or more. Install the same release on both sides"
+                "or more. Install the same dataplane release everywhere"
             )
         taken = self._holder(holder).carve(pieces, admission)
         nbytes = sum(taken)
@@ -425,8 +425,8 @@ class Space:
                 raise ProtocolError(
                     f"piece {len(pieces)} of {len(extents)} ({length} bytes at offset "
                     f"{start}) is outside the arena of {self.size_bytes} bytes, or its "
-                    f"offset is not a multiple of {ALIGNMENT_BYTES}: install the same "
-                    "release on both sides"
+                    f"offset is not a multiple of {ALIGNMENT_BYTES}: install the same dataplane "
+                    "release everywhere"
                 )
             pieces.append((start, start + (length + -length % ALIGNMENT_BYTES or ALIGNMENT_BYTES)))
         return pieces
@@ -502,7 +502,7 @@ class Holder:
             if start < last:
                 raise ProtocolError(
                     f"two of the {len(pieces)} pieces of the arena in this message overlap: "
-                    "install the same release on both sides"
+                    "install the same dataplane release everywhere"
                 )
             if start == last:
                 joined[-1] = joined[-1][0], end
@@ -514,7 +514,7 @@ class Holder:
             if at < 0 or end > ends[at]:
                 raise ProtocolError(
                     f"bytes {start}..{end} of the arena are not reserved for this client: "
-                    "install the same release on both sides",
+                    "install the same dataplane release everywhere",
                     offset=start,
                     end=end,
                 )

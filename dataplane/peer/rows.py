@@ -11,6 +11,6 @@ def count(rows: Rows) -> int:
     if len(rows.keys) % KEY.itemsize:
         raise ProtocolError(
             f"a column of keys has {len(rows.keys)} bytes, which is not a multiple of 16: "
-            "install the same release on both sides"
+            "install the same dataplane release everywhere"
         )
     return len(rows.keys) // KEY.itemsize

@@ -68,7 +68,7 @@ def _common_version(versions: tuple[int, int]) -> int:
         raise VersionMismatch(
             f"the owner of the values speaks bulk protocol versions {versions[0]} to "
             f"{versions[1]}, but this peer speaks {PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}: "
-            "install the same release on both hosts",
+            "install the same dataplane release everywhere",
             versions=list(versions),
         )
     return version

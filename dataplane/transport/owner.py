@@ -282,7 +282,7 @@ class RangeServer:
         if isinstance(asked, Release):
             raise ProtocolError(
                 "unexpected Release from the reader: the owner holds no ranges for this "
-                "reader. Install the same release on both hosts"
+                "reader. Install the same dataplane release everywhere"
             )
         pieces, bound = checked_pieces(asked), asked.pieces
         if isinstance(asked, Hold):
@@ -382,7 +382,7 @@ class Holds:
         if len(hold.card) > MAX_CARD_BYTES:
             raise ProtocolError(
                 f"the reader's card has {len(hold.card)} bytes, over the limit of "
-                f"{MAX_CARD_BYTES}: install the same release on both hosts"
+                f"{MAX_CARD_BYTES}: install the same dataplane release everywhere"
             )
         pinned = self._desk.pin(ranges_of(pieces), deadline)
         nbytes = 0
@@ -440,12 +440,12 @@ def _released(stream: BulkStream, nbytes: int, deadline: float) -> int:
     if not isinstance(release, Release):
         raise ProtocolError(
             "unexpected message from the reader: expected Release, got "
-            f"{type(release).__name__}. Install the same release on both hosts"
+            f"{type(release).__name__}. Install the same dataplane release everywhere"
         )
     if release.nbytes != nbytes:
         raise ProtocolError(
             f"invalid Release from the reader: expected {nbytes} bytes, got "
-            f"{release.nbytes}. Install the same release on both hosts"
+            f"{release.nbytes}. Install the same dataplane release everywhere"
         )
     return nbytes
 
@@ -455,7 +455,8 @@ def check_version(version: int) -> None:
     if not PROTOCOL_VERSION_MIN <= version <= PROTOCOL_VERSION:
         raise VersionMismatch(
             f"the reader speaks bulk protocol version {version}, but this peer speaks "
-            f"{PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}: install the same release on both hosts",
+            f"{PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}: install the same dataplane release "
+            "everywhere",
             version=version,
         )
 
@@ -469,7 +470,7 @@ def checked_pieces(asked: Pull | Hold) -> Records:
     if len(pieces) > MAX_PULL_ITEMS:
         raise LimitExceeded(
             f"a {what} has {len(pieces)} pieces, over the limit of {MAX_PULL_ITEMS}: "
-            "install the same release on both hosts",
+            "install the same dataplane release everywhere",
             size=len(pieces),
             limit=MAX_PULL_ITEMS,
         )
@@ -478,15 +479,15 @@ def checked_pieces(asked: Pull | Hold) -> Records:
     nbytes = largest if largest > most else int(pieces["nbytes"].sum())
     if nbytes > most:
         raise LimitExceeded(
-            f"a {what} asks for {nbytes} bytes, over the limit of {most}: install the "
-            "same release on both hosts",
+            f"a {what} asks for {nbytes} bytes, over the limit of {most}: install the same "
+            "dataplane release everywhere",
             size=nbytes,
             limit=most,
         )
     if nbytes != asked.nbytes:
         raise ProtocolError(
             f"invalid {what}: it announces {asked.nbytes} bytes, but its pieces add up to "
-            f"{nbytes} bytes. Install the same release on both hosts"
+            f"{nbytes} bytes. Install the same dataplane release everywhere"
         )
     return pieces
 
@@ -503,7 +504,7 @@ def sources_of(region: Region, pieces: Records, places: Records) -> Offsets:
         end = int(start[at]) + int(nbytes[at])
         raise ProtocolError(
             f"piece {at} of the request ends at byte {end}, beyond the end of a range of "
-            f"{int(length[at])} bytes: install the same release on both hosts"
+            f"{int(length[at])} bytes: install the same dataplane release everywhere"
         )
     size = np.uint64(region.nbytes)
     outside = (offset > size) | (length > size - np.minimum(offset, size))

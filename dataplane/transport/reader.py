@@ -276,13 +276,13 @@ class TcpReads(Reads):
         if not isinstance(answer, Sending):
             raise ProtocolError(
                 "unexpected reply to a pull: expected Sending, got "
-                f"{type(answer).__name__}. Install the same release on both hosts"
+                f"{type(answer).__name__}. Install the same dataplane release everywhere"
             )
         copies, count, deadline = part.copies, len(part.copies), reading.request.deadline
         if answer.gone and len(answer.gone) != count:
             raise ProtocolError(
                 f"invalid reply to a pull: expected flags for {count} pieces, got "
-                f"{len(answer.gone)}. Install the same release on both hosts"
+                f"{len(answer.gone)}. Install the same dataplane release everywhere"
             )
         gone = np.frombuffer(answer.gone or bytes(count), bool)
         copies = copies[~gone] if gone.any() else copies
@@ -290,7 +290,7 @@ class TcpReads(Reads):
         if answer.nbytes != asked:
             raise ProtocolError(
                 f"invalid reply to a pull: expected {asked} bytes, but the owner "
-                f"announced {answer.nbytes}. Install the same release on both hosts"
+                f"announced {answer.nbytes}. Install the same dataplane release everywhere"
             )
         stream.receive_into(iovecs(self._base + copies["dest"], copies["nbytes"]), deadline)
         _confirm(stream, answer.nbytes, deadline)
@@ -362,7 +362,7 @@ class HeldReads(Reads):
         if not isinstance(answer, HeldFrame):
             raise ProtocolError(
                 f"unexpected reply to a hold: expected Held, got {type(answer).__name__}. "
-                "Install the same release on both hosts"
+                "Install the same dataplane release everywhere"
             )
         mac = held_mac(self._key, nonce, answer.generation, answer.card, answer.sources)
         if not hmac.compare_digest(mac, answer.mac):

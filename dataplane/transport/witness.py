@@ -263,7 +263,7 @@ async def _has_ended(
     if not isinstance(watched, Watched):
         raise ProtocolError(
             "unexpected reply to a watch: expected Watched, got "
-            f"{type(watched).__name__}. Install the same release on both hosts"
+            f"{type(watched).__name__}. Install the same dataplane release everywhere"
         )
     expected = watched_mac(key, nonce_of(joining.greeting.challenge, 0), owner, watched.ended)
     if not hmac.compare_digest(watched.mac, expected):

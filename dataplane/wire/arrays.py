@@ -77,8 +77,8 @@ def dtype_of(name: str) -> np.dtype[Any]:
         except (TypeError, ValueError):
             pass
     raise ProtocolError(
-        f"dtype {name[:64]!r} is not part of this protocol: install the same release of "
-        "dataplane on all hosts"
+        f"dtype {name[:64]!r} is not part of this protocol: install the same dataplane release "
+        "everywhere"
     )
 
 

@@ -91,7 +91,7 @@ def decode(layout: bytes) -> tuple[ColumnSpec, ...]:
     if found.version != VERSION:
         raise ProtocolError(
             f"a chunk has layout version {found.version}, but this client reads version "
-            f"{VERSION}: install the same release on both sides"
+            f"{VERSION}: install the same dataplane release everywhere"
         )
     if not 0 < len(found.columns) <= MAX_FIELDS:
         raise ProtocolError(

@@ -173,13 +173,13 @@ def decode(row: bytes | memoryview) -> Any:
         if type(value) in _MAY_HOLD_TIME and _TIMESTAMP.search(head) and _holds_time(value):
             raise ProtocolError(
                 "received a MessagePack timestamp (ext code -1), which is not part of this "
-                "protocol: install the same release of dataplane on all hosts"
+                "protocol: install the same dataplane release everywhere"
             )
         return value
     except (msgspec.MsgspecError, RecursionError, ValueError, TypeError) as exc:
         raise ProtocolError(
-            f"received a value that cannot be decoded ({exc}): install the same release of "
-            "dataplane on all hosts"
+            f"received a value that cannot be decoded ({exc}): install the same dataplane release "
+            "everywhere"
         ) from exc
 
 
@@ -209,7 +209,7 @@ def _ext(arrays: memoryview, code: int, data: memoryview) -> Any:
         return int.from_bytes(data, "little", signed=True)
     raise ProtocolError(
         f"received ext code {code} with {len(data)} bytes, which is not part of this protocol: "
-        "install the same release of dataplane on all hosts"
+        "install the same dataplane release everywhere"
     )
 
 
@@ -458,8 +458,8 @@ def _tensor(leaf: Array) -> Any:
         return leaf
     except InvalidValue as exc:
         raise ProtocolError(
-            f"received a tensor that cannot be decoded ({exc.message}): install the same release "
-            "of dataplane on all hosts"
+            f"received a tensor that cannot be decoded ({exc.message}): install the same dataplane "
+            "release everywhere"
         ) from exc
 
 

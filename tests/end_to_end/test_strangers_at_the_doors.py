@@ -52,7 +52,7 @@ def test_a_client_of_another_protocol_version_is_refused(cluster: Cluster) -> No
         body = stranger.recv(frames.body_length(header), socket.MSG_WAITALL)
         reply = frames.decode_reply(body).body
         assert isinstance(reply, Failed) and reply.code == "VersionMismatch"
-        assert "install the same release" in reply.message
+        assert "install the same dataplane release everywhere" in reply.message
         still_works(plane)
 
 

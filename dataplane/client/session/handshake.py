@@ -52,7 +52,7 @@ def negotiate(welcome: Welcome) -> int:
         raise VersionMismatch(
             f"peer {welcome.peer!r} speaks protocol versions {lowest} to {highest}, but this "
             f"client speaks {PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}: install the same "
-            "release of dataplane on both sides",
+            "dataplane release everywhere",
             peer_versions=list(welcome.versions),
         )
     return version

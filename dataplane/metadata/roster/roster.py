@@ -118,7 +118,7 @@ class Roster:
         ):
             raise RosterMismatch(
                 f"received an inconsistent roster of {len(members)} members: its columns "
-                "differ in length. Install the same release on all hosts"
+                "differ in length. Install the same dataplane release everywhere"
             )
         primaries = column(table.primaries, U2).astype(np.uint16)
         backups = column(table.backups, U2).astype(np.uint16)
@@ -127,7 +127,7 @@ class Roster:
         if not known.all():
             raise RosterMismatch(
                 f"received a roster that lists {len(members)} members but refers to others: "
-                "install the same release on all hosts"
+                "install the same dataplane release everywhere"
             )
         columns = (primaries, backups, in_sync.astype(np.bool_), np.frombuffer(lost, np.uint8))
         incarnations, leaving = tuple(table.incarnations), frozenset(table.leaving)

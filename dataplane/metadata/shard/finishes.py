@@ -60,7 +60,7 @@ def finish(state: State, lease: Lease, asked_for: Finish) -> dict[str, int]:
     if outcome not in OUTCOMES:
         raise ProtocolError(
             f"invalid outcome {outcome!r:.40} for a lease: expected one of "
-            f"{', '.join(OUTCOMES)}. Install the same release on both sides"
+            f"{', '.join(OUTCOMES)}. Install the same dataplane release everywhere"
         )
     if values.fields and outcome == "drop":
         raise InvalidRows(

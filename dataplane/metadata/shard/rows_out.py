@@ -279,7 +279,7 @@ def _behind(parts: Sequence[tuple[Block, int]], place: bytes) -> list[tuple[Bloc
     if len(place) != _PLACE.size:
         raise ProtocolError(
             f"invalid read position: expected {_PLACE.size} bytes, got {len(place)}. "
-            "Install the same release on both sides"
+            "Install the same dataplane release everywhere"
         )
     number, row = _PLACE.unpack(place)
     first = bisect_left(parts, number, key=lambda part: part[0].number)

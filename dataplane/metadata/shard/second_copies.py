@@ -130,7 +130,7 @@ def named_by(op: Op) -> list[Named]:
         if chunk.number < 0 or chunk.nbytes < 0:
             raise ProtocolError(
                 f"invalid chunk {chunk.number} of {chunk.nbytes} bytes: expected a number "
-                "and a size of 0 or more. Install the same release on all hosts"
+                "and a size of 0 or more. Install the same dataplane release everywhere"
             )
         by_owner.setdefault(chunk.owner, []).append(chunk)
     found = []
@@ -138,8 +138,8 @@ def named_by(op: Op) -> list[Named]:
         if not 0 <= number < len(op.values.owners):
             raise ProtocolError(
                 f"invalid owner {number} of a chunk: expected an index into the "
-                f"{len(op.values.owners)} owners of the record. Install the same release "
-                "on all hosts"
+                f"{len(op.values.owners)} owners of the record. Install the same dataplane release "
+                "everywhere"
             )
         if (owner := op.values.owners[number]) != INLINE:
             nbytes = np.array([chunk.nbytes for chunk in chunks], U8)

@@ -436,12 +436,12 @@ class State:
             if there < 1:
                 raise ProtocolError(
                     f"invalid chunk number {there}: expected 1 or more. "
-                    "Install the same release on all hosts"
+                    "Install the same dataplane release everywhere"
                 )
             if self.chunk(new, there) is not None:
                 raise ProtocolError(
                     f"received chunk {there} of peer {new.peer}, but the partition already "
-                    "has a chunk with this number: install the same release on all hosts"
+                    "has a chunk with this number: install the same dataplane release everywhere"
                 )
         moved = []
         for chunk, there in here:

@@ -320,7 +320,7 @@ class Store(State):
         if len({*ids}) != len(ids) or len({*there}) != len(ids):
             raise ProtocolError(
                 f"cannot move {len(ids)} chunks to {len(there)} new ones: expected one "
-                "distinct new chunk per old chunk. Install the same release on all hosts"
+                "distinct new chunk per old chunk. Install the same dataplane release everywhere"
             )
         moved = set(self.move_chunks(old, dict(zip(ids, there, strict=True)), new))
         if self.emit is not None:

@@ -130,7 +130,7 @@ def take(
     if want.unit not in ("rows", "groups"):
         raise ProtocolError(
             f"invalid unit {want.unit!r:.40} of a claim: expected 'rows' or 'groups'. "
-            "Install the same release on both sides"
+            "Install the same dataplane release everywhere"
         )
     units, by_count = stage.units(want.unit), want.budget_tag is None
     lane, ready = units.lane(want.where), units.ready(want.where)

@@ -50,7 +50,7 @@ def different(raw: bytes, what: str) -> list[bytes]:
         twice = Counter(keys).most_common(1)[0][0]
         raise ProtocolError(
             f"expected each {what} once in the message, got {twice.hex()} "
-            "twice: install the same release on both sides"
+            "twice: install the same dataplane release everywhere"
         )
     return keys
 
@@ -99,8 +99,8 @@ def _groups_in(rows: Rows, count: int) -> tuple[Sequence[int] | None, list[bytes
     if max(index) >= len(group_keys):
         raise ProtocolError(
             f"invalid group {max(index)} of a row: expected an index into the "
-            f"{len(group_keys)} groups of the message. Install the same release on both "
-            "sides",
+            f"{len(group_keys)} groups of the message. Install the same dataplane release "
+            "everywhere",
             groups=len(group_keys),
         )
     if len(set(group_keys)) != len(group_keys):

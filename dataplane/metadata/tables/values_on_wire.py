@@ -239,8 +239,8 @@ def _chunks_in(values: wire.Values, known: Known) -> list[Chunk]:
             if number or len(inline) != nbytes:
                 raise ProtocolError(
                     f"invalid inline chunk: expected {nbytes} bytes and no chunk number, "
-                    f"got {len(inline)} bytes and number {number}. Install the same "
-                    "release on both sides"
+                    f"got {len(inline)} bytes and number {number}. Install the same dataplane "
+                    "release everywhere"
                 )
             chunks.append(Chunk(owner, 0, rows, nbytes, layout, inline))
             continue
@@ -248,12 +248,12 @@ def _chunks_in(values: wire.Values, known: Known) -> list[Chunk]:
         if number < 1:
             raise ProtocolError(
                 f"invalid chunk number {number}: expected 1 or more. "
-                "Install the same release on both sides"
+                "Install the same dataplane release everywhere"
             )
         if name in named:
             raise ProtocolError(
                 f"expected each chunk once in the message, got chunk {number} of peer "
-                f"{owner.peer} twice: install the same release on both sides"
+                f"{owner.peer} twice: install the same dataplane release everywhere"
             )
         found = known(owner, number)
         if found is None:
@@ -267,7 +267,7 @@ def _chunks_in(values: wire.Values, known: Known) -> list[Chunk]:
             raise ProtocolError(
                 f"chunk {number} of peer {owner.peer} differs from the stored chunk: "
                 f"expected {found.rows} rows and {found.nbytes} bytes, got {rows} rows "
-                f"and {nbytes} bytes. Install the same release on all hosts"
+                f"and {nbytes} bytes. Install the same dataplane release everywhere"
             )
         named.add(name)
         chunks.append(found)
@@ -279,16 +279,19 @@ def _invalid(one: wire.Chunk, values: wire.Values) -> ProtocolError:
     if not 0 <= one.owner < len(values.owners):
         return ProtocolError(
             f"invalid owner {one.owner} of chunk {one.number}: expected an index into the "
-            f"{len(values.owners)} owners of the message. Install the same release on both sides"
+            f"{len(values.owners)} owners of the message. Install the same dataplane release "
+            "everywhere"
         )
     if not 0 <= one.layout < len(values.layouts):
         return ProtocolError(
             f"invalid layout {one.layout} of chunk {one.number}: expected an index into the "
-            f"{len(values.layouts)} layouts of the message. Install the same release on both sides"
+            f"{len(values.layouts)} layouts of the message. Install the same dataplane release "
+            "everywhere"
         )
     return ProtocolError(
         f"invalid chunk {one.number}: expected 0 to {MAX_ROWS_PER_MESSAGE} rows and 0 or more "
-        f"bytes, got {one.rows} rows and {one.nbytes} bytes. Install the same release on both sides"
+        f"bytes, got {one.rows} rows and {one.nbytes} bytes. Install the same dataplane release "
+        "everywhere"
     )
 
 
@@ -297,21 +300,21 @@ def _columns_in(fields: tuple[str, ...], columns: tuple[int, ...]) -> tuple[str,
     if wrong := [field for field in columns if not -1 <= field < len(fields)]:
         raise ProtocolError(
             f"invalid field {wrong[0]} of a piece: expected an index into the "
-            f"{len(fields)} fields of the message, or -1. Install the same release on "
-            "both sides"
+            f"{len(fields)} fields of the message, or -1. Install the same dataplane release "
+            "everywhere"
         )
     names = tuple([UNUSED if field < 0 else fields[field] for field in columns])
     used = [name for name in names if name != UNUSED]
     if not used:
         raise ProtocolError(
             "invalid piece: expected at least one column of its chunk, "
-            "got none. Install the same release on both sides"
+            "got none. Install the same dataplane release everywhere"
         )
     if len(set(used)) != len(used):
         twice = Counter(used).most_common(1)[0][0]
         raise ProtocolError(
             f"invalid piece: expected one column for field {twice!r}, got "
-            "two. Install the same release on both sides"
+            "two. Install the same dataplane release everywhere"
         )
     return names
 
@@ -322,13 +325,13 @@ def _piece_in(
     if not 0 <= one.chunk < len(chunk_rows):
         raise ProtocolError(
             f"invalid chunk {one.chunk} of a piece: expected an index into the "
-            f"{len(chunk_rows)} chunks of the message. Install the same release on both "
-            "sides"
+            f"{len(chunk_rows)} chunks of the message. Install the same dataplane release "
+            "everywhere"
         )
     if len(one.fields) > MAX_FIELDS:
         raise ProtocolError(
             f"invalid piece: expected at most {MAX_FIELDS} columns, got "
-            f"{len(one.fields)}. Install the same release on both sides"
+            f"{len(one.fields)}. Install the same dataplane release everywhere"
         )
     names = _columns_in(fields, tuple(one.fields))
     has, given = chunk_rows[one.chunk], in_bytes(one.given)
@@ -336,8 +339,8 @@ def _piece_in(
     if not given or one.base < 0 or one.base + given.bit_length() > rows:
         raise ProtocolError(
             f"a piece must have at least one row, all of them among the {rows} rows of the "
-            f"message: got {many} starting at row {one.base}. Install the same release on "
-            "both sides"
+            f"message: got {many} starting at row {one.base}. Install the same dataplane release "
+            "everywhere"
         )
     at = tuple(column(one.at, U4, many).tolist()) if one.at else None
     last = max(at) if at is not None else one.first + many - 1
@@ -345,12 +348,12 @@ def _piece_in(
         raise ProtocolError(
             (
                 f"invalid rows {one.first} to {last} of a piece, whose chunk has only "
-                f"{has} rows: install the same release on both sides"
+                f"{has} rows: install the same dataplane release everywhere"
             )
             if at is None
             else (
                 f"invalid row {last} of a piece, whose chunk has only {has} rows: "
-                "install the same release on both sides"
+                "install the same dataplane release everywhere"
             )
         )
     return MessagePlace(one.chunk, names, one.base, given, one.first, at)

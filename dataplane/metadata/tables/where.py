@@ -167,7 +167,7 @@ def _check(wire: Any, depth: int, budget: list[int]) -> None:
     if not isinstance(wire, list) or not wire or not isinstance(wire[0], str):
         raise ProtocolError(
             "invalid filter: expected a list that starts with the name of an operator. "
-            "Install the same release on both sides"
+            "Install the same dataplane release everywhere"
         )
     _spend(budget, 1)
     if depth == 0:
@@ -211,7 +211,7 @@ def _misused(how: str, rest: list[Any]) -> str:
         **dict.fromkeys(("in", *_COMPARISONS), "2 operands"),
     }
     if how not in takes:
-        return f"unknown filter operator {how!r:.40}: install the same release on both sides"
+        return f"unknown filter operator {how!r:.40}: install the same dataplane release everywhere"
     if how == "in" and len(rest) == 2:
         kind = type(rest[1]).__name__
         return (

@@ -347,8 +347,8 @@ class Connection(asyncio.Protocol):
         handler = door.handlers.get(kind)
         if handler is None:
             raise ProtocolError(
-                f"clients may not send {kind.__name__} messages: install "
-                "the same release of dataplane on both sides"
+                f"clients may not send {kind.__name__} messages: install the same dataplane "
+                "release everywhere"
             )
         if len(self._running) >= limits.MAX_REQUESTS_PER_CONNECTION:
             raise ProtocolError(
@@ -379,8 +379,7 @@ class Connection(asyncio.Protocol):
         if not isinstance(body, Hello):
             raise ProtocolError(
                 "the first message from a client must be Hello, got "
-                f"{type(body).__name__}: install the same release of dataplane on both "
-                "sides"
+                f"{type(body).__name__}: install the same dataplane release everywhere"
             )
         try:
             session = self._session_of(body)
@@ -401,7 +400,7 @@ class Connection(asyncio.Protocol):
             raise VersionMismatch(
                 f"this peer speaks protocol versions {limits.PROTOCOL_VERSION_MIN} to "
                 f"{limits.PROTOCOL_VERSION}, but the client speaks version {body.version}: "
-                "install the same release of dataplane on both sides"
+                "install the same dataplane release everywhere"
             )
         if body.session:
             session = sessions.join(body.session, self._pid, body.pid)

@@ -97,7 +97,7 @@ class KnownPeers:
             raise VersionMismatch(
                 f"peer {hello.name!r} speaks protocol versions {hello.versions[0]} to "
                 f"{hello.versions[1]}, but this peer speaks {mine.versions[0]} to "
-                f"{mine.versions[1]}: install the same release on both sides"
+                f"{mine.versions[1]}: install the same dataplane release everywhere"
             )
         for what in ("plane", "shards", "epoch"):
             theirs, ours = getattr(hello, what), getattr(mine, what)
@@ -166,8 +166,8 @@ class Link:
         if not isinstance(hello, PeerHello):
             raise ProtocolError(
                 f"the peer at {self.address} sent an unexpected reply to a greeting: "
-                f"expected PeerHello, got {type(hello).__name__}. Install the same "
-                "release on both hosts"
+                f"expected PeerHello, got {type(hello).__name__}. Install the same dataplane "
+                "release everywhere"
             )
         meet(hello)
         self.calls = await self._stream(dial, hello.stream, hello.stream_secret)
@@ -236,16 +236,15 @@ class Link:
             if not reply.rid:
                 raise ProtocolError(
                     f"the peer at {self.address} could not decode the "
-                    f"request: {reply.body}. Install the same release on "
-                    "both hosts"
+                    f"request: {reply.body}. Install the same dataplane release everywhere"
                 )
         except ProtocolError as exc:
             # Whose answer that was, or would have been, nobody can tell.
             log.warning("link to %s: closed after an invalid reply: %s", self.address, exc)
             self.ended = Unreadable(
                 f"this peer could not decode a reply from the peer at {self.address} ({exc}). The "
-                "call may have taken effect; if this persists, install the same release on both "
-                "sides",
+                "call may have taken effect; if this persists, install the same dataplane release "
+                "everywhere",
                 address=self.address,
             )
             self.broke(self)

@@ -113,7 +113,7 @@ class PeerDoor:
             if operation is None:
                 raise ProtocolError(
                     f"peers may not send {type(request.body).__name__} "
-                    "messages: install the same release on all hosts"
+                    "messages: install the same dataplane release everywhere"
                 )
         except ProtocolError as exc:
             self.streams.answer(stream, self._refusal(exc))

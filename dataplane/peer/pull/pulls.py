@@ -267,7 +267,7 @@ class Pulls:
             if len(reply.data) != nbytes:
                 raise ProtocolError(
                     f"invalid reply from the peer at {owner.peer}: expected {nbytes} "
-                    f"bytes, got {len(reply.data)}. Install the same release on both hosts"
+                    f"bytes, got {len(reply.data)}. Install the same dataplane release everywhere"
                 )
             for start, size in zip(dest.tolist(), sizes.tolist(), strict=True):
                 view[start : start + size] = reply.data[at : at + size]
@@ -295,7 +295,7 @@ class Pulls:
         if reply.gone and len(reply.gone) != len(remote):
             raise ProtocolError(
                 f"invalid reply from the peer at {owner.peer}: expected {len(remote)} "
-                f"ranges, got {len(reply.gone)}. Install the same release on both hosts"
+                f"ranges, got {len(reply.gone)}. Install the same dataplane release everywhere"
             )
         return reply
 
@@ -430,7 +430,7 @@ class Pulls:
         if (nbytes := sum(sizes.tolist())) > MAX_PULLED_BYTES:
             raise ProtocolError(
                 f"invalid pull of {nbytes} bytes: expected at most {MAX_PULLED_BYTES} "
-                "bytes per request. Install the same release on both hosts"
+                "bytes per request. Install the same dataplane release everywhere"
             )
         if not nbytes:
             return Pulled(b"", self._gone(ranges))
@@ -448,7 +448,7 @@ class Pulls:
             most, size = next(one for one in zip(lengths, wanted, strict=True) if one[1] > one[0])
             raise ProtocolError(
                 f"invalid pull of {size} bytes: expected at most {most}, the size of the "
-                "range. Install the same release on both hosts"
+                "range. Install the same dataplane release everywhere"
             )
         parts = zip(places["offset"].tolist(), wanted, strict=True)
         return Pulled(b"".join([view[start : start + size] for start, size in parts]))

@@ -160,7 +160,7 @@ class Directory:
         if len(body.sessions) > MAX_IDENTIFIED:
             raise ProtocolError(
                 f"the request lists {len(body.sessions)} sessions, over the limit of "
-                f"{MAX_IDENTIFIED}: install the same release on all hosts"
+                f"{MAX_IDENTIFIED}: install the same dataplane release everywhere"
             )
         told: list[tuple[str, int]] = []
         for session in body.sessions:

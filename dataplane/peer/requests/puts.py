@@ -169,8 +169,8 @@ class Grants:
             raise ProtocolError(
                 "expected one chunk per range, got "
                 f"{counted(len(values.chunks), 'chunk')} for "
-                f"{counted(len(extents) + len(known), 'range')}: install the same release "
-                "on both sides"
+                f"{counted(len(extents) + len(known), 'range')}: install the same dataplane "
+                "release everywhere"
             )
         shared_ones = space.ranges.hold(known) if shared else []
         try:
@@ -354,7 +354,7 @@ def _check_chunks(values: Values, me: Owner, rooms: list[int]) -> None:
         raise ProtocolError(
             f"expected only chunks of the client's own peer {me.peer} (incarnation "
             f"{me.incarnation}), got one of peer {others[0].peer} (incarnation "
-            f"{others[0].incarnation}): install the same release on both sides"
+            f"{others[0].incarnation}): install the same dataplane release everywhere"
         )
     inline = [owner == INLINE for owner in owners]
     named = set[int]()
@@ -362,8 +362,8 @@ def _check_chunks(values: Values, me: Owner, rooms: list[int]) -> None:
         if not 0 <= chunk.owner < len(inline):
             raise ProtocolError(
                 f"invalid owner {chunk.owner} of chunk {chunk.number}: expected an index "
-                f"into the {len(owners)} owners of the message. Install the same release "
-                "on both sides"
+                f"into the {len(owners)} owners of the message. Install the same dataplane release "
+                "everywhere"
             )
         if inline[chunk.owner]:
             continue
@@ -371,21 +371,21 @@ def _check_chunks(values: Values, me: Owner, rooms: list[int]) -> None:
         if not 0 < number <= len(rooms) or number in named:
             raise ProtocolError(
                 f"invalid range {number} of a chunk: expected one of the {len(rooms)} "
-                "ranges of the message, and no other chunk with that range. Install the "
-                "same release on both sides"
+                "ranges of the message, and no other chunk with that range. Install the same "
+                "dataplane release everywhere"
             )
         spare = rooms[number - 1] - (chunk.nbytes or 1)  # nothing takes room too
         if chunk.nbytes < 0 or not 0 <= spare < ALIGNMENT_BYTES:
             raise ProtocolError(
                 f"chunk {number} and its range differ in size: expected {chunk.nbytes} "
-                f"bytes, but the range has {rooms[number - 1]}. Install the same release "
-                "on both sides"
+                f"bytes, but the range has {rooms[number - 1]}. Install the same dataplane release "
+                "everywhere"
             )
         named.add(number)
     if len(named) != len(rooms):
         raise ProtocolError(
             f"expected one chunk per range, got {counted(len(named), 'chunk')} for "
-            f"{counted(len(rooms), 'range')}: install the same release on both sides"
+            f"{counted(len(rooms), 'range')}: install the same dataplane release everywhere"
         )
 
 
@@ -410,5 +410,5 @@ def _check_digests(body: Put) -> None:
     if len(at) and int(at.max()) >= many:
         raise ProtocolError(
             f"a digest refers to range {int(at.max())}, but the client wrote only {many} "
-            "ranges: install the same release on both sides"
+            "ranges: install the same dataplane release everywhere"
         )

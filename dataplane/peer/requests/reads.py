@@ -86,8 +86,8 @@ class Reading:
                 space.unpin(holder, [pin])
                 raise ProtocolError(
                     "the shard and the owner of a chunk disagree on its size: expected "
-                    f"{nbytes} bytes, but the range has {room}. Install the same release "
-                    "on all hosts"
+                    f"{nbytes} bytes, but the range has {room}. Install the same dataplane release "
+                    "everywhere"
                 )
             places[2 * at], places[2 * at + 1] = offset, nbytes
         return _with_places(table, places.tobytes()), pin
@@ -212,12 +212,13 @@ class _Named:
             if not 0 <= chunk.owner < len(owners):
                 raise ProtocolError(
                     f"invalid owner {chunk.owner} of chunk {number}: expected an index into the "
-                    f"{len(owners)} owners of the message. Install the same release on both sides"
+                    f"{len(owners)} owners of the message. Install the same dataplane release "
+                    "everywhere"
                 )
             if number < 0 or nbytes < 0:
                 raise ProtocolError(
                     f"invalid chunk {number} of {nbytes} bytes: expected a number and a size of 0 "
-                    "or more. Install the same release on both sides"
+                    "or more. Install the same dataplane release everywhere"
                 )
             if not inline[chunk.owner]:
                 self.at.append(at)

@@ -73,8 +73,7 @@ class Devices:
         if not 0 < number <= len(arenas):
             raise ProtocolError(
                 f"invalid device arena {number}: this peer has "
-                f"{len(arenas)} device arenas. Install the same release "
-                "on all hosts"
+                f"{len(arenas)} device arenas. Install the same dataplane release everywhere"
             )
         try:
             count, extents = arenas[number - 1].space.reserve(holder, admission, units)

@@ -193,7 +193,7 @@ class Partitions:
         if body.after < 0:
             raise ProtocolError(
                 f"invalid start {body.after} of the list of lost rows: expected 0 or "
-                "more. Install the same release of dataplane on both sides"
+                "more. Install the same dataplane release everywhere"
             )
         until = self.host.now() + waits_s(body.timeout_ms)
         entry = self.host.shard(body.partition, body.generation)

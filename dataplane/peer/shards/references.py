@@ -244,7 +244,7 @@ def _check_caller(change: Change, caller: Caller) -> None:
     if change.caller != caller.owner:
         raise ProtocolError(
             f"peer {caller.address} sent a change made by peer {change.caller.peer}, but a "
-            "peer may send only its own changes: install the same release of dataplane on all hosts"
+            "peer may send only its own changes: install the same dataplane release everywhere"
         )
 
 

@@ -206,7 +206,8 @@ class NcclRanks:
             pair = _unique_ids.decode(unique_id)
         except msgspec.MsgspecError as exc:
             raise ProtocolError(
-                f"received an invalid NCCL unique id: {exc}. Install the same release on both hosts"
+                f"received an invalid NCCL unique id: {exc}. Install the same dataplane release "
+                "everywhere"
             ) from exc
         self._device.bind()
         return _GpuRank(self._nccl, self._device, self._nccl.NcclCommunicator(2, pair, rank), rank)

@@ -122,7 +122,7 @@ class CudaIpcTransport(Transport):
                 return device, pool.address + dest - placed.start
         raise ProtocolError(
             f"{nbytes} bytes at offset {dest} are outside the device arenas of this peer: "
-            "install the same release on both sides"
+            "install the same dataplane release everywhere"
         )
 
     def _source(self, theirs: _Theirs, card: Card, device: Device, source: int, nbytes: int) -> int:
@@ -133,7 +133,7 @@ class CudaIpcTransport(Transport):
                 return pool.address + source - start
         raise ProtocolError(
             f"{nbytes} bytes at offset {source} are outside the device arenas of the "
-            "owner: install the same release on both sides"
+            "owner: install the same dataplane release everywhere"
         )
 
     def _open(self, theirs: _Theirs, handle: PoolHandle, device: Device) -> Pool:
@@ -179,7 +179,7 @@ def _card(key: RegionKey) -> Card:
     except msgspec.MsgspecError as exc:
         raise TransferFailed(
             f"received an invalid {NAME} card from the owner of the values: {exc}. "
-            "Install the same release on both peers"
+            "Install the same dataplane release everywhere"
         ) from exc
     if card.host != this_host():
         raise TransportMissing(

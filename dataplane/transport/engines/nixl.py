@@ -222,7 +222,7 @@ def _card(key: RegionKey) -> Card:
         return _cards.decode(key.card)
     except msgspec.MsgspecError as exc:
         raise ProtocolError(
-            f"received an invalid nixl card: {exc}. Install the same release on both hosts"
+            f"received an invalid nixl card: {exc}. Install the same dataplane release everywhere"
         ) from exc
 
 

@@ -39,7 +39,7 @@ class Stretches:
         if not stretches:
             raise ProtocolError(
                 "the region is empty: expected at least one memory "
-                "range. Install the same release on both hosts"
+                "range. Install the same dataplane release everywhere"
             )
         self.all = tuple(sorted(stretches, key=lambda one: one.start))
         columns = [(one.start, one.address, one.nbytes, one.device) for one in self.all]
@@ -61,7 +61,7 @@ class Stretches:
         if outside.any():
             raise ProtocolError(
                 f"{int(outside.sum())} pieces of this transfer are outside the region's "
-                "memory: install the same release on both hosts"
+                "memory: install the same dataplane release everywhere"
             )
         return np.column_stack([self._addresses[at] + inside, nbytes, self._devices[at]])
 

@@ -160,12 +160,12 @@ def _card(raw: bytes) -> Card:
         card = msgspec.msgpack.decode(raw, type=Card)
     except msgspec.MsgspecError as exc:
         raise ProtocolError(
-            f"received an invalid ucx card: {exc}. Install the same release on both hosts"
+            f"received an invalid ucx card: {exc}. Install the same dataplane release everywhere"
         ) from exc
     if len(card.keys) != len(card.stretches):
         raise ProtocolError(
             f"invalid ucx card: expected one key per memory range, got {len(card.keys)} "
-            f"keys for {len(card.stretches)} ranges. Install the same release on both hosts"
+            f"keys for {len(card.stretches)} ranges. Install the same dataplane release everywhere"
         )
     return card
 

@@ -178,8 +178,8 @@ class Repeats:
         ):
             raise ProtocolError(
                 f"operation {op} of this session was already answered, but the reply is no longer "
-                "stored: read the rows to see whether it took effect, and make a new call if it "
-                "did not",
+                "stored: read the rows to see whether the operation took effect, and make a new "
+                "call if it did not",
                 op=op,
                 floor=self._given.floor,
             )

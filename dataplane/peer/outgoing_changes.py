@@ -48,7 +48,7 @@ class OutgoingChanges:
             if not (await asyncio.wait([self._room[of]], timeout=left_s))[0]:
                 raise Unavailable(
                     f"partition {partition!r}: {MAX_CHANGES_ABOVE_FLOOR} changes from this host "
-                    "are pending, and the shard has not answered the oldest: check the peers "
+                    "are pending, and the shard has not confirmed the oldest one: check the peers "
                     "(dataplane status), then repeat the call",
                     partition=partition,
                 )

@@ -49,19 +49,19 @@ def _open_in_workers(*peers: Host) -> int:
 
 
 def once(act: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that calls `act` the first time and then does nothing. Set it as `on_pin`
-    to act while a transfer is certainly in flight."""
+    """Return a function that runs `act` only the first time it is called. Set it as `on_pin` to
+    run `act` while a transfer is certainly in flight."""
     todo = [act]
     return lambda: todo.pop()() if todo else None
 
 
 @pytest.mark.asyncio
 class TransportConformance:
-    """The tests that every transport must pass. Subclass it and set `transport` to the name of your
-    transport.
+    """The tests that every transport must pass. Subclass this class and set `transport` to the
+    name of your transport.
 
     `tls`: test with `--bulk-tls` (TCP only). `device`: transfer between arenas on devices of this
-    kind. This process must be able to read and write their memory.
+    kind. This process must be able to read and write the memory of these devices.
     """
 
     transport: ClassVar[str] = "tcp"

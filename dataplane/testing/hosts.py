@@ -148,7 +148,7 @@ async def hosts(
     """Yield a function that starts a host. At the end, wait until every pin is released, then stop
     all hosts.
 
-    `tls`: require TLS on every host that is not started with a `tls` of its own. `device`: put each
+    `tls`: require TLS on every host that is started without its own `tls`. `device`: put each
     host's memory on a device of this kind.
     """
     every = tls

@@ -253,7 +253,7 @@ class BulkEngine:
                     "see the peer's log, then repeat the call"
                 ) from None
         raise TransferFailed(
-            "this peer's bulk engine is shutting down: repeat the call at another peer"
+            "this peer's bulk engine is shutting down: connect to another peer and repeat the call"
         )
 
     async def _open(self) -> None:

@@ -37,7 +37,8 @@ class Etcd:
             import aiohttp
         except ImportError as exc:
             raise InvalidConfig(
-                "--roster etcd://… needs the aiohttp package: pip install 'dataplane-rl[etcd]'"
+                "--roster etcd://… needs the aiohttp package: install it with pip install "
+                "'dataplane-rl[etcd]'"
             ) from exc
         self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=CALL_S))
         self._failures = (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError)

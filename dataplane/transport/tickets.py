@@ -75,8 +75,8 @@ def verify(key: bytes, ticket: Ticket, owner: Owner, nonce: bytes, pieces: bytes
     # One answer for every way to be a stranger: it tells nothing about the key.
     if not authentic or ticket.nonce != nonce or ticket.digest != _digest(pieces):
         raise TicketRefused(
-            "the ticket is invalid, because it was made with the key of another run, for "
-            "another connection or for other ranges: start all peers with the same --run "
+            "the ticket is invalid, because it was made with the key of another run, or for "
+            "another connection or other ranges: start all peers with the same --run "
             "and --token-file"
         )
     if (ticket.peer, ticket.incarnation) != (owner.peer, owner.incarnation):

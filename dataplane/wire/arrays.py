@@ -179,7 +179,7 @@ def tensor_over(array: Array) -> Any:
             return torch.from_numpy(array.view(_INTEGERS_OF_TORCH[dtype.itemsize])).view(wide)
     except (TypeError, AttributeError):
         pass
-    raise InvalidValue(f"torch does not support dtype {dtype}")
+    raise InvalidValue(f"torch does not support dtype {dtype}: use another dtype")
 
 
 def raw(array: Array) -> Array:
@@ -245,14 +245,14 @@ def _check_columnar(column: Any) -> None:
     nulls = getattr(column, "null_count", 0)
     if nulls() if callable(nulls) else nulls:
         raise InvalidValue(
-            f"{kind_of(column)} contains nulls, which an array cannot hold: pass .to_pylist() or "
-            ".to_list(), which turn nulls into None"
+            f"{kind_of(column)} contains nulls, which a NumPy array cannot hold: pass .to_pylist() "
+            "or .to_list(), which turn nulls into None"
         )
     zone = getattr(getattr(column, "type", None), "tz", None)
     if zone is not None:
         raise InvalidValue(
-            f"{kind_of(column)} has timezone-aware timestamps ({zone!r}), which an array cannot "
-            "hold: cast them to naive timestamps, and store the time zone as a tag"
+            f"{kind_of(column)} has timezone-aware timestamps ({zone!r}), which a NumPy array "
+            "cannot hold: cast them to naive timestamps, and store the time zone as a tag"
         )
 
 

@@ -47,7 +47,8 @@ def body_length(
     length: int = _header.unpack_from(data, at)[0]
     if length > limit_bytes:
         raise FrameTooLarge(
-            f"a frame header announces {length} bytes, over the limit of {limit_bytes}",
+            f"a frame header announces {length} bytes, over the limit of {limit_bytes}: install "
+            "the same dataplane release everywhere",
             size=length,
             limit=limit_bytes,
         )

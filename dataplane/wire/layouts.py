@@ -87,7 +87,9 @@ def decode(layout: bytes) -> tuple[ColumnSpec, ...]:
     try:
         found = _decoder.decode(layout)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise ProtocolError(f"could not decode a chunk layout: {exc}") from exc
+        raise ProtocolError(
+            f"could not decode a chunk layout: {exc}. Install the same dataplane release everywhere"
+        ) from exc
     if found.version != VERSION:
         raise ProtocolError(
             f"a chunk has layout version {found.version}, but this client reads version "
@@ -95,13 +97,14 @@ def decode(layout: bytes) -> tuple[ColumnSpec, ...]:
         )
     if not 0 < len(found.columns) <= MAX_FIELDS:
         raise ProtocolError(
-            f"invalid chunk layout: expected 1 to {MAX_FIELDS} columns, got {len(found.columns)}"
+            f"invalid chunk layout: expected 1 to {MAX_FIELDS} columns, got {len(found.columns)}. "
+            "Install the same dataplane release everywhere"
         )
     for spec in found.columns:
         if len(spec.shape) > MAX_RANK or any(length < OPEN for length in spec.shape):
             raise ProtocolError(
                 f"invalid column shape {spec.shape}: expected at most {MAX_RANK} axes, each at "
-                f"least {OPEN}"
+                f"least {OPEN}. Install the same dataplane release everywhere"
             )
         if spec.kind == "array":
             dtype_of(spec.dtype)

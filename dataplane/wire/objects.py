@@ -162,7 +162,7 @@ def decode(row: bytes | memoryview) -> Any:
     if not 0 < begin <= nbytes:
         raise ProtocolError(
             f"received a truncated object: its head takes {max(begin, _SIZE.size)} bytes, but the "
-            f"whole object has only {nbytes}"
+            f"whole object has only {nbytes}. Install the same dataplane release everywhere"
         )
     head, decoder = row[_SIZE.size : begin], _WITHOUT_ARRAYS
     if nbytes > begin:
@@ -208,7 +208,8 @@ def _ext(arrays: memoryview, code: int, data: memoryview) -> Any:
     elif code == EXT_INT:
         return int.from_bytes(data, "little", signed=True)
     raise ProtocolError(
-        f"received ext code {code} with {len(data)} bytes, which is not part of this protocol: "
+        f"received MessagePack ext code {code} ({len(data)} bytes), which is not part of this "
+        "protocol: "
         "install the same dataplane release everywhere"
     )
 
@@ -225,7 +226,7 @@ def _array(arrays: memoryview, leaf: Leaf) -> Array:
     ):
         raise ProtocolError(
             f"an array of dtype {dtype} and shape {shape} at byte {offset} is outside its object "
-            f"of {len(arrays)} bytes"
+            f"of {len(arrays)} bytes. Install the same dataplane release everywhere"
         )
     return np.ndarray(shape, dtype, arrays, offset if nbytes else 0)
 
@@ -473,7 +474,10 @@ def _jagged(values: Array, offsets: Array, axis: int) -> Any:
         or offsets[-1] != values.shape[axis]
         or (np.diff(offsets) < 0).any()
     ):
-        raise ProtocolError("received a nested tensor whose offsets do not match its values")
+        raise ProtocolError(
+            "received a nested tensor whose offsets do not match its values: install the same "
+            "dataplane release everywhere"
+        )
     try:
         import torch
     except ImportError:
@@ -519,7 +523,7 @@ def _scalar(data: memoryview) -> Any:
     if len(data) - end != dtype.itemsize:
         raise ProtocolError(
             f"received a scalar of dtype {dtype} with {len(data) - end} bytes: expected "
-            f"{dtype.itemsize} bytes"
+            f"{dtype.itemsize} bytes. Install the same dataplane release everywhere"
         )
     return np.frombuffer(data, dtype, 1, end)[0]
 

@@ -338,22 +338,21 @@ def _piece_in(
     many = given.bit_count()
     if not given or one.base < 0 or one.base + given.bit_length() > rows:
         raise ProtocolError(
-            f"a piece must have at least one row, all of them among the {rows} rows of the "
-            f"message: got {many} starting at row {one.base}. Install the same dataplane release "
-            "everywhere"
+            f"invalid piece of {many} rows from row {one.base}: expected at least one row, all "
+            f"within the {rows} rows of the message. Install the same dataplane release everywhere"
         )
     at = tuple(column(one.at, U4, many).tolist()) if one.at else None
     last = max(at) if at is not None else one.first + many - 1
     if one.first < 0 or last >= has:
         raise ProtocolError(
             (
-                f"invalid rows {one.first} to {last} of a piece, whose chunk has only "
-                f"{has} rows: install the same dataplane release everywhere"
+                f"invalid rows {one.first} to {last} of a piece: its chunk has only "
+                f"{has} rows. Install the same dataplane release everywhere"
             )
             if at is None
             else (
-                f"invalid row {last} of a piece, whose chunk has only {has} rows: "
-                "install the same dataplane release everywhere"
+                f"invalid row {last} of a piece: its chunk has only {has} rows. "
+                "Install the same dataplane release everywhere"
             )
         )
     return MessagePlace(one.chunk, names, one.base, given, one.first, at)

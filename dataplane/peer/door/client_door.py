@@ -353,7 +353,7 @@ class Connection(asyncio.Protocol):
         if len(self._running) >= limits.MAX_REQUESTS_PER_CONNECTION:
             raise ProtocolError(
                 f"this connection already has {len(self._running)} requests in flight, the "
-                "maximum: wait for replies first",
+                "maximum: wait for a reply before you send the next one",
                 limit=limits.MAX_REQUESTS_PER_CONNECTION,
             )
         host, operation = door.host, OPERATIONS[kind]
@@ -503,7 +503,7 @@ class _Call(Call):
         if not rid:
             if isinstance(reply, Failed):
                 log.info(
-                    "client %s: could not handle a message that expects no reply: %s",
+                    "client %s: could not handle a one-way message: %s",
                     self.session.label,
                     reply.message,
                 )

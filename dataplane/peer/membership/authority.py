@@ -105,8 +105,7 @@ class KeeperRole:
         if self._authority.is_behind:
             log.error(
                 "peer %s has roster version %s, which this roster keeper did not know "
-                "at startup; restarting the keeper, which then asks all peers for their "
-                "versions",
+                "at startup; restarting the keeper to ask all peers for their versions",
                 peer.peer,
                 epoch,
             )

@@ -229,8 +229,8 @@ class Leaving:
             await self.copying.have_copied(entry)
         except DataplaneError as exc:
             log.warning(
-                "partition %r: could not create all replicas before this peer leaves; "
-                "the new primary will create the missing ones: %r",
+                "partition %r: could not create all replicas before leaving (%r); the new "
+                "primary will create the missing ones",
                 entry.name,
                 exc,
             )
@@ -287,7 +287,7 @@ class Leaving:
                         await self._move(entry, owner)
                     except DataplaneError as exc:
                         log.warning(
-                            "partition %r: could not move values from peer %s: %s",
+                            "partition %r: could not move values from peer %s, retrying: %s",
                             entry.name,
                             owner.peer,
                             exc,

@@ -75,7 +75,7 @@ class Gate:
         if not zmq.has("curve"):
             raise InvalidConfig(
                 "this libzmq was built without CURVE, so peers cannot use a token: install "
-                "the pyzmq wheel from PyPI, which includes it"
+                "the pyzmq wheel from PyPI, which includes CURVE"
             )
         self._dialled = z85.encode(token.key(plane, "control server"))
         self._dialling = z85.encode(token.key(plane, "control client"))
@@ -124,8 +124,8 @@ def bindable(address: str) -> str:
     number = str(min(found, key=lambda info: info[0] != AF_INET)[4][0])
     if is_loopback(number) and not is_loopback(host):
         raise InvalidConfig(
-            f"{host} resolves to {number} on this host, which other machines cannot reach: correct "
-            "/etc/hosts, or use the host's IP address in --listen and --seeds",
+            f"this host resolves {host} to {number}, an address that other machines cannot reach: "
+            "correct /etc/hosts, or use the host's IP address in --listen and --seeds",
             address=address,
         )
     return f"tcp://[{number}]:{port}" if ":" in number else f"tcp://{number}:{port}"

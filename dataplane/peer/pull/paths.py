@@ -154,7 +154,7 @@ class Paths:
         if self.required and path.transport == self.plain:
             raise TransportMissing(
                 f"--transport {self.choice} cannot fetch {self._moves} from peer "
-                f"{owner.peer!r}: {path.why}. Fix this, or choose another --transport",
+                f"{owner.peer!r}: {path.why}. Fix the cause, or choose another --transport",
                 transport=self.choice.required,
                 peer=owner.peer,
             )
@@ -428,7 +428,7 @@ class Sampling:
                     if not np.array_equal(found, expected):
                         trial.error = "the received bytes differ from the bytes that were sent"
                         log.error(
-                            "transport %s from peer %s: %s",
+                            "transport %s: test read from peer %s failed: %s",
                             transport,
                             source.owner.peer,
                             trial.error,

@@ -447,7 +447,7 @@ class Pulls:
         if any(map(gt, wanted, lengths)):
             most, size = next(one for one in zip(lengths, wanted, strict=True) if one[1] > one[0])
             raise ProtocolError(
-                f"invalid pull of {size} bytes: expected at most {most}, the size of the "
+                f"invalid pull of {size} bytes: expected at most {most} bytes, the size of the "
                 "range. Install the same dataplane release everywhere"
             )
         parts = zip(places["offset"].tolist(), wanted, strict=True)
@@ -510,8 +510,8 @@ def copies_of(remote: Array, nbytes: Array, dest: Array) -> Array:
 
 def _freed(count: int, owner: Owner) -> RowsGone:
     return RowsGone(
-        f"{counted(count, 'value was', 'values were')} freed on the peer at {owner.peer} before "
-        "this peer could fetch them: read or claim the rows again"
+        f"the peer at {owner.peer} freed {counted(count, 'value')} before this peer could fetch "
+        f"{'it' if count == 1 else 'them'}: read or claim the rows again"
     )
 
 

@@ -301,7 +301,7 @@ class Finishing:
         self._logged[key] = now
         log.warning(
             "partition %r, stage %r: %s %s while holding %s that it had not acked, released or "
-            "dropped, so the rows return to the stage%s. Logged at most once a "
+            "dropped, so the rows were returned to the stage%s. Logged at most once a "
             "minute per stage",
             lease.partition,
             lease.stage,

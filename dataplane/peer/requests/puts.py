@@ -371,7 +371,7 @@ def _check_chunks(values: Values, me: Owner, rooms: list[int]) -> None:
         if not 0 < number <= len(rooms) or number in named:
             raise ProtocolError(
                 f"invalid range {number} of a chunk: expected one of the {len(rooms)} "
-                "ranges of the message, and no other chunk with that range. Install the same "
+                "ranges of the message, not used by another chunk. Install the same "
                 "dataplane release everywhere"
             )
         spare = rooms[number - 1] - (chunk.nbytes or 1)  # nothing takes room too

@@ -148,7 +148,7 @@ class Reading:
         if failed == ATTEMPTS:
             raise Unavailable(
                 f"a peer that holds values of partition {partition!r} was lost, and the "
-                f"peer that serves the partition has not noticed that yet ({exc}): {call} "
+                f"peer that serves the partition has not noticed yet ({exc}): {call} "
                 "again",
                 partition=partition,
             ) from exc

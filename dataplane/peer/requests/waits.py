@@ -130,7 +130,7 @@ class Waits:
         if len(session.permits) >= MAX_PERMITS:
             raise LimitExceeded(
                 f"this client already has {MAX_PERMITS} `with part.admit(…)` blocks open, "
-                "the maximum: leave some of them first",
+                "the maximum: exit some of them first",
                 limit=MAX_PERMITS,
             )
         number = next(self.host.numbers)

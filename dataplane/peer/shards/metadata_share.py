@@ -78,7 +78,7 @@ class MetadataShare:
             told()
         raise ShardFull(
             f"peer {self._host.name!r}, which has the metadata of this partition, accepts "
-            "no new rows: the keys, tags and inline values that it stores use "
+            "no new rows: its keys, tags and inline values use "
             f"{sized(self.used_bytes)}, over the limit of {sized(self.size_bytes)} (a "
             "fifth of its arena). Consume or drop rows, or give that peer a larger arena "
             "(--arena, DATAPLANE_ARENA)",

@@ -192,7 +192,7 @@ class Partitions:
     async def losses_here(self, caller: Caller, body: Losses) -> Body:
         if body.after < 0:
             raise ProtocolError(
-                f"invalid start {body.after} of the list of lost rows: expected 0 or "
+                f"invalid position {body.after} in the list of lost rows: expected 0 or "
                 "more. Install the same dataplane release everywhere"
             )
         until = self.host.now() + waits_s(body.timeout_ms)

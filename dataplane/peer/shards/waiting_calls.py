@@ -207,7 +207,8 @@ class WaitingCalls:
             self._answer(
                 body.number,
                 StaleEpoch(
-                    "a newer attempt of this call replaced it: wait for the reply to that attempt"
+                    "this attempt was replaced by a newer attempt of the same call: wait for the "
+                    "reply to that attempt"
                 ),
             )
         self.host.label(caller.session, body.label)

@@ -284,14 +284,14 @@ def _nccl() -> Any:
         from cupy.cuda import nccl
     except ImportError as exc:
         raise TransportMissing(
-            f"transport nccl needs cupy, which cannot be imported ({exc}): pip install "
-            "'dataplane-rl[nccl]'",
+            f"transport nccl needs cupy, which cannot be imported ({exc}): install it with "
+            "pip install 'dataplane-rl[nccl]'",
             transport="nccl",
         ) from exc
     if not nccl.available:
         raise TransportMissing(
-            "transport nccl needs an NCCL library, but cupy found none: pip install "
-            "'dataplane-rl[nccl]'",
+            "transport nccl needs an NCCL library, but cupy found none: install it with "
+            "pip install 'dataplane-rl[nccl]'",
             transport="nccl",
         )
     return nccl

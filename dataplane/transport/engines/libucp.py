@@ -178,7 +178,9 @@ class UcpWorker:
         self._memory: list[c_void_p] = []
         self._closing: list[int] = []
         descriptor = c_int()
-        self._checked(self._library.ucp_worker_get_efd(worker, byref(descriptor)), "get_efd")
+        self._checked(
+            self._library.ucp_worker_get_efd(worker, byref(descriptor)), "get its event descriptor"
+        )
         self.event_fd = descriptor.value
         """Readable when there is something to `progress`, once `arm` has said so."""
 
@@ -186,7 +188,7 @@ class UcpWorker:
         """The address that another worker needs to `connect`."""
         address, length = c_void_p(), c_size_t()
         status = self._library.ucp_worker_get_address(self._worker, byref(address), byref(length))
-        self._checked(status, "get_address")
+        self._checked(status, "get its address")
         try:
             return ctypes.string_at(address, length.value)
         finally:
@@ -241,7 +243,7 @@ class UcpWorker:
         """Return True if `event_fd` will signal, or False if there is work to progress first."""
         status = self._library.ucp_worker_arm(self._worker)
         if status != _BUSY:
-            self._checked(status, "arm")
+            self._checked(status, "arm its event descriptor")
         return bool(status == 0)
 
     def status(self, request: int) -> int:

@@ -245,7 +245,8 @@ class Store:
                 continue
             return list(range(start, start + count))
         raise dataplane.Unavailable(
-            f"other processes kept taking the row numbers of partition {name!r}: repeat the call"
+            f"other processes kept taking the next row numbers of partition {name!r}: repeat the "
+            "call"
         )
 
     # rows

@@ -42,7 +42,7 @@ class DataplaneError(Exception):
 
 
 def counted(n: int, one: str, many: str = "") -> str:
-    """Return a count for a message, such as "1 row" or "3 rows", or "1 row has" with a verb."""
+    """Format a count for a message, such as "1 row" or "3 rows", or with a verb, "1 row has"."""
     return f"{n} {one if n == 1 else many or one + 's'}"
 
 
@@ -53,9 +53,9 @@ def few(names: Sequence[str], most: int) -> str:
 
 
 def nearest(name: str, among: Iterable[str]) -> str:
-    """Return the name that was probably meant by the misspelled `name`, or "".
+    """Return the name that `name` is probably a misspelling of, or "" if there is none.
 
-    Names that differ only in their numbers, such as "step-12" and "step-13", do not count.
+    Names that differ only in their numbers, such as "step-12" and "step-13", are not considered.
     """
     plain = name.casefold()
     others: dict[str, str] = {}
@@ -73,7 +73,7 @@ def did_you_mean(name: str, among: Iterable[str]) -> str:
 
 
 def sized(nbytes: float) -> str:
-    """Return a number of bytes for a message, such as "512 B" or "28.6 MiB"."""
+    """Format a number of bytes for a message, such as "512 B" or "28.6 MiB"."""
     value, units, unit = float(nbytes), iter(("KiB", "MiB", "GiB", "TiB")), "B"
     while value >= 1024 and (larger := next(units, None)):
         value, unit = value / 1024, larger
@@ -81,7 +81,7 @@ def sized(nbytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration for a message, such as "0.2 s", "5 s", "3 min" or "2.5 h"."""
+    """Format a duration for a message, such as "0.2 s", "5 s", "3 min" or "2.5 h"."""
     if 0 < seconds < 0.01:
         return f"{1000 * seconds:.1g} ms"
     if seconds < 9.95:
@@ -102,7 +102,7 @@ class ConnectError(DataplaneError, ConnectionError):
 
 
 class PeerNotFound(ConnectError):
-    """No peer with this name runs on this host."""
+    """No peer with this name is running on this host."""
 
     next_step = "Start the peer, or connect to one that the message lists."
     retry: ClassVar[Retry] = "no"
@@ -255,7 +255,7 @@ class PartitionUndefined(DataplaneError):
 
 
 class PartitionConflict(DataplaneError):
-    """The partition already has a different definition, or callers passed different arguments."""
+    """The partition already has a different definition, or callers passed conflicting arguments."""
 
     next_step = "Use one definition everywhere, or drop the partition first."
 
@@ -350,7 +350,7 @@ class RowsLost(DataplaneError):
 class TagConflict(DataplaneError):
     """The tags differ from `expect=`: another caller changed them."""
 
-    next_step = "Read the tags and decide again."
+    next_step = "Read the current tags, then decide whether to retry."
 
 
 class PutIncomplete(DataplaneError):
@@ -417,7 +417,7 @@ class ValueTooLarge(DataplaneError):
 
 
 class DeviceMissing(DataplaneError):
-    """A GPU is not available, or the software to use its memory is missing."""
+    """A GPU, or the software needed to use its memory, is not available."""
 
     next_step = "Install or enable what the message names."
 
@@ -482,6 +482,6 @@ _BY_CODE: dict[str, type[DataplaneError]] = {
 
 
 def from_wire(code: str, message: str, details: dict[str, Any]) -> DataplaneError:
-    """Return the error that a peer reported. An unknown code becomes the base class."""
+    """Return the error that a peer reported, or a plain DataplaneError if its code is unknown."""
     known = _BY_CODE.get(code)
     return known(message, **details) if known else DataplaneError(f"{code}: {message}", **details)

@@ -49,7 +49,7 @@ class Setup:
     - `given`: the settings that the caller passed to `start`.
     - `variables`: the driver's environment variables. A variable that is set for a node's workers
       takes precedence.
-    - `token`: the secret. None if every host has it in a file, or if no token is needed.
+    - `token`: the cluster token. None if every host has it in a file, or if no token is needed.
     """
 
     plane: str

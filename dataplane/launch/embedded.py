@@ -427,7 +427,7 @@ def _start_once(
                 pid = rundir.holder(folder, config.name)
                 raise ConnectError(
                     f"a peer of run {config.run!r} (pid {pid or 'unknown'}) is alive, but "
-                    f"its files in {folder} were removed and it did not restore them, "
+                    f"its files in {folder} were removed, and the peer has not restored them, "
                     "perhaps because it is suspended: kill that process, or use another "
                     "run name",
                     run=config.run,
@@ -508,8 +508,8 @@ def _spawn(config: PeerConfig, folder: Path) -> int:
     if launcher.returncode:
         os.close(alive)
         raise ConnectError(
-            "could not start the embedded peer, because its launcher "
-            f"failed: {_tail(log)}. Correct that, then call connect() again"
+            "could not start a peer, because its launcher process "
+            f"failed: {_tail(log)}. Fix the cause, then call connect() again"
         )
     return alive
 

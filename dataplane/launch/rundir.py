@@ -496,8 +496,8 @@ def parse_starter(text: str) -> Starter:
         return _starters.decode(text)
     except msgspec.MsgspecError as exc:
         raise InvalidConfig(
-            f"--starter {text!r} is not valid: {exc}. Leave it out, because only "
-            "connect() passes this option"
+            f"--starter {text!r} is not valid: {exc}. Leave out this option, "
+            "which only connect() passes"
         ) from exc
 
 

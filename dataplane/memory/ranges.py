@@ -169,7 +169,7 @@ class Ranges:
         living = [n for n, gen in names if n < known and generations[n] == gen and refs[n] > 0]
         if gone := len(names) - len(living):
             raise RowsGone(
-                f"the bytes of {gone} of {len(names)} values were freed before this call could "
+                f"{gone} of {len(names)} values were freed before this call could "
                 "read them: read or claim the rows again",
                 gone=gone,
                 asked=len(names),

@@ -116,8 +116,8 @@ def test_one_group_and_one_tag_may_stand_for_all_rows(peer: ScriptedPeer, part: 
         ({"group": ["a"]}, "1 group id for 2 rows"),
         ({"tags": {"t": [1, 2, 3]}}, "tag 't' has 3 values for 2 rows"),
         ({"tags": {"t": [{}, {}]}}, r"tag 't' of row 0 is \{\} \(dict\)"),
-        ({"key": [1.5, "b"]}, "key 0 is 1.5"),
-        ({"key": [True, "b"]}, "key 0 is True"),
+        ({"key": [1.5, "b"]}, "key at index 0 is 1.5"),
+        ({"key": [True, "b"]}, "key at index 0 is True"),
     ],
 )
 def test_rows_that_do_not_fit_together_are_refused_before_anything_is_sent(

@@ -252,12 +252,12 @@ OTHERS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "a wait for no stage": (
         lambda p: p.wait("t", rows=1, timeout=5),
         dataplane.StageUndefined,
-        "has no stage 't': use one of its stages 's'",
+        r"has no stage 't': use one of its stages \('s'\)",
     ),
     "a reset of no stage": (
         lambda p: p.reset("t"),
         dataplane.StageUndefined,
-        "has no stage 't': use one of its stages 's'",
+        r"has no stage 't': use one of its stages \('s'\)",
     ),
     "a group too small": (lambda p: p.close("g", 1), dataplane.InvalidRows, "already has 2 rows"),
     "a group of no rows": (lambda p: p.close("g", 0), dataplane.InvalidCall, "positive int"),

@@ -319,7 +319,7 @@ def test_what_another_writer_has_set_is_not_dropped_in_silence(hosts: Hosts) -> 
     batch.add(y=[1, 2])
     with pytest.raises(
         dataplane.FieldExists,
-        match=r"1 row already has a value of field 'y' from a writer other than stage 's'",
+        match=r"1 row already has a value for field 'y' from a writer other than stage 's'",
     ):
         batch.ack()
     with pytest.raises(dataplane.FieldExists, match="under another field name"):

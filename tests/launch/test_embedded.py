@@ -136,7 +136,7 @@ def test_a_program_that_is_not_there_is_reported(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(embedded, "command_line", lambda config: ["/no/such/program"])
-    with pytest.raises(ConnectError, match="could not start the embedded peer"):
+    with pytest.raises(ConnectError, match="could not start a peer"):
         embedded.attach("p")
 
 

@@ -236,7 +236,7 @@ def test_a_group_with_more_rows_than_a_message_takes_is_refused() -> None:
     n = MAX_ROWS_PER_MESSAGE + 1
     group = [0] + [1] * n
     large = prepare({"x": np.zeros(n + 1, np.int8)})
-    with pytest.raises(LimitExceeded, match=rf"group 'b' has {n} rows.*put the group in several"):
+    with pytest.raises(LimitExceeded, match=rf"group 'b' has {n} rows.*split the group across"):
         plan(large, group, group_names=["a", "b"])
 
 
@@ -245,12 +245,14 @@ def test_a_group_with_more_chunks_than_a_message_takes_is_refused() -> None:
     values = np.zeros((n, DEDUP_BYTES), np.uint8)
     values[:, :4] = np.arange(n, dtype=U4)[:, None].view(np.uint8)
     images, group = prepare({"x": values}, dedup=("x",)), [0] * n
-    with pytest.raises(LimitExceeded, match=rf"need {n} chunks.*group in several calls"):
+    with pytest.raises(
+        LimitExceeded, match=rf"need {n} chunks.*split the group across several calls"
+    ):
         plan(images, group)
     assert len(plan(images)[0]) == -(-n // 32)
     half = values[: n // 2 + 1]
     images, others = prepare({"x": half}, dedup=("x",)), prepare({"y": half}, dedup=("y",))
-    with pytest.raises(LimitExceeded, match="fewer fields in one call"):
+    with pytest.raises(LimitExceeded, match="fewer fields per call"):
         plan(images, group[: len(half)], others=[others])
 
 

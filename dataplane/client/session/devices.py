@@ -271,8 +271,8 @@ class Devices:
             if not self._broken:
                 self._broken = True
                 log.warning(
-                    "devices: cannot tell whether a GPU still uses released views, so they "
-                    "stay pinned until this process exits: %s",
+                    "devices: cannot tell whether a GPU is still using released views, so the "
+                    "views stay pinned until this process exits: %s",
                     exc,
                 )
             return False

@@ -166,7 +166,7 @@ def peer_gone(session: Session) -> PeerLost:
     gone = (
         (
             "it was the only peer of its run, so all rows of the run are gone. dataplane.connect() "
-            "starts the run again, empty"
+            "restarts the run without them"
         )
         if welcome.alone
         else (

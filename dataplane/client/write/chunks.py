@@ -210,7 +210,7 @@ def plan(
             which = f"group {group_names[group]!r}" if group_names else "one group"
             raise LimitExceeded(
                 f"{which} has {rows} rows in this put, over the limit of {MAX_ROWS_PER_MESSAGE}: "
-                "put the group in several calls",
+                "split the group across several calls",
                 limit=MAX_ROWS_PER_MESSAGE,
             )
         sizes = [column.bytes_of(first, last) for column in columns]
@@ -238,8 +238,8 @@ def _check_size(units: Sequence[Unit]) -> None:
     if count > MAX_CHUNKS_PER_MESSAGE:
         raise LimitExceeded(
             f"{units[0].last - units[0].first} rows that are stored together need {count} chunks, "
-            f"over the limit of {MAX_CHUNKS_PER_MESSAGE}: write the rows of a group in several "
-            "calls, or fewer fields in one call",
+            f"over the limit of {MAX_CHUNKS_PER_MESSAGE}: split the group across several "
+            "calls, or write fewer fields per call",
             limit=MAX_CHUNKS_PER_MESSAGE,
         )
 

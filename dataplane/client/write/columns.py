@@ -167,7 +167,7 @@ def prepare(
     if len(sized) > MAX_FIELDS:
         raise LimitExceeded(
             f"this call has {len(sized)} fields, but a partition has at most {MAX_FIELDS}: use "
-            "fewer fields, for example one dict for several values",
+            "fewer fields, for example by storing several values in one dict",
             limit=MAX_FIELDS,
         )
     for name in dedup:
@@ -206,7 +206,7 @@ def by_name(columns: Any) -> Any:
         if any("." in part for part in key):
             raise InvalidRows(
                 f"the TensorDict's key {key[-1]!r} contains '.', which separates the keys "
-                "of nested TensorDicts: rename it"
+                "of nested TensorDicts: rename the key"
             )
         found[".".join(key)] = column
     return found

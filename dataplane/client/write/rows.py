@@ -125,7 +125,7 @@ def check_groups(identity: Identity, group_size: int | None) -> None:
         name = identity.group_names[group]
         raise GroupClosed(
             f"nothing was put: group {name!r} has {most} rows in this put, but a group of this "
-            f"partition closes at {group_size} rows: use another group id for the other rows",
+            f"partition closes at {group_size} rows: use another group id for the remaining rows",
             groups=[name],
         )
 
@@ -169,13 +169,13 @@ def name_list(names: Any, what: str, or_none: bool = False, ordered: bool = True
     if wrong:
         at = next(i for i, n in enumerate(found) if type(n) in wrong)
         raise InvalidRows(
-            f"{what} {at} is {found[at]!r:.80} ({type(found[at]).__name__}): expected "
+            f"{what} at index {at} is {found[at]!r:.80} ({type(found[at]).__name__}): expected "
             "a str or an int; convert it, for example with str(id)",
             row=at,
         )
     at, reason = _first_unencodable(found)
     if reason is not None:
-        raise InvalidRows(f"{what} {at} is {found[at]!r:.80}, {reason}", row=at)
+        raise InvalidRows(f"{what} at index {at} is {found[at]!r:.80}, {reason}", row=at)
     return found
 
 

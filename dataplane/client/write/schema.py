@@ -58,7 +58,7 @@ def canonical(fields: object) -> dict[str, str]:
     if len(given) > MAX_FIELDS:
         raise LimitExceeded(
             f"fields= names {len(given)} fields, but a partition has at most {MAX_FIELDS}: use "
-            "fewer fields, for example one dict for several values",
+            "fewer fields, for example by storing several values in one dict",
             limit=MAX_FIELDS,
         )
     found: dict[str, str] = {}
@@ -70,9 +70,9 @@ def canonical(fields: object) -> dict[str, str]:
             found[name] = _written(parsed(text))
         except InvalidCall as exc:
             raise InvalidCall(
-                f"fields[{name!r}]={text!r:.80}: {exc.message}. Use a dtype with the shape of a "
-                "row, such as 'int64[*]', 'float32[3,*]' or 'bfloat16[...]'; 'float32' for one "
-                "number; or 'object'"
+                f"fields[{name!r}]={text!r:.80}: {exc.message}. Use a dtype and the shape of one "
+                "row, such as 'int64[*]', 'float32[3,*]' or 'bfloat16[...]'; 'float32' for single "
+                "numbers; or 'object'"
             ) from exc
     return found
 

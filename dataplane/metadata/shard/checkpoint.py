@@ -136,8 +136,8 @@ def _sizes_in(told: Progress, count: int) -> list[_Sizes]:
     for at, (_, gone, dropped, _) in enumerate(found):
         if not 0 <= dropped <= gone:
             raise ProtocolError(
-                f"group {at} of the snapshot has {dropped} dropped rows: expected 0 to "
-                f"{gone}, the number of its freed rows. Restore another snapshot"
+                f"group {at} of the checkpoint has {dropped} dropped rows: expected 0 to "
+                f"{gone}, the number of its freed rows. Restore another checkpoint"
             )
     return found
 
@@ -210,19 +210,19 @@ def _checked(state: State, op: Restore) -> tuple[RowsIn | None, IncomingValues, 
     rows = rows_in(op.rows) if keys else None
     if op.closed_groups < 0:
         raise ProtocolError(
-            f"the snapshot has closed_groups={op.closed_groups}: expected 0 or more. "
-            "Restore another snapshot"
+            f"the checkpoint has closed_groups={op.closed_groups}: expected 0 or more. "
+            "Restore another checkpoint"
         )
     fields = op.values.fields
     if rows is None and (fields or op.tags):
         raise ProtocolError(
-            f"the snapshot has {len(fields)} fields and {len(op.tags)} tags, but no rows: "
-            "expected no fields and no tags. Restore another snapshot"
+            f"the checkpoint has {len(fields)} fields and {len(op.tags)} tags, but no rows: "
+            "expected no fields and no tags. Restore another checkpoint"
         )
     if op.rows.group_names is not None and len(op.rows.group_names) != len(group_keys):
         raise ProtocolError(
-            f"expected one name per group in the snapshot, got {len(op.rows.group_names)} "
-            f"names for {len(group_keys)} groups. Restore another snapshot"
+            f"expected one name per group in the checkpoint, got {len(op.rows.group_names)} "
+            f"names for {len(group_keys)} groups. Restore another checkpoint"
         )
     arrived = state.arrived(op.values, len(keys), MAX_CHUNKS_PER_RESTORE)
     state.check_fields(arrived.fields)
@@ -242,13 +242,13 @@ def _checked(state: State, op: Restore) -> tuple[RowsIn | None, IncomingValues, 
         full = expected != UNKNOWN_SIZE and expected <= gone + live[at]
         if closed and not live[at]:
             raise ProtocolError(
-                f"group {at} of the snapshot is closed, but has no rows: expected at "
-                "least one. Restore another snapshot"
+                f"group {at} of the checkpoint is closed, but has no rows: expected at "
+                "least one. Restore another checkpoint"
             )
         if full and not closed:
             raise ProtocolError(
-                f"group {at} of the snapshot has all its {expected} rows, but is open: "
-                "expected it to be closed. Restore another snapshot"
+                f"group {at} of the checkpoint has all its {expected} rows, but is open: "
+                "expected it to be closed. Restore another checkpoint"
             )
     return rows, arrived, sizes
 

@@ -343,8 +343,8 @@ class ClaimQueue:
             total, keys = store.losses.total, store.losses.latest()
             lost = RowsLost(
                 f"{had} that remains, but {counted(total, 'row was', 'rows were')} lost when a "
-                f"peer died, for example {keys[:3]}. part.lost() lists all lost rows: put "
-                "them into a new partition",
+                f"peer died (for example {', '.join(map(repr, keys[:3]))}). part.lost() lists all "
+                "lost rows: put them into a new partition",
                 partition=store.partition,
                 rows=total,
                 keys=keys,

@@ -97,7 +97,7 @@ def close(state: State, name: Name, size: int) -> int:
         return 0
     if size < group.seen:
         raise InvalidRows(
-            f"group {name!r} already has {counted(group.seen, 'row')}, counting dropped ones: "
+            f"group {name!r} already has {counted(group.seen, 'row')}, including dropped ones: "
             "close it with at least that many",
             rows=group.seen,
         )

@@ -206,7 +206,7 @@ def key_there(state: State, name: Name) -> Done | DataplaneError | None:
     if state.sealed:
         return StreamEnd(
             f"partition {state.partition!r} is sealed and has no row "
-            f"{name!r}, so it cannot appear: do not wait for it"
+            f"{name!r}, so the row cannot appear: do not wait for it"
         )
     return None
 

@@ -169,7 +169,7 @@ class Permits:
             )
         if state.definition.group_size is None:
             raise InvalidCall(
-                f"admit() admits whole groups, and partition {state.partition!r} has no "
+                f"admit() admits whole groups, but partition {state.partition!r} has no "
                 "group_size: declare it with plane.partition(…, group_size=n), or with "
                 "group_size=1 to admit single rows"
             )

@@ -241,7 +241,7 @@ def check_added(stage: Stage | None, parts: Sequence[tuple[Part, Pieces]]) -> No
         others = f" from a writer other than stage {stage.name!r}" if stage is not None else ""
         what = "add the values" if stage is not None else "pass the progress"
         raise FieldExists(
-            f"{counted(count, 'row already has', 'rows already have')} a value of "
+            f"{counted(count, 'row already has', 'rows already have')} a value for "
             f"field {name!r}{others}, for example row {taken[0]!r}. Nothing was stored: "
             f"{what} under another field name",
             field=name,
@@ -404,7 +404,7 @@ def _check_known_groups(rows: RowsIn, known: Sequence[Block | None]) -> None:
         keys = shown(rows.names, rows.keys, wrong)
         raise InvalidRows(
             f"row {keys[0]!r} already belongs to another group, and a row cannot change its group: "
-            "use another key, or the same group",
+            "use another key, or the group of that row",
             keys=keys,
         )
 

@@ -215,7 +215,7 @@ class State:
             raise StageUndefined(
                 f"partition {self.partition!r} has no stage "
                 f"{name!r}{did_you_mean(name, self.stages)}: use one of its stages "
-                f"{known}, declare the new stage in plane.partition(stages=…), or claim "
+                f"({known}), declare the new stage in plane.partition(stages=…), or claim "
                 "with fields=[…]",
                 stage=name,
             ) from None
@@ -225,8 +225,8 @@ class State:
         if len(self.stages) >= MAX_STAGES or not 0 < len(name) <= MAX_NAME_BYTES:
             raise LimitExceeded(
                 f"cannot add stage {name[:40]!r}, because a partition can have at most "
-                f"{MAX_STAGES} stages, with names of 1 to {MAX_NAME_BYTES} characters: "
-                "use fewer stages or another name",
+                f"{MAX_STAGES} stages, and their names must have 1 to {MAX_NAME_BYTES} "
+                "characters: use fewer stages or another name",
                 limit=MAX_STAGES,
             )
         self.check_fields(fields)
@@ -269,8 +269,8 @@ class State:
         if new and len(new) + len(self.fields) + len(self.progress) > MAX_FIELDS:
             raise LimitExceeded(
                 f"cannot add {', '.join(map(repr, new)):.200}, because a partition can "
-                f"have at most {MAX_FIELDS} fields, including the progress fields of its "
-                "rows: use fewer fields",
+                f"have at most {MAX_FIELDS} fields, including those that release(values=…) "
+                "stores: use fewer fields",
                 limit=MAX_FIELDS,
             )
 

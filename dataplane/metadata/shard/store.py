@@ -138,7 +138,8 @@ class Store(State):
             if other:
                 raise TagConflict(
                     f"{counted(len(other), 'row does', 'rows do')} not have the expected tags "
-                    f"{dict(expect)} (for example {other[0]!r}): read the tags and decide again",
+                    f"{dict(expect)} (for example {other[0]!r}): read the current tags, "
+                    "then decide whether to retry",
                     keys=other[: puts.SHOWN_NAMES],
                     rows=len(other),
                 )

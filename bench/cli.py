@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bench",
         description=(
-            "Measure whether a data plane helps a job on this machine. To start: `python -m bench "
+            "Measure whether a data plane helps a job on this machine. Example: `python -m bench "
             "run --trace video --json bench/out/report.json`."
         ),
         epilog="bench/README.md describes what is measured, and how.",

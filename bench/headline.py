@@ -47,27 +47,34 @@ _HARDLY = 0.02
 def register(commands: Any) -> None:
     """Add both commands to the bench's parser."""
     for name, (what, perform) in {
-        "headline": ("measure transfer time, share of a step and memory (8 minutes)", _headline),
-        "links": ("measure the same on more hosts, and with dedup off (half an hour)", _links),
+        "headline": (
+            "measure transfer time, its share of a step, and memory (8 minutes)",
+            _headline,
+        ),
+        "links": (
+            "repeat the `headline` measurements on more hosts and with dedup off (half an hour)",
+            _links,
+        ),
     }.items():
         parser = commands.add_parser(
             name,
             help=what,
             description=(
-                f"{what.capitalize()}. Prints a table; --json also writes a report and a page."
+                f"{what.capitalize()}. Prints a table; --json also writes a report and an HTML "
+                "page."
             ),
         )
         parser.add_argument(
             "--link",
             type=links.rate,
             metavar="RATE",
-            help="rate of each host's link in each direction, as for `run`",
+            help="rate of each host's link in each direction, in the notation of `run`",
         )
         parser.add_argument(
             "--json",
             type=outputs.report,
             default=None,
-            help="write the report to this file, and a page (.html) next to it",
+            help="write a JSON report to this file, and an HTML page next to it",
         )
         parser.set_defaults(perform=perform)
 

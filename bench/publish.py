@@ -34,9 +34,11 @@ _UNSEEN = ("workers", "latency_ms", "messages", "moved", "step_starts", "step_en
 
 def register(commands: Any) -> None:
     """Add `publish` to the command line."""
-    what = "update the pictures and tables of README and docs from a report of `headline`"
+    what = "update the pictures and tables in README and docs from a `headline` report"
     parser = commands.add_parser("publish", help=what, description=what)
-    parser.add_argument("report", type=Path, help="JSON report of `python -m bench headline`")
+    parser.add_argument(
+        "report", type=Path, help="JSON report written by `python -m bench headline`"
+    )
     parser.set_defaults(perform=_perform)
 
 

@@ -35,7 +35,9 @@ def register(commands: Any) -> None:
     run = commands.add_parser(
         "run",
         help=what,
-        description=f"{what.capitalize()}. Prints a table; --json also writes a report and a page.",
+        description=(
+            f"{what.capitalize()}. Prints a table; --json also writes a report and an HTML page."
+        ),
     )
     _job_options(run)
     _plane_options(run)
@@ -44,14 +46,19 @@ def register(commands: Any) -> None:
 
 def _job_options(run: argparse.ArgumentParser) -> None:
     """What is run, by how many, on which hosts."""
-    run.add_argument("--trace", type=names(TASKS), required=True, help=f"task: {', '.join(TASKS)}")
+    run.add_argument(
+        "--trace",
+        type=names(TASKS),
+        required=True,
+        help=f"tasks to run, separated by commas: {', '.join(TASKS)}",
+    )
     run.add_argument(
         "--trace-file",
         type=Path,
         nargs="+",
         default=[],
         help=(
-            "replay this trace: a Parquet file written by `trace`, PolyTrace files, or a folder "
+            "replay this trace: a Parquet file written by `trace`, PolyTrace files, or a directory "
             "written by `dataplane record` (which also sets the defaults of --hosts, --steps and "
             "--staleness)"
         ),
@@ -60,7 +67,7 @@ def _job_options(run: argparse.ArgumentParser) -> None:
         "--planes",
         type=names(PLANES),
         default=tuple(PLANES),
-        help=f"planes to run (default: {','.join(PLANES)})",
+        help=f"planes to run, separated by commas (default: {','.join(PLANES)})",
     )
     run.add_argument(
         "--hosts", type=bounds.hosts, help="number of hosts, which share no memory (default: 2)"
@@ -68,11 +75,9 @@ def _job_options(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--prompts",
         type=bounds.prompts,
-        help="groups per step (default: 16, or the number in the file)",
+        help="groups per step (default: 16, or the number in the trace file)",
     )
-    run.add_argument(
-        "--steps", type=bounds.steps, help="steps to run, one after the other (default: 1)"
-    )
+    run.add_argument("--steps", type=bounds.steps, help="number of steps to run (default: 1)")
     run.add_argument(
         "--staleness",
         type=bounds.staleness,
@@ -152,7 +157,7 @@ def _plane_options(run: argparse.ArgumentParser) -> None:
         "--json",
         type=outputs.report,
         default=None,
-        help="write the report to this file, and a page (.html) next to it",
+        help="write a JSON report to this file, and an HTML page next to it",
     )
 
 

@@ -77,7 +77,8 @@ def _add_peer(commands: Commands) -> None:
         commands,
         "peer",
         "run a peer on this host until you stop it",
-        " Most options have an environment variable, such as DATAPLANE_ARENA for --arena.",
+        " Most options can also be set with an environment variable, such as DATAPLANE_ARENA for "
+        "--arena.",
     )
     for one in settings.OF_PEERS:
         told = f"{one.help} (default: {one.default.replace('`', '')})".replace("%", "%%")
@@ -149,7 +150,9 @@ def _add_record(commands: Commands) -> None:
 
 def _add_watch(commands: Commands) -> None:
     watch = _command(
-        commands, "watch", "show which workers wait, and for what, in the terminal or in a browser"
+        commands,
+        "watch",
+        "show which workers are waiting, and for what, in the terminal or in a browser",
     )
     watch.add_argument("--peer", metavar="NAME", help=_THIS_PEER)
     watch.add_argument("--run", metavar="NAME", help=_ONLY_RUN)
@@ -164,7 +167,7 @@ def _add_watch(commands: Commands) -> None:
         "--token-file",
         metavar="FILE",
         help=(
-            "file with the run's cluster token, needed unless the page is on a loopback address "
+            "file with the run's cluster token, needed unless the page has a loopback address "
             "(default: DATAPLANE_TOKEN_FILE)"
         ),
     )
@@ -173,14 +176,14 @@ def _add_watch(commands: Commands) -> None:
 
 def _add_rows(commands: Commands) -> None:
     rows = _command(commands, "rows", "list rows of a partition, without their values")
-    rows.add_argument("partition", help="name of the partition; `dataplane status` lists them")
+    rows.add_argument("partition", help="a partition that `dataplane status` lists")
     rows.add_argument("--stage", metavar="NAME", help="show the rows' state for this stage only")
     rows.add_argument(
         "--where",
         metavar="TAG=VALUE",
         action="append",
         default=[],
-        help="show only rows with this tag; may be repeated",
+        help="show only rows with this tag value; if repeated, rows must match all",
     )
     rows.add_argument(
         "--limit", metavar="N", type=int, default=20, help="list at most N rows (default: 20)"
@@ -191,15 +194,15 @@ def _add_rows(commands: Commands) -> None:
 
 def _add_get(commands: Commands) -> None:
     get = _command(commands, "get", "show one row: the dtype, shape and first values of each field")
-    get.add_argument("partition", help="name of the partition; `dataplane status` lists them")
-    get.add_argument("key", help="key of the row; `dataplane rows PARTITION` lists them")
+    get.add_argument("partition", help="a partition that `dataplane status` lists")
+    get.add_argument("key", help="a key that `dataplane rows PARTITION` lists")
     get.add_argument(
         "--field",
         metavar="NAME",
         action="append",
         help=(
-            "show only this field; may be repeated (default: all fields; their values are copied "
-            "to this host)"
+            "show only this field; may be repeated (default: all fields); the values are copied to "
+            "this host"
         ),
     )
     _add_source(get)
@@ -207,16 +210,18 @@ def _add_get(commands: Commands) -> None:
 
 
 def _add_checkpoint(commands: Commands) -> None:
-    checkpoint = _command(commands, "checkpoint", "read a checkpoint, without a run")
+    checkpoint = _command(commands, "checkpoint", "read a checkpoint, without connecting to a run")
     below = checkpoint.add_subparsers(required=True, metavar="command")
     export = _command(
         below,
         "export",
         "write the rows of a checkpoint as Parquet files, one for each partition",
-        " A row has its key, group, tags and fields as columns.",
+        " The columns are the key, group, tags and fields of each row.",
     )
     export.add_argument("directory", metavar="DIR", help="directory written by plane.checkpoint(…)")
-    export.add_argument("output", metavar="OUT", help="directory for the files, new or empty")
+    export.add_argument(
+        "output", metavar="OUT", help="directory for the Parquet files, new or empty"
+    )
     export.add_argument(
         "--field",
         metavar="NAME",
@@ -251,8 +256,8 @@ def _add_token(commands: Commands) -> None:
     token = _command(
         commands,
         "token",
-        "print a new cluster token: dataplane token > F",
-        " Then copy F to every host, with mode 0600.",
+        "print a new cluster token",
+        " Save it with `dataplane token > F`, and copy F to every host, with mode 0600.",
     )
     token.set_defaults(command=_token)
 

@@ -180,7 +180,7 @@ class _Folder:
         except OSError as error:
             raise InvalidCall(
                 f"cannot use the directory {str(path)!r}: {error.strerror}. Choose "
-                "another one with -o"
+                "another directory with -o"
             ) from error
         if found:
             raise InvalidCall(
@@ -241,7 +241,7 @@ class _Folder:
             raise InvalidCall(
                 f"-o {str(self.path)!r}: cannot write {name}: {error.strerror or error}. "
                 f"{counted(len(self.index.steps), 'step was', 'steps were')} recorded before that. "
-                "Free up space there, or choose another directory"
+                "Check the disk, or choose another directory with -o"
             ) from error
 
 
@@ -274,8 +274,8 @@ def _summary(recorder: Recorder, folder: _Folder, why: str) -> int:
         folder.discard()
         seen = f"{counted(out, 'step was', 'steps were')} left out" if out else "no step was seen"
         raise InvalidCall(
-            f"no complete step was recorded ({why}): {seen}. Record for at least one whole step, "
-            "until all its rows are acked and its partition is sealed or dropped"
+            f"no complete step was recorded ({why}): {seen}. Keep recording until all rows of "
+            "a step are acked and its partition is sealed or dropped"
         )
     print(f"{counted(steps, 'step')} recorded ({why}), {out} left out: {folder.path}", flush=True)
     return 0

@@ -138,8 +138,8 @@ def show_rows(report: Report, stage: str | None, as_json: bool) -> int:
         if stage not in known:
             raise StageUndefined(
                 f"partition {report['partition']!r} has no stage "
-                f"{stage!r}{did_you_mean(stage, known)}: use one of its stages, "
-                f"{few(known, _NAMED)}"
+                f"{stage!r}{did_you_mean(stage, known)}: use one of its stages "
+                f"{few([repr(one) for one in known], _NAMED)}"
             )
         for row in report["shown"]:
             row["states"] = {stage: row["states"][stage]}
@@ -229,7 +229,8 @@ def _attached(plane: Plane, partition: str) -> Report:
         return plane.partition(partition).stats()
     near = nearest(partition, known) or next(iter(difflib.get_close_matches(partition, known)), "")
     meant = f" (did you mean {near!r}?)" if near else ""
-    names = f"its partitions are {few(known, _NAMED)}" if known else "it has no partitions yet"
+    choices = f"choose one of {few(known, _NAMED)}"
+    names = choices if known else "no partition is declared yet; call plane.partition(…) first"
     raise PartitionUndefined(f"run {plane.name!r} has no partition {partition!r}{meant}: {names}")
 
 

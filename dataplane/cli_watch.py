@@ -1,4 +1,4 @@
-"""`dataplane watch`: show which workers wait, and for what, in this terminal or on a web page."""
+"""`dataplane watch`: show which workers are waiting, and for what, in a terminal or web page."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class Demand(msgspec.Struct, eq=False):
         shown = dict(arguments.mapping(budget, "budget", "{tag: sum}"))
         if len(budget) != 1:
             raise InvalidCall(
-                f"budget={shown!r}: expected one tag and the largest sum of its values, such as "
+                f"budget={shown!r}: expected one tag and a limit on the sum of its values, such as "
                 "{'tokens': 65536}"
             )
         if self.minimum is not None:

@@ -375,7 +375,7 @@ def test_a_wrong_call_on_a_batch_leaves_it_leased(part: Partition) -> None:
             call()
         assert batch.state == "leased"
     batch.add(z=[1, 2])
-    with pytest.raises(dataplane.FieldExists, match="already has values for the added field .z."):
+    with pytest.raises(dataplane.FieldExists, match="field .z. was already added to this batch"):
         batch.add(z=[1, 2])
     batch.release()
     with pytest.raises(dataplane.LeaseExpired, match="is already released"):

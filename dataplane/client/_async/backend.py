@@ -142,8 +142,8 @@ async def convert_off_loop(work: Callable[[str], T], device: str, nbytes: int) -
 
 
 class Prefetch(Generic[B]):
-    """A task that claims up to `ahead` batches before the loop needs them, and `wanted` in
-    total."""
+    """A task that claims batches before the loop needs them: up to `ahead` at a time, and `wanted`
+    in total."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class Prefetch(Generic[B]):
         await self._loop.run_in_executor(None, self._session.settle)
 
     def left(self) -> list[Lease]:
-        """Forget the prefetched batches that were not used. Returns their leases."""
+        """Remove the unused prefetched batches, and return a list of their leases."""
         left, self._ready = [batch for batch, _ in self._ready], deque()
         return [batch.lease for batch in [*left, self._making] if batch is not None]
 

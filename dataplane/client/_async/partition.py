@@ -289,12 +289,12 @@ class Partition:
     ) -> Plan:
         """Return this rank's part of the stage's remaining rows.
 
-        All ranks of a trainer must call this with the same arguments. Every rank gets the same
-        number of mini-batches and micro-batches, so no collective hangs. The call waits until the
-        partition is sealed and all remaining rows are ready.
+        All ranks of a trainer must call this with the same arguments, except `rank`. Every rank
+        gets the same number of mini-batches and micro-batches, so no collective hangs. The call
+        waits until the partition is sealed and all remaining rows are ready.
 
-        - `rank`: the rank of this process. All processes of one tensor- or pipeline-parallel
-          replica pass the same rank.
+        - `rank`, `ranks`: the rank of this process, and the number of ranks. All processes of one
+          tensor- or pipeline-parallel replica pass the same rank.
         - `minibatches`: the number of mini-batches per epoch.
         - `budget={tag: sum}`: no micro-batch exceeds this sum of the tag, unless it is a single
           row. None: one micro-batch per mini-batch.
@@ -434,9 +434,9 @@ class Partition:
         """Iterate over lists of keys of rows that were lost with a peer, so that you can put these
         rows again.
 
-        The first list has all losses so far. A new list follows within seconds of each later loss.
-        If a group lost a row, the list has all rows of the group. The loop ends when the partition
-        is dropped, or when it is sealed and every stage has received every row.
+        The first list contains all rows lost so far. A new list follows within seconds of each
+        later loss. If a group lost a row, the list contains all rows of the group. The loop ends
+        when the partition is dropped, or when it is sealed and every stage has received every row.
 
         `timeout`: seconds to wait for each list before raising DeadlineExceeded. None waits as long
         as rows can still be lost.

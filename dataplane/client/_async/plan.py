@@ -75,7 +75,7 @@ class Micro(LeasedRows):
         timeout: float | None = DEFAULT_TIMEOUT_S,
         **named: Any,
     ) -> None:
-        """Add fields, one value per row, and store them at once.
+        """Add fields, one value per row, and store them immediately.
 
         Values for padding rows are ignored. If this stage has already set the field of a row, the
         old value stays. Raises LeaseExpired if the plan has ended.

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class Converting(Fetching):
-    """Rows with conversions for trainers. A conversion fetches missing fields first."""
+    """Rows that can be converted for a trainer. A conversion first fetches missing fields."""
 
     @public
     def fetch(self, *fields: str, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
@@ -84,15 +84,15 @@ class Converting(Fetching):
           share their offsets.
         - `padding`: the value that fills padded rows. It is rounded to the precision of a float
           dtype. Raises InvalidValue if the dtype cannot represent it.
-        - `side`, `length`, `multiple`: padded rows are filled at the "right" or "left", to the
-          longest row, to `length`, or to the next multiple of `multiple`.
+        - `side`, `length`, `multiple`: padded rows are filled at the "right" or "left", up to
+          the longest row, `length`, or the next multiple of `multiple`.
         - `mask=True`: return a pair: the tensor, and a bool tensor [n, length] that is True at
           values and False at padding.
         - `view=True`: return tensors over the shared, read-only memory. Writing to such a tensor
           crashes the process.
-        - `device`: copies to a GPU go through pinned memory, on torch's current stream. A blocking
-          call may return before the copy has finished. In `dataplane.aio`, the call returns after
-          the copy has finished.
+        - `device`: the device of the tensor. Copies to a GPU go through pinned memory, on torch's
+          current stream. A blocking call may return before the copy has finished. In
+          `dataplane.aio`, the call returns after the copy has finished.
         """
         shape = Padding(padding, side, length, multiple)
         return self._converted(
@@ -114,8 +114,8 @@ class Converting(Fetching):
         mask: str | Mapping[str, str] | None = None,
         device: str = "cpu",
     ) -> TensorDict:
-        """Return the fields (default: those fetched) as a TensorDict of batch_size [n], in private
-        memory. Needs `dataplane-rl[torch]`.
+        """Return the fields (default: all fetched ones) as a TensorDict of batch_size [n], in
+        private memory. Needs `dataplane-rl[torch]`.
 
         - `layout`: "auto" returns each field as it was put. An array or tensor [n, …] is dense.
           Nested tensors, lists of arrays and lists of numbers become jagged nested tensors; those
@@ -143,7 +143,7 @@ class Converting(Fetching):
 
     @public
     def arrow(self, fields: Sequence[str] | None = None) -> pyarrow.Table:
-        """Return the fields (default: those fetched), keys and tags as a pyarrow table. Raises
+        """Return the fields (default: all fetched ones), keys and tags as a pyarrow table. Raises
         InvalidValue, which names the row, if Arrow cannot represent a value, key or tag exactly."""
         names = self.fields if fields is None else arguments.texts(fields, "fields")
 

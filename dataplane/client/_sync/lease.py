@@ -97,7 +97,7 @@ class Added(msgspec.Struct, eq=False):
         return [name for name in names if name != UNUSED]
 
     def of(self, rows: int) -> list[Piece]:
-        """Return the pieces of the rows that are also in `rows`, renumbered from 0."""
+        """Return the pieces for only the rows that are also in `rows`, renumbered from 0."""
         if not self.rows & ~rows:
             return self.pieces
         return select(self.pieces, self._places(rows))
@@ -111,8 +111,8 @@ class Added(msgspec.Struct, eq=False):
 
 
 class Doubt(msgspec.Struct, eq=False):
-    """An ack that may have taken effect, because no reply said whether it did. The client sends it
-    again with the same operation id, and the peer repeats its reply."""
+    """An ack without a reply, which may have taken effect. The client sends it again with the same
+    operation id, and the peer repeats its reply."""
 
     request: Request
     rows: int
@@ -186,9 +186,9 @@ class Lease:
         twice = set(columns) & {name for names in there for name in names} - self._refused
         if twice:
             raise FieldExists(
-                "this batch already has values for the added "
-                f"{'fields' if len(twice) > 1 else 'field'} {', '.join(map(repr, sorted(twice)))}, "
-                "and a field can be written only once: use another name",
+                f"{'fields' if len(twice) > 1 else 'field'} {', '.join(map(repr, sorted(twice)))} "
+                f"{'were' if len(twice) > 1 else 'was'} already added to this batch, and a field "
+                "can be written only once: use another name",
                 fields=sorted(twice),
             )
         if (devices := self.handle.session.devices) is not None:
@@ -381,8 +381,8 @@ class Lease:
     def _check_lost(self, lost: set[str]) -> None:
         if lost:
             raise InvalidCall(
-                f"the values added to this batch as {', '.join(map(repr, sorted(lost)))} were lost "
-                "when an ack failed: add them again (under another name if the field already "
+                f"the values added to this batch for {', '.join(map(repr, sorted(lost)))} were "
+                "lost when an ack failed: add them again (under another name if the field already "
                 "exists), or release the batch",
                 fields=sorted(lost),
             )
@@ -440,8 +440,8 @@ class Lease:
                 self.handle.session.keep(column(done.extents, EXTENT).tolist())
             if done.kept:
                 log.info(
-                    "partition %r, stage %r: kept values that an earlier delivery of these rows "
-                    "stored: %s",
+                    "partition %r, stage %r: kept values that an earlier lease of these rows "
+                    "stored (number of rows by field: %s)",
                     self.handle.name,
                     self.stage,
                     done.kept,

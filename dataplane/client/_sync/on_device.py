@@ -104,8 +104,8 @@ def _column(name: str, values: list[Located]) -> ValueColumn:
 
 @dataclass(frozen=True, slots=True)
 class DevicePart:
-    """The fields of a put that go to one device arena, or to the host arena if that is full. A
-    `write.OtherMemory`."""
+    """The fields of a put that go to one device arena or, if it is full, to the host arena.
+    Implements `write.OtherMemory`."""
 
     opened: Opened
     units: Sequence[Unit]

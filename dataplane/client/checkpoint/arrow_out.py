@@ -119,16 +119,18 @@ class PartFiles:
             offsets.append(self._files[-1].nbytes + size)
             bytes_ = arena[at : at + chunk.nbytes] if chunk.number else chunk.inline
             if len(bytes_) != chunk.nbytes:
-                raise ProtocolError(
+                wrong = (
                     f"a chunk of {chunk.nbytes} bytes at offset {at} is outside the arena of "
                     f"{len(arena)} bytes"
                     if chunk.number
                     else f"invalid inline chunk: expected {chunk.nbytes} bytes, got {len(bytes_)}"
                 )
+                raise ProtocolError(f"{wrong}. Install the same dataplane release everywhere")
             if not 0 <= chunk.layout < len(layouts):
                 raise ProtocolError(
                     f"invalid layout {chunk.layout} of a chunk: expected an index into the "
-                    f"{len(layouts)} layouts of the table"
+                    f"{len(layouts)} layouts of the table. Install the same dataplane release "
+                    "everywhere"
                 )
             space = aligned(chunk.nbytes)
             pending += [bytes_, bytes(space - chunk.nbytes)]

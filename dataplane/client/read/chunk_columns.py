@@ -91,7 +91,10 @@ class ChunkColumn:
         try:
             return np.ndarray(shape, spec.items, self.memory, self.start + bound * spec.unit_bytes)
         except ValueError as exc:
-            raise ProtocolError(f"a value cannot have the shape {shape}: {exc}") from exc
+            raise ProtocolError(
+                f"a value cannot have the shape {shape}: {exc}. Install the same dataplane release "
+                "everywhere"
+            ) from exc
 
     def arrays(self, first: int, last: int) -> Iterable[Array]:
         """Neighbouring rows as views."""
@@ -138,8 +141,9 @@ def columns_of(
     source = memory if lengths is None else lengths
     if len(source) < head_bytes or (lengths is not None and len(source) != head_bytes):
         raise ProtocolError(
-            f"a chunk of {rows} rows with {width} lengths each: expected "
-            f"{'at least ' if lengths is None else ''}{head_bytes} bytes, got {len(source)}"
+            f"invalid chunk of {rows} rows, each with {width} lengths: expected "
+            f"{'at least ' if lengths is None else ''}{head_bytes} bytes of lengths, got "
+            f"{len(source)}. Install the same dataplane release everywhere"
         )
     numbers: tuple[int, ...] = unpack_from(
         f"<{width * rows}I",
@@ -155,7 +159,8 @@ def columns_of(
         found.append(column)
     if end != len(memory):
         raise ProtocolError(
-            f"invalid chunk: expected {end} bytes, the size of its columns, got {len(memory)}"
+            f"invalid chunk: expected {end} bytes, the size of its columns, got {len(memory)}. "
+            "Install the same dataplane release everywhere"
         )
     return found
 

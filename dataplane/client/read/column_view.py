@@ -31,7 +31,8 @@ _SHOWN = 4
 
 
 class RowSpan(NamedTuple):
-    """Rows `first` to `last` of a column of a chunk. column: None for rows that lack the field."""
+    """Rows `first` to `last` - 1 of a column of a chunk. column: None for rows that lack the
+    field."""
 
     column: ChunkColumn | None
     first: int
@@ -124,7 +125,10 @@ class ColumnView(Sequence[Any]):
                 return [str(cell, "utf-8", "surrogatepass") for cell in cells]
             return map(bytes if kind == "bytes" else objects.decode, cells)
         except UnicodeDecodeError as exc:
-            raise ProtocolError(f"field {self.field!r}: expected UTF-8 text: {exc}") from exc
+            raise ProtocolError(
+                f"field {self.field!r}: expected UTF-8 text: {exc}. Install the same dataplane "
+                "release everywhere"
+            ) from exc
 
     def present(self, row: int) -> bool:
         """Return whether this row has the field."""
@@ -186,8 +190,8 @@ class ColumnView(Sequence[Any]):
 
     @property
     def loose(self) -> bool:
-        """Whether some rows were put one by one, as a nested tensor or a list of arrays, or are
-        objects that are not tensors."""
+        """Whether some rows were put separately (in a nested tensor or a list of arrays), or are
+        objects other than tensors."""
         return any([spec is not None and spec.loose for spec in self.specs])
 
     @property
@@ -217,8 +221,8 @@ class ColumnView(Sequence[Any]):
 
     @cached_property
     def ragged(self) -> Ragged | None:
-        """How the rows join along one axis. None unless they are arrays of one dtype and rank whose
-        shapes differ along at most one axis; None for single numbers. If all shapes are equal, the
+        """How to join the rows along one axis. None if they are single numbers, differ in dtype or
+        rank, differ in length along several axes, or are not arrays. If all shapes are equal, the
         axis is the variable one of their specs, or 0."""
         if not self.holds_arrays:
             return None
@@ -269,8 +273,8 @@ class ColumnView(Sequence[Any]):
 
 
 def arrays_of(view: ColumnView) -> ColumnView:
-    """Return a view with its rows as arrays, or the same view if some row is not an array. Arrays
-    of several dtypes or ranks are stored as objects."""
+    """Return a view whose rows are all arrays, or the same view if some row is not an array. Arrays
+    that differ in dtype or rank are stored as objects."""
     if view.holds_arrays:
         return view
     runs: list[RowSpan] = []
@@ -293,7 +297,7 @@ def arrays_of(view: ColumnView) -> ColumnView:
 
 
 def stretches(rows: npt.NDArray[np.intp]) -> list[tuple[int, int]]:
-    """Return the stretches of consecutive rows, each as (first, last)."""
+    """Return the stretches of consecutive rows, each as (first, last + 1)."""
     if not len(rows):
         return []
     bounds = [0, *(np.flatnonzero(rows[1:] - rows[:-1] != 1) + 1).tolist(), len(rows)]
@@ -305,8 +309,8 @@ def stretches(rows: npt.NDArray[np.intp]) -> list[tuple[int, int]]:
 
 
 def cut(runs: Sequence[RowSpan], chosen: Iterable[tuple[int, int]]) -> list[RowSpan]:
-    """Return the runs of these stretches of rows, in this order. Rows outside all runs lack the
-    field."""
+    """Return the runs that cover these stretches of rows, in the given order. Rows outside all
+    runs lack the field."""
     ends = list(accumulate([run.last - run.first for run in runs]))
     found: list[RowSpan] = []
     for first, last in chosen:

@@ -59,7 +59,8 @@ class DeviceTableReader(TableReader):
         if offset + nbytes > opened.base + opened.pool.nbytes:
             raise ProtocolError(
                 f"a chunk of {nbytes} bytes at offset {offset - opened.base} is outside its device "
-                f"arena of {opened.pool.nbytes} bytes"
+                f"arena of {opened.pool.nbytes} bytes. Install the same dataplane release "
+                "everywhere"
             )
         # Of this memory a chunk's columns are only slices.
         return cast(Memory, DeviceMemory(opened, offset, nbytes, self._pin))
@@ -116,7 +117,10 @@ class DeviceChunkColumn(ChunkColumn):
         return map(self.array, range(first, last))
 
     def cells(self, first: int, last: int) -> list[memoryview]:
-        raise ProtocolError("expected arrays on the device, got Python objects")
+        raise ProtocolError(
+            "expected arrays on the device, got Python objects. Install the same dataplane release "
+            "everywhere"
+        )
 
 
 class DeviceColumn(ColumnView):

@@ -88,7 +88,10 @@ class TableReader:
         end = 0
         for row, run in placed:
             if row < end:
-                raise ProtocolError(f"field {field!r}: expected one value for row {row}, got two")
+                raise ProtocolError(
+                    f"field {field!r}: expected one value for row {row}, got two. Install the same "
+                    "dataplane release everywhere"
+                )
             if row > end:
                 runs.append(RowSpan(None, 0, row - end))
             runs.append(run)
@@ -106,7 +109,7 @@ class TableReader:
         if len(piece.fields) != len(columns):
             raise ProtocolError(
                 f"expected one field per column of the chunk, got {len(piece.fields)} fields for "
-                f"{len(columns)} columns"
+                f"{len(columns)} columns. Install the same dataplane release everywhere"
             )
         rows = _stretches(piece, self._values.chunks[piece.chunk].rows, self.count)
         found = self._pieces[number] = columns, rows
@@ -117,11 +120,12 @@ class TableReader:
         if not 0 <= chunk.layout < len(known):
             raise ProtocolError(
                 f"invalid layout {chunk.layout} of chunk {number}: expected an index into the "
-                f"{len(known)} layouts of the table"
+                f"{len(known)} layouts of the table. Install the same dataplane release everywhere"
             )
         if not 0 <= chunk.rows <= MAX_ROWS_PER_MESSAGE:
             raise ProtocolError(
-                f"chunk {number}: expected 0 to {MAX_ROWS_PER_MESSAGE} rows, got {chunk.rows}"
+                f"chunk {number}: expected 0 to {MAX_ROWS_PER_MESSAGE} rows, got {chunk.rows}. "
+                "Install the same dataplane release everywhere"
             )
         specs = layouts.decode(known[chunk.layout])
         if not chunk.number:
@@ -130,7 +134,7 @@ class TableReader:
         if nbytes != chunk.nbytes:
             raise ProtocolError(
                 f"chunk {number} and its extent differ in size: expected {chunk.nbytes} bytes, got "
-                f"{nbytes}"
+                f"{nbytes}. Install the same dataplane release everywhere"
             )
         memory = self._memory(offset, nbytes)
         if not chunk.inline and isinstance(memory, np.ndarray):
@@ -145,7 +149,7 @@ class TableReader:
         if offset + nbytes > len(arena):
             raise ProtocolError(
                 f"a chunk of {nbytes} bytes at offset {offset} is outside the arena of "
-                f"{len(arena)} bytes"
+                f"{len(arena)} bytes. Install the same dataplane release everywhere"
             )
         return arena[offset : offset + nbytes]
 
@@ -157,13 +161,15 @@ def _uses(values: Values) -> dict[str, list[tuple[int, int]]]:
         if not 0 <= piece.chunk < len(values.chunks):
             raise ProtocolError(
                 f"invalid chunk {piece.chunk} of piece {number}: expected an index into the "
-                f"{len(values.chunks)} chunks of the table"
+                f"{len(values.chunks)} chunks of the table. Install the same dataplane release "
+                "everywhere"
             )
         for at, field in enumerate(piece.fields):
             if not -1 <= field < len(uses):
                 raise ProtocolError(
                     f"invalid field {field} of piece {number}: expected an index into the "
-                    f"{len(uses)} fields of the table, or -1"
+                    f"{len(uses)} fields of the table, or -1. Install the same dataplane release "
+                    "everywhere"
                 )
             if field >= 0:
                 uses[field].append((number, at))
@@ -175,8 +181,9 @@ def _rows_of(piece: Piece, count: int) -> Sequence[int]:
     given = int.from_bytes(piece.given, "little")
     if not given or piece.base < 0 or piece.base + given.bit_length() > count:
         raise ProtocolError(
-            f"a piece must have at least one row, all of them among the {count} rows of the table: "
-            f"got {given.bit_count()} starting at row {piece.base}"
+            f"invalid piece of {given.bit_count()} rows from row {piece.base}: expected at least "
+            f"one row, all within the {count} rows of the table. Install the same dataplane "
+            "release everywhere"
         )
     return rows_of(given)
 
@@ -189,7 +196,7 @@ def _stretches(piece: Piece, chunk_rows: int, count: int) -> list[_Stretch]:
     if first < 0 or end > chunk_rows:
         raise ProtocolError(
             f"invalid row {first if first < 0 else end - 1} of a piece: its chunk has {chunk_rows} "
-            "rows"
+            "rows. Install the same dataplane release everywhere"
         )
     if at is None and isinstance(rows, range):
         return [(base + rows.start, first, end)]
@@ -209,7 +216,8 @@ def _check_page(table: Table) -> None:
         if not 0 <= chunk.layout < len(values.layouts):
             raise ProtocolError(
                 f"invalid layout {chunk.layout} of chunk {number}: expected an index into the "
-                f"{len(values.layouts)} layouts of the table"
+                f"{len(values.layouts)} layouts of the table. Install the same dataplane release "
+                "everywhere"
             )
     for piece in values.pieces:
         _rows_of(piece, count)

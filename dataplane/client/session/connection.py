@@ -353,7 +353,7 @@ def answer(reply: Reply, rid: int) -> Body:
     if reply.rid != rid:
         raise ProtocolError(
             f"unexpected reply from the peer: expected a reply to request {rid}, got one to "
-            f"request {reply.rid}"
+            f"request {reply.rid}. Install the same dataplane release everywhere"
         )
     return reply.body
 

@@ -228,7 +228,7 @@ class Devices:
                 return opened
         raise ProtocolError(
             f"the peer sent address {address}, which is outside the arenas that this process has "
-            "mapped"
+            "mapped. Install the same dataplane release everywhere"
         )
 
     # what ends when the devices are done with what was asked of them

@@ -289,7 +289,7 @@ class FieldUnknown(DataplaneError, KeyError):
 
 
 class FieldExists(DataplaneError):
-    """The rows already have these fields. A field is written only once."""
+    """The rows already have these fields. Each field of a row can be written only once."""
 
     next_step = "After a retried put, continue. To overwrite, pass `replace=True`."
 
@@ -399,7 +399,7 @@ class BackPressure(DataplaneError):
 
 
 class ShardFull(BackPressure):
-    """The host that stores the partition's metadata is full."""
+    """The host that stores the partition's metadata has no space left for it."""
 
     next_step = "Consume or drop rows, or give that host a larger arena."
 
@@ -433,7 +433,7 @@ class DeadlineExceeded(DataplaneError, TimeoutError):
 
 
 class TransferFailed(DataplaneError):
-    """A transfer of values between hosts was interrupted. Partial data is discarded."""
+    """A transfer of values between hosts was interrupted. Partial data was discarded."""
 
     next_step = "Repeat the call."
     retry: ClassVar[Retry] = "yes"

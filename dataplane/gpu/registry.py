@@ -30,7 +30,7 @@ def load(kind: str) -> type[Device]:
     for entry in plugins.installed(GROUP).select(name=kind):
         return plugins.load(entry, Device, f"the device plug-in for {kind!r}", DeviceMissing)
     raise DeviceMissing(
-        f"no installed package supports devices of kind {kind!r} (installed: "
+        f"no installed package supports devices of kind {kind!r} (supported: "
         f"{', '.join(names())}): install the same device packages as on the peer"
     )
 

@@ -31,7 +31,7 @@ class Queue:
     """A queue for any number of processes, threads and hosts.
 
     Items from one host come out in the order in which they were put. If several hosts put
-    items, `get` may return an item of its own host before older items of other hosts.
+    items, `get` may return an item from the caller's host before older items from other hosts.
 
     - `maxsize`: the largest number of items in the queue; 0 for no limit. The arena limits memory
       in either case. With several producers, each may exceed the limit by one.

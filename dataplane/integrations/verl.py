@@ -40,7 +40,7 @@ def put(
     replace: bool = False,
 ) -> dataplane.Ref:
     """Put the rows of a DataProto: the tensors of `batch`, the arrays of `non_tensor_batch`, and
-    `meta_info` with each row. The other arguments are those of `Partition.put`.
+    `meta_info`, which is stored with every row. The other arguments are those of `Partition.put`.
 
     Raises ValueError if a name is in both `batch` and `non_tensor_batch`, is "meta_info", or is
     missing in some rows. Raises InvalidValue for an object that contains anything other than None,

@@ -118,7 +118,7 @@ PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "too many fields": (
         lambda p: p.put({f"f{i}": [1] for i in range(65)}),
         dataplane.LimitExceeded,
-        "65 fields, but a partition has at most 64",
+        "65 fields, but a partition can have at most 64",
     ),
     "a field twice": (
         lambda p: p.put({"x": [1]}, key=["a"]),

@@ -30,7 +30,7 @@ class TestTwin(DeviceConformance):
 
 def test_a_kind_is_found_by_its_entry_point_and_one_that_is_not_installed_is_named() -> None:
     assert registry.load("twin") is TwinDevice
-    with pytest.raises(DeviceMissing, match=r"kind 'post' \(installed: cuda, twin\)"):
+    with pytest.raises(DeviceMissing, match=r"kind 'post' \(supported: cuda, twin\)"):
         registry.load("post")
 
 

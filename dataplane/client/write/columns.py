@@ -166,8 +166,8 @@ def prepare(
     _check_length(sized, n, whose)
     if len(sized) > MAX_FIELDS:
         raise LimitExceeded(
-            f"this call has {len(sized)} fields, but a partition has at most {MAX_FIELDS}: use "
-            "fewer fields, for example by storing several values in one dict",
+            f"this call has {len(sized)} fields, but a partition can have at most {MAX_FIELDS}: "
+            "use fewer fields, for example by storing several values in one dict",
             limit=MAX_FIELDS,
         )
     for name in dedup:

@@ -135,7 +135,7 @@ def check_names(identity: Identity) -> None:
     it only where both are in one."""
     if identity.names is not None and len({*split_keys(identity.keys)}) < len(identity):
         twice = Counter(identity.names).most_common(1)[0][0]
-        raise InvalidRows(f"key {twice!r} occurs twice in one call: give each row its own key")
+        raise InvalidRows(f"key {twice!r} appears twice in this call: give each row its own key")
 
 
 def _check_length(what: str, given: int, n: int) -> None:

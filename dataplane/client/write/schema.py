@@ -57,8 +57,8 @@ def canonical(fields: object) -> dict[str, str]:
     given = arguments.mapping(fields, "fields", "of field names to forms such as 'int64[*]'")
     if len(given) > MAX_FIELDS:
         raise LimitExceeded(
-            f"fields= names {len(given)} fields, but a partition has at most {MAX_FIELDS}: use "
-            "fewer fields, for example by storing several values in one dict",
+            f"fields= names {len(given)} fields, but a partition can have at most {MAX_FIELDS}: "
+            "use fewer fields, for example by storing several values in one dict",
             limit=MAX_FIELDS,
         )
     found: dict[str, str] = {}

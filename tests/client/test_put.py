@@ -135,7 +135,7 @@ BIG = np.zeros((3, 100_000))
 @pytest.mark.parametrize(
     ("columns", "arguments", "error", "says"),
     [
-        (BIG, {"key": ["a", "b", "a"]}, dataplane.InvalidRows, "'a' occurs twice"),
+        (BIG, {"key": ["a", "b", "a"]}, dataplane.InvalidRows, "'a' appears twice"),
         (BIG, {"tags": {"t": [1, 2, 1 << 70]}}, dataplane.InvalidValue, "64-bit int"),
         (
             BIG,

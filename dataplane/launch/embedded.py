@@ -84,9 +84,9 @@ class Attached:
     began: bool = False
     before: tuple[rundir.DeadPeer, ...] = ()
 
-    def line(self, found: HelloDone) -> tuple[int, str]:
+    def line(self, found: HelloDone | None) -> tuple[int, str]:
         """Describe the attachment in one log line, and return its level: WARNING if something
-        may surprise the user. found: the reply of the peer."""
+        may surprise the user. found: what the run had; None if that is not known."""
         card, starter = self.peer.card, self.living.starter
         peer = f"peer {self.peer.name!r}"
         if card is not None:
@@ -108,16 +108,17 @@ class Attached:
             )
         return logging.WARNING if remarks else logging.INFO, "; ".join((said, *remarks))
 
-    def _of_joining(self, found: HelloDone) -> list[str]:
-        if found.clients:
+    def _of_joining(self, found: HelloDone | None) -> list[str]:
+        if found is None or found.clients:
             return []
         starter = self.living.starter
         if found.rows:
-            last = f" (`{found.left_by}`)" if found.left_by else ""
-            said = (
-                f"the run has {counted(found.rows, 'row')} but no clients: the last "
-                f"client{last} disconnected {duration(found.left_ms / 1000.0)} ago"
-            )
+            said = f"the run has {counted(found.rows, 'row')} but no clients"
+            if found.left_by:
+                said += (
+                    f": the last client on this host (`{found.left_by}`) disconnected "
+                    f"{duration(found.left_ms / 1000.0)} ago"
+                )
             if starter is not None and not self.run.unnamed:
                 said += ". To start with an empty run instead, call connect(fresh=True)"
             return [said]

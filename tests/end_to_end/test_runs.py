@@ -314,7 +314,7 @@ def test_rows_that_nobody_is_there_for_are_told_to_whoever_joins(launch: Launch)
     again = launch("run=grpo", "leave=1")
     said = line(again)
     assert said.startswith("joined run 'grpo', started by `python") and " s ago: " in said
-    assert "the run has 2 rows but no clients: the last client (`python" in said
+    assert "the run has 2 rows but no clients: the last client on this host (`python" in said
     assert "call connect(fresh=True)" in said
     assert line(again).endswith(" 2")
 

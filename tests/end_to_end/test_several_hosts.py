@@ -128,3 +128,23 @@ def test_a_peer_that_was_started_anew_is_greeted_anew(cluster: Cluster) -> None:
             fresh = there.partition("q", free="drop")
             fresh.put({"x": [np.full(5000, 2.0)]}, key=["k"])
             assert here.partition("q").get(keys=["k"], fields=["x"])["x"][0].sum() == 10_000
+
+
+def test_rows_have_no_clients_only_if_no_host_has_any(
+    pair: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Clients of other hosts count as well, and so do rows that other hosts serve."""
+
+    def said(peer: str) -> str:
+        caplog.clear()
+        with caplog.at_level("INFO", logger="dataplane"), pair.connect(peer):
+            return next(one for one in caplog.messages if one.startswith("joined run"))
+
+    with pair.connect("a") as here:
+        with pair.connect("b") as there:
+            for n in range(6):  # of both primaries
+                there.partition(f"p{n}", stages={"train": ["x"]}).put({"x": [1]})
+        assert len(here.partitions()) == 6
+        assert "no clients" not in said("b")
+    for peer in ("a", "b"):
+        assert "the run has 6 rows but no clients" in said(peer)

@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from msgspec.structs import replace
+
 from dataplane.client.deadline import Deadline
 from dataplane.client.session.connection import Connections, Opener, frame_of
 from dataplane.client.session.devices import AUTO, Devices, Wish
@@ -27,13 +29,13 @@ from dataplane.client.session.handshake import (
 )
 from dataplane.client.session.housekeeping import Housekeeper, own_sessions
 from dataplane.client.session.session import Session
-from dataplane.errors import InvalidCall, PeerLost, PeerNotFound, ProtocolError
+from dataplane.errors import DataplaneError, InvalidCall, PeerLost, PeerNotFound, ProtocolError
 from dataplane.launch import processes, rundir, settings
 from dataplane.launch.embedded import attach
 from dataplane.launch.ending import Client, FreshStart
 from dataplane.launch.rundir import LivingPeer
 from dataplane.memory.mapping import ReadMap, WriteMaps
-from dataplane.wire.messages import Stats, StatsDone
+from dataplane.wire.messages import HelloDone, Stats, StatsDone
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +83,7 @@ def _open_session(
             if attempt == _ATTEMPTS - 1:
                 raise
             continue
-        level, line = attached.line(keeper.session.found)
+        level, line = attached.line(_found(keeper.session, attached.began))
         log.log(level, "%s", line)
         if os.environ.get("DATAPLANE_RUN", "") in ("", attached.run.over):
             os.environ["DATAPLANE_RUN"] = attached.run.name
@@ -89,27 +91,51 @@ def _open_session(
     raise AssertionError("unreachable")
 
 
+def _found(session: Session, began: bool) -> HelloDone | None:
+    """The other clients, or the rows without clients, that a new session finds in its run. The peer
+    knows those of this host, so those of other hosts are asked for. None if a host does not answer.
+    began: the peer was started for this session."""
+    found = session.found
+    if began or found.clients or session.welcome.alone:
+        return found
+    try:
+        stats = _stats(session)
+    except DataplaneError:
+        return None
+    if any("error" in host for host in stats["peers"].values()):
+        return None
+    rows = sum(one["rows"] for one in stats["everywhere"]["partitions"].values())
+    return replace(found, clients=len(stats["everywhere"]["clients"]), rows=rows)
+
+
 def _clients_of(peer: LivingPeer) -> list[Client]:
     """The clients of a peer's run, on all its hosts, this visit excepted."""
     keeper = visit(peer)
-    session = keeper.session
     try:
-        deadline = Deadline(_VISIT_S)
-        connection = further(session, deadline)
-        request = session.request(Stats(), int(_VISIT_S * 1e3))
-        answer = connection.exchange(frame_of(request), request.rid, deadline)
-        connection.close()
+        stats = _stats(keeper.session)
     finally:
         keeper.close("this client only read the run's statistics, and is closed")
+    mine = own_sessions()
+    return [
+        Client(one["pid"], one["command"] or one["client"], one["age_s"], one["session"] in mine)
+        for one in stats["everywhere"]["clients"]
+    ]
+
+
+def _stats(session: Session) -> dict[str, Any]:
+    """The statistics of a run, without this session."""
+    deadline = Deadline(_VISIT_S)
+    connection = further(session, deadline)
+    try:
+        request = session.request(Stats(), int(_VISIT_S * 1e3))
+        answer = connection.exchange(frame_of(request), request.rid, deadline)
+    finally:
+        connection.close()
     if not isinstance(answer, StatsDone):
         raise ProtocolError(
             f"unexpected reply to Stats: expected StatsDone, got {type(answer).__name__}"
         )
-    mine = own_sessions()
-    return [
-        Client(one["pid"], one["command"] or one["client"], one["age_s"], one["session"] in mine)
-        for one in answer.stats["everywhere"]["clients"]
-    ]
+    return answer.stats
 
 
 def visit(peer: LivingPeer) -> Housekeeper:

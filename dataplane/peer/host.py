@@ -34,6 +34,7 @@ from dataplane.metadata.shard.store import Store
 from dataplane.peer.outgoing_changes import OutgoingChanges
 from dataplane.peer.rates import Recent
 from dataplane.peer.tasks import Threads, in_time, within
+from dataplane.wire.messages import OVERDUE
 from dataplane.wire.tables import Owner
 
 MAX_LABELS = 10_000
@@ -47,6 +48,8 @@ without one the roster keeper."""
 SUCCESSION_S = 1.5
 """A promoted backup serves when its last confirmation is older than this: longer than LEASE_S, as
 clocks differ in pace."""
+SLOW_S = 2.0
+"""A backup or keeper that has been silent for less than this may only be slow."""
 POLL_S = 0.1
 
 
@@ -203,7 +206,8 @@ def _late() -> Unavailable:
     return Unavailable(
         "the backup of this host's peer did not confirm the call in time. The call may "
         "have taken effect: repeat it. If this persists, check the backup with dataplane "
-        "status"
+        "status",
+        **{OVERDUE: True},
     )
 
 
@@ -449,11 +453,17 @@ class Serving:
         roster, here, now = self.host.roster, self.host.address, self.host.now()
         if here not in roster.members or now < self._not_before:
             return False  # it joins, and others have the roster with it already; or it succeeds
-        backup, in_sync = roster.backup_of(here)
+        return now - self._confirmed < LEASE_S
+
+    @property
+    def _confirmed(self) -> float:
+        """When the last request was sent that the backup in sync confirmed, or without one the
+        keeper."""
+        backup, in_sync = self.host.roster.backup_of(self.host.address)
         if backup is None or not in_sync:
-            return now - self.heard < LEASE_S
+            return -math.inf if self.heard is None else self.heard
         by = self._confirmed_by
-        return by is not None and by.peer == backup and now - self._confirmed_at < LEASE_S
+        return self._confirmed_at if by is not None and by.peer == backup else -math.inf
 
     async def until_sure(self, until: float) -> None:
         """Wait until this peer may serve. Calls continue in order of arrival. Raise Unavailable
@@ -464,10 +474,12 @@ class Serving:
         try:
             await within(until - self.host.now(), self._become_sure())
         except TimeoutError as exc:
+            slow = {OVERDUE: True} if self.host.now() - self._confirmed < SLOW_S else {}
             raise Unavailable(
                 f"peer {self.host.name!r} cannot serve requests now: {self._why()}, so another "
                 "peer may already have taken over its partitions. Repeat the call; if this "
-                "persists, check the network between the peers"
+                "persists, check the network between the peers",
+                **slow,
             ) from exc
         finally:
             self.waiting -= 1

@@ -22,6 +22,8 @@ from dataplane.wire.messages import Body
 
 CONFIRM_S = 30.0
 """How long the backup is awaited for a call without a deadline of its own."""
+MARGIN_S = 0.1
+"""A peer answers another one at most this long before the deadline of the call."""
 
 
 class Call(msgspec.Struct, eq=False):

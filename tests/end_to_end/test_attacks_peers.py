@@ -256,3 +256,34 @@ def test_an_owner_that_dies_while_it_is_read_fails_the_read_and_no_more(hosts: A
     a.close()
     with contextlib.suppress(DataplaneError):
         b.close()
+
+
+def test_a_call_whose_deadline_ends_before_a_slow_peer_answers_says_so(hosts: Addressed) -> None:
+    """Such a peer is connected, and no evidence says that it is unavailable: a host that is short
+    of processor time answers later than in a few tenths of a second."""
+    a, b, part, far = both(hosts, "b")
+    copied = a.partition(hosts.homed("a"), stages={"s": ["x"]}, replicas=2)
+    values = {"x": [np.zeros(100_000)]}
+    copied.put(values, key=["first"])
+    part.put(values, key=["first"])
+    in_sync(a)
+    hosts.freeze("b")
+    stopped = time.monotonic()
+    late = [
+        failing(lambda: copied.put(values, key=["k"], timeout=0.4)),  # its replica
+        failing(lambda: part.put(values, key=["k"], timeout=0.3)),  # its primary
+        failing(lambda: part.get(keys=["first"], timeout=0.1)),
+        failing(lambda: a.partition(copied.name).tag(["first"], {"n": 1}, timeout=0.2)),  # backup
+    ]
+    assert time.monotonic() - stopped < 2.0 * len(late)
+    hosts.wake("b")
+    assert [type(exc) for exc in late] == [dataplane.DeadlineExceeded] * len(late), late
+    assert not any("overdue" in exc.details for exc in late)
+    for one in (copied, part):  # the repeated put: once, with its values
+        with contextlib.suppress(dataplane.FieldExists):
+            one.put(values, key=["k"], timeout=BOUND_S)
+        assert one.get(keys=["first", "k"], timeout=BOUND_S)["x"][1].nbytes == 800_000
+        one.drop()
+    no_leaks(a, b)
+    a.close()
+    b.close()

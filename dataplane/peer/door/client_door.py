@@ -26,6 +26,7 @@ import msgspec
 from dataplane.errors import (
     ConnectError,
     DataplaneError,
+    DeadlineExceeded,
     FrameTooLarge,
     LimitExceeded,
     PeerLost,
@@ -37,12 +38,13 @@ from dataplane.peer.failures import failed
 from dataplane.peer.host import CallContext, Host, call_context
 from dataplane.peer.net.router import WaitingCall
 from dataplane.peer.operations import OPERATIONS, ClientHandler, Once, Operation, Waits
-from dataplane.peer.pipeline import Call
+from dataplane.peer.pipeline import MARGIN_S, Call
 from dataplane.peer.sessions import Session, Sessions
 from dataplane.peer.tasks import Tasks
 from dataplane.transport.limiter import ResourceLimiter
 from dataplane.wire import frames, limits
 from dataplane.wire.messages import (
+    OVERDUE,
     UNHEARD,
     Body,
     Claim,
@@ -492,6 +494,13 @@ class _Call(Call):
     def take_back(self, reply: Body) -> None:
         self.connection.door.take_back(self.session, self.request, reply)
 
+    def _of_overdue(self, reply: Failed) -> Failed:
+        """The reply to a call that a slow peer did not answer. If its own deadline ended it, it is
+        DeadlineExceeded."""
+        is_over = self.host.now() > self.until - MARGIN_S
+        details = {name: value for name, value in reply.details.items() if name != OVERDUE}
+        return Failed(DeadlineExceeded.__name__ if is_over else reply.code, reply.message, details)
+
     def answer(self, reply: Body) -> None:
         door = self.connection.door
         if not self.connection.is_open:
@@ -499,6 +508,8 @@ class _Call(Call):
             return
         if type(reply) is Claimed and isinstance(self.request.body, Claim):
             door.on_claimed(self.request.body, reply)
+        if type(reply) is Failed and OVERDUE in reply.details:
+            reply = self._of_overdue(reply)
         rid = self.request.rid
         if not rid:
             if isinstance(reply, Failed):

@@ -33,7 +33,7 @@ from dataplane.peer.net.peer_door import PeerDoor
 from dataplane.peer.operations import OPERATIONS, PeerHandler, Sender
 from dataplane.peer.tasks import Tasks, within
 from dataplane.wire import peering
-from dataplane.wire.messages import Body
+from dataplane.wire.messages import OVERDUE, Body
 from dataplane.wire.peering import Append, PeerHello, PeerReply, PeerRequest
 from dataplane.wire.tables import Owner
 
@@ -222,7 +222,8 @@ class Mesh:
             raise self._silent(address, what, limit_s) from exc
 
     def _silent(self, address: str, what: str, limit_s: float) -> Unavailable:
-        if address in self._links:
+        is_linked = address in self._links
+        if is_linked:
             hint = (
                 "the peer is still connected, so the request may still take effect. It may be "
                 "busy, stopped, or waiting for another peer: check dataplane status and the "
@@ -239,6 +240,7 @@ class Mesh:
             f"peer {self.others.name(address)} at {address} did not answer {what} within "
             f"{duration(limit_s)}: {hint}",
             address=address,
+            **({OVERDUE: True} if is_linked else {}),
         )
 
     async def tell(self, owner: Owner, body: Body, caller: Caller | None = None) -> Body | None:

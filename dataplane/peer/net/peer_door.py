@@ -27,7 +27,7 @@ from dataplane.peer.host import CallContext, Caller, Host, call_context
 from dataplane.peer.net.greetings import Gate
 from dataplane.peer.net.streams import Stream, Streams
 from dataplane.peer.operations import OPERATIONS, Operation, PeerHandler, Sender
-from dataplane.peer.pipeline import Call
+from dataplane.peer.pipeline import MARGIN_S, Call
 from dataplane.wire import limits, peering
 from dataplane.wire.messages import Body, Failed
 from dataplane.wire.peering import Append, PeerHello, PeerReply, PeerRequest
@@ -124,7 +124,7 @@ class PeerDoor:
             self.heard(sender, *request.has)
         # What is asked of others on the way ends before, so that the sender is told who it was.
         limit_s = request.deadline_ms / 1000
-        until = self.host.now() + limit_s - min(0.1, limit_s / 10)
+        until = self.host.now() + limit_s - min(MARGIN_S, limit_s / 10)
         call_context.set(CallContext(until))
         held = operation.is_held(request.body)
         call = _Call(self.host, operation, until, held, self, stream, request, sender)

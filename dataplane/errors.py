@@ -47,7 +47,7 @@ def counted(n: int, one: str, many: str = "") -> str:
 
 
 def few(names: Sequence[str], most: int) -> str:
-    """Return the first `most` names for a message, followed by "and 3 more" if there are others."""
+    """Format the first `most` names for a message, with "and 3 more" if there are others."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 

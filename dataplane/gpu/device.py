@@ -210,5 +210,6 @@ def check_inside(pool: Pool, offset: int, nbytes: int) -> None:
     """Raise ProtocolError unless all bytes are inside the pool."""
     if offset < 0 or nbytes < 0 or offset + nbytes > pool.nbytes:
         raise ProtocolError(
-            f"{nbytes} bytes at offset {offset} are outside the device arena of {pool.nbytes} bytes"
+            f"{nbytes} bytes at offset {offset} are outside the device arena of "
+            f"{pool.nbytes} bytes: install the same dataplane release everywhere"
         )

@@ -190,7 +190,8 @@ class PoolSpace(Space):
     def _pieces(self, extents: Records) -> list[Span]:
         if not self.holds_addresses(extents["offset"]).all():
             raise ProtocolError(
-                "expected all extents of one message on one device, but they are on several devices"
+                "expected all extents of one message on one device, but they are on several "
+                "devices. Install the same dataplane release everywhere"
             )
         inside = extents.copy()
         inside["offset"] -= np.uint64(self.base)

@@ -58,7 +58,7 @@ PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "groups of another length": (
         lambda p: p.put({"x": [1, 2]}, group=["g"]),
         dataplane.InvalidRows,
-        "1 group id for 2 rows: pass one per row, or a single one",
+        "1 group id for 2 rows: pass one per row, or one for all rows",
     ),
     "tags of another length": (
         lambda p: p.put({"x": [1, 2]}, tags={"n": [1, 2, 3]}),

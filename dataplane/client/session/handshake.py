@@ -110,7 +110,8 @@ def open_connection(
         done = unwrap(answer(connection.receive(turns), rid))
         if not isinstance(done, HelloDone):
             raise ProtocolError(
-                f"unexpected reply to Hello: expected HelloDone, got {type(done).__name__}"
+                f"unexpected reply to Hello: expected HelloDone, got {type(done).__name__}. "
+                "Install the same dataplane release everywhere"
             )
     except BaseException as exc:
         pid, stopped = process_of(connection.sock), is_stopped(connection.sock)
@@ -241,10 +242,14 @@ def _receive_welcome(connection: Connection, descriptors: list[int] | None) -> W
     body = unwrap(reply.body)
     if not isinstance(body, Welcome):
         raise ProtocolError(
-            f"unexpected first message from the peer: expected Welcome, got {type(body).__name__}"
+            "unexpected first message from the peer: expected Welcome, got "
+            f"{type(body).__name__}. Install the same dataplane release everywhere"
         )
     if descriptors is not None and len(descriptors) != 2:
-        raise ProtocolError(f"expected 2 file descriptors with Welcome, got {len(descriptors)}")
+        raise ProtocolError(
+            f"expected 2 file descriptors with Welcome, got {len(descriptors)}. "
+            "Install the same dataplane release everywhere"
+        )
     connection.peer = body.peer
     return body
 

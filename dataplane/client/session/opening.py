@@ -133,7 +133,8 @@ def _stats(session: Session) -> dict[str, Any]:
         connection.close()
     if not isinstance(answer, StatsDone):
         raise ProtocolError(
-            f"unexpected reply to Stats: expected StatsDone, got {type(answer).__name__}"
+            f"unexpected reply to Stats: expected StatsDone, got {type(answer).__name__}. "
+            "Install the same dataplane release everywhere"
         )
     return answer.stats
 

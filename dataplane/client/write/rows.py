@@ -142,7 +142,7 @@ def _check_length(what: str, given: int, n: int) -> None:
     if given != n:
         raise InvalidRows(
             f"{counted(given, 'group id' if what == 'group' else what)} for {counted(n, 'row')}: "
-            "pass one per row" + (", or a single one for all" if what == "group" else ""),
+            "pass one per row" + (", or one for all rows" if what == "group" else ""),
             given=given,
             rows=n,
         )

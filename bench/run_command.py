@@ -122,7 +122,7 @@ def _job_options(run: argparse.ArgumentParser) -> None:
         "--pace",
         type=positive,
         default=0.0,
-        help="replay the recorded durations, sped up by this factor (default: skip them)",
+        help="wait for the recorded durations, divided by this factor (default: do not wait)",
     )
 
 
@@ -134,8 +134,8 @@ def _plane_options(run: argparse.ArgumentParser) -> None:
         nargs="?",
         const="on",
         help=(
-            "send the media of a group only once: on, off, or both in turn (default: on for "
-            "dataplane, both for the controller)"
+            "whether to send the media of a group only once: on, off, or both in turn (default: on "
+            "for dataplane, both for the controller)"
         ),
     )
     run.add_argument(
@@ -145,7 +145,7 @@ def _plane_options(run: argparse.ArgumentParser) -> None:
         "--memory-limit",
         type=size,
         default=None,
-        help="memory limit of each host, set with a cgroup, such as 3GiB",
+        help="memory limit of each host, such as 3GiB, set with a cgroup",
     )
     run.add_argument(
         "--timeout",

@@ -177,7 +177,7 @@ def _add_watch(commands: Commands) -> None:
 def _add_rows(commands: Commands) -> None:
     rows = _command(commands, "rows", "list rows of a partition, without their values")
     rows.add_argument("partition", help="a partition that `dataplane status` lists")
-    rows.add_argument("--stage", metavar="NAME", help="show the rows' state for this stage only")
+    rows.add_argument("--stage", metavar="NAME", help="show row states only for this stage")
     rows.add_argument(
         "--where",
         metavar="TAG=VALUE",
@@ -265,9 +265,9 @@ def _add_token(commands: Commands) -> None:
 def _add_steps(command: argparse.ArgumentParser) -> None:
     """Options of commands about steps."""
     step = command.add_mutually_exclusive_group()
-    step.add_argument("--step", metavar="PARTITION", help="cover only the step of this partition")
+    step.add_argument("--step", metavar="PARTITION", help="select the step of this partition")
     step.add_argument(
-        "--last", metavar="N", type=int, default=1, help="cover the last N steps (default: 1)"
+        "--last", metavar="N", type=int, default=1, help="select the last N steps (default: 1)"
     )
 
 

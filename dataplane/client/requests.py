@@ -70,8 +70,11 @@ class Demand(msgspec.Struct, eq=False):
 
     def want(self, default_unit: str) -> Want:
         """Return the demand as messages carry it. Raise InvalidCall for invalid arguments."""
-        if sum(a is not None for a in (self.rows, self.groups, self.budget)) != 1:
-            raise InvalidCall("pass exactly one of rows=, groups= or budget={tag: sum} to a claim")
+        if (given := sum(a is not None for a in (self.rows, self.groups, self.budget))) != 1:
+            raise InvalidCall(
+                "a claim takes exactly one of rows=, groups= and budget={tag: sum}, got "
+                f"{given or 'none'}: pass one of them"
+            )
         where = arguments.filter_of(self.where)
         if self.budget is not None:
             return self._budget(self.budget, self.unit or default_unit, where)

@@ -266,7 +266,7 @@ OTHERS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "two ways to drop": (
         lambda p: p.drop(keys=["a"], groups=["g"]),
         dataplane.InvalidCall,
-        "takes at most one of",
+        "got more than one of",
     ),
 }
 

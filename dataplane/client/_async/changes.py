@@ -60,7 +60,7 @@ async def drop(
     """Drop rows, with one message unless the list of keys or groups is very long."""
     if sum(a is not None for a in (keys, groups, where)) > 1:
         raise InvalidCall(
-            "drop() takes at most one of keys=, groups= and where=; without any of them, it drops "
+            "drop() got more than one of keys=, groups= and where=: pass only one, or none to drop "
             "the whole partition"
         )
     deadline = Deadline(timeout)

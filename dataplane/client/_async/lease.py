@@ -277,8 +277,8 @@ class Lease:
         values: Mapping[str, Any] | None = None,
         then: Call | None = None,
     ) -> None:
-        """End the lease for all open rows, or for those at `rows`. tags, values: one per row that
-        ends, or per row at `rows`. then: a call that is sent with the last message of an ack.
+        """End the lease for all open rows, or for those at `rows`. tags, values: one per row of the
+        batch, or per row at `rows`. then: a call that is sent with the last message of an ack.
 
         Only an ack stores added values. Only a release stores `values`, as progress. Releasing a
         lease that has already ended is an error only if there are tags or values to store.

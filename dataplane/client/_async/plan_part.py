@@ -45,7 +45,7 @@ SOUGHT = 1_024
 
 
 class Part(Lease):
-    """The lease of a plan. Positions count all rows of the plan."""
+    """The lease of a plan. Positions are counted over all rows of the plan."""
 
     def __init__(self, handle: Handle, stage: str, claimed: Claimed, rows: int) -> None:
         super().__init__(handle, stage, claimed)

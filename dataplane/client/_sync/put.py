@@ -153,7 +153,7 @@ def _check_passed_over(work: Putting, field: str) -> None:
         if work.there:
             log.warning(
                 "partition %r: %d of %d rows of a put already exist with these fields and keep "
-                "their values (ref.kept); the others were put",
+                "their values (ref.kept); the other rows were stored",
                 partition,
                 work.there,
                 n,

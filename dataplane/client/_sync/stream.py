@@ -79,7 +79,12 @@ class Stream:
             if exc is None:
                 raise
             # The body's own exception is the one to see.
-            log.warning("%r: could not release a batch: %s", self, failure)
+            log.warning(
+                "%r: could not release a batch, whose rows return to the stage when the session "
+                "ends: %s",
+                self,
+                failure,
+            )
 
     def _settle(self, held: list[Lease]) -> None:
         held, self._left = self._left + held, []

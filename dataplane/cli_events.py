@@ -24,9 +24,12 @@ def gathered(peer: LivingPeer, step: str | None, last: int) -> tuple[list[Event]
         return events, known[-last:]
     if step not in known:
         shown = few([repr(name) for name in known[::-1]], SHOWN)
-        choices = f"Choose one of the partitions with events: {shown}"
         raise InvalidCall(
             f"--step {step!r}: no peer has recorded events for a partition with this name. "
-            + (choices if known else "No partition has events yet: put some rows first")
+            + (
+                f"Choose one of the partitions with events: {shown}"
+                if known
+                else "No partition has events yet: put some rows first"
+            )
         )
     return events, [step]

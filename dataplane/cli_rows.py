@@ -229,9 +229,14 @@ def _attached(plane: Plane, partition: str) -> Report:
         return plane.partition(partition).stats()
     near = nearest(partition, known) or next(iter(difflib.get_close_matches(partition, known)), "")
     meant = f" (did you mean {near!r}?)" if near else ""
-    choices = f"choose one of {few(known, _NAMED)}"
-    names = choices if known else "no partition is declared yet; call plane.partition(…) first"
-    raise PartitionUndefined(f"run {plane.name!r} has no partition {partition!r}{meant}: {names}")
+    raise PartitionUndefined(
+        f"run {plane.name!r} has no partition {partition!r}{meant}: "
+        + (
+            f"choose one of {few(known, _NAMED)}"
+            if known
+            else "no partition is declared yet; call plane.partition(…) first"
+        )
+    )
 
 
 def _as_names(key: str) -> list[Name]:

@@ -119,13 +119,16 @@ class PartFiles:
             offsets.append(self._files[-1].nbytes + size)
             bytes_ = arena[at : at + chunk.nbytes] if chunk.number else chunk.inline
             if len(bytes_) != chunk.nbytes:
-                wrong = (
-                    f"a chunk of {chunk.nbytes} bytes at offset {at} is outside the arena of "
-                    f"{len(arena)} bytes"
-                    if chunk.number
-                    else f"invalid inline chunk: expected {chunk.nbytes} bytes, got {len(bytes_)}"
+                raise ProtocolError(
+                    (
+                        f"a chunk of {chunk.nbytes} bytes at offset {at} is outside the arena of "
+                        f"{len(arena)} bytes"
+                        if chunk.number
+                        else f"invalid inline chunk: expected {chunk.nbytes} bytes, got "
+                        f"{len(bytes_)}"
+                    )
+                    + ". Install the same dataplane release everywhere"
                 )
-                raise ProtocolError(f"{wrong}. Install the same dataplane release everywhere")
             if not 0 <= chunk.layout < len(layouts):
                 raise ProtocolError(
                     f"invalid layout {chunk.layout} of a chunk: expected an index into the "

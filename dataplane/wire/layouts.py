@@ -5,8 +5,9 @@ A chunk holds, for some rows, one column after the other:
     lengths (u4) of all columns | values of column 1 | values of column 2 | …
 
 Each of these parts starts at a multiple of 64 bytes. In a column, a row has one length per open
-axis of the `ColumnSpec`. A text, bytes or an object has one length: its number of bytes. Values of
-successive rows are adjacent; objects are padded to multiples of 16 bytes. The lengths determine
+axis of the `ColumnSpec`, and a scalar or a number none. A text, bytes or an object has one length:
+its number of bytes. Values of successive rows are adjacent; objects are padded to multiples of 16
+bytes. The lengths determine
 where each value starts, so a reader has to check only their sums. If a chunk is in device memory,
 its lengths are in the message that names the chunk, and not before its values.
 """
@@ -29,6 +30,7 @@ OPEN = -1
 OBJECT_ALIGNMENT_BYTES = 16
 """Objects, and the arrays in them, start at multiples of this."""
 VERSION = 1
+_WITH_DTYPE = "array", "scalar", "number"
 
 
 def aligned(nbytes: int) -> int:
@@ -39,11 +41,13 @@ def aligned(nbytes: int) -> int:
 class ColumnSpec(msgspec.Struct, array_like=True, frozen=True, dict=True, cache_hash=True):
     """The type of a column.
 
-    dtype: for an array, its name in NumPy or ml_dtypes. loose: the rows were put one by one, so a
-    TensorDict returns them as a nested tensor; for objects, they are data and not tensors.
+    kind: "scalar" is a scalar of NumPy or ml_dtypes per row, and "number" a Python bool, int or
+    float, stored as bool, int64 or float64. dtype: for these and for arrays, its name in NumPy or
+    ml_dtypes. loose: the rows were put one by one, so a TensorDict returns them as a nested tensor;
+    for objects, they are data and not tensors.
     """
 
-    kind: Literal["array", "text", "bytes", "object"]
+    kind: Literal["array", "scalar", "number", "text", "bytes", "object"]
     dtype: str = ""
     shape: tuple[int, ...] = ()
     loose: bool = False
@@ -51,17 +55,17 @@ class ColumnSpec(msgspec.Struct, array_like=True, frozen=True, dict=True, cache_
     @cached_property
     def width(self) -> int:
         """The number of lengths per row."""
-        return self.shape.count(OPEN) if self.kind == "array" else 1
+        return self.shape.count(OPEN) if self.dtype else 1
 
     @cached_property
     def items(self) -> np.dtype[Any]:
-        """The dtype of an array column."""
+        """The dtype of a column that has one."""
         return dtype_of(self.dtype)
 
     @cached_property
     def unit_bytes(self) -> int:
         """The bytes of a value with lengths of 1; for an object, its alignment."""
-        if self.kind == "array":
+        if self.dtype:
             return self.items.itemsize * math.prod([n for n in self.shape if n != OPEN])
         return OBJECT_ALIGNMENT_BYTES if self.kind == "object" else 1
 
@@ -106,6 +110,15 @@ def decode(layout: bytes) -> tuple[ColumnSpec, ...]:
                 f"invalid column shape {spec.shape}: expected at most {MAX_RANK} axes, each at "
                 f"least {OPEN}. Install the same dataplane release everywhere"
             )
-        if spec.kind == "array":
+        if bool(spec.dtype) != (spec.kind in _WITH_DTYPE):
+            raise ProtocolError(
+                f"invalid column of kind {spec.kind!r} and dtype {spec.dtype!r}: only columns of "
+                f"the kinds {', '.join(_WITH_DTYPE)} have a dtype"
+            )
+        if spec.dtype:
             dtype_of(spec.dtype)
+        if spec.shape and spec.kind != "array":
+            raise ProtocolError(
+                f"invalid shape {spec.shape} of a column of kind {spec.kind!r}: expected ()"
+            )
     return found.columns

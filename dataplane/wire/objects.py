@@ -191,10 +191,10 @@ def _decoder_of(arrays: memoryview) -> msgspec.msgpack.Decoder[Any]:
 
 
 def _ext(arrays: memoryview, code: int, data: memoryview) -> Any:
-    if code == EXT_SCALAR:  # first, because a column of scalars has one in every row
-        return _scalar(data)
     if code == EXT_ARRAY:
         return _array(arrays, _leaf_decoder.decode(data))
+    if code == EXT_SCALAR:
+        return _scalar(data)
     if code == EXT_TENSOR:
         return _tensor(_array(arrays, _leaf_decoder.decode(data)))
     if code == EXT_JAGGED:

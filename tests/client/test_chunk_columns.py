@@ -32,7 +32,7 @@ def laid_out(specs: Sequence[ColumnSpec], rows: Sequence[Sequence[Any]]) -> Memo
     for spec, column in zip(specs, rows, strict=True):
         values += bytes(_up(len(values)) - len(values))
         for value in column:
-            if spec.kind == "array":
+            if spec.dtype:
                 open_axes = zip(value.shape, spec.shape, strict=True)
                 lengths += [own for own, said in open_axes if said == OPEN]
                 values += value.tobytes()
@@ -48,7 +48,10 @@ def laid_out(specs: Sequence[ColumnSpec], rows: Sequence[Sequence[Any]]) -> Memo
 
 @st.composite
 def columns(draw: st.DrawFn, rows: int) -> tuple[ColumnSpec, list[Any]]:
-    kind = draw(st.sampled_from(["array", "array", "text", "bytes", "object"]))
+    kind = draw(st.sampled_from(["array", "array", "scalar", "text", "bytes", "object"]))
+    if kind == "scalar":
+        dtype = np.dtype(draw(st.sampled_from(DTYPES)))
+        return ColumnSpec(kind, dtype.name), list(np.arange(rows).astype(dtype))
     if kind != "array":
         texts = [draw(st.binary(max_size=90)) for _ in range(rows)]
         return ColumnSpec(kind), texts
@@ -69,6 +72,8 @@ def columns(draw: st.DrawFn, rows: int) -> tuple[ColumnSpec, list[Any]]:
 def _values(column: ChunkColumn) -> list[Any]:
     if column.spec.kind == "array":
         return list(column.arrays(0, column.rows))
+    if column.spec.dtype:
+        return list(column.scalars(0, column.rows))
     return list(map(bytes, column.cells(0, column.rows)))
 
 
@@ -129,6 +134,11 @@ def test_random_bytes_are_read_or_refused(raw: bytes, rows: int, data: st.DataOb
         ColumnSpec("array", "int64", (-2,)),
         ColumnSpec("array", "object", (1,)),
         ColumnSpec("array", "int64", (1,) * 100),
+        ColumnSpec("array"),
+        ColumnSpec("scalar"),
+        ColumnSpec("number", "object"),
+        ColumnSpec("scalar", "int64", (OPEN,)),
+        ColumnSpec("text", "int64"),
     ],
 )
 def test_a_spec_that_is_none_is_refused(spec: ColumnSpec) -> None:

@@ -91,6 +91,8 @@ def _chunks(data: bytes) -> None:
             for column in columns_of(layouts.decode(data[2 : 2 + size]), rows, memory):
                 if column.is_array:
                     list(column.arrays(0, rows))
+                elif column.spec.dtype:
+                    list(column.scalars(0, rows))
                 else:
                     column.cells(0, rows)
 

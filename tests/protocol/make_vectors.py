@@ -190,11 +190,15 @@ def made_object(vector: Vector) -> Vector:
 
 
 def made_chunk(vector: Vector) -> Vector:
-    """columns: as in ColumnSpec. rows: by column; of arrays a shape and the items of each."""
+    """columns: as in ColumnSpec. rows: by column; of arrays a shape and the items of each, of
+    scalars and numbers the item."""
     layout = Layout("local")
     specs = [layout.array("ColumnSpec", column) for column in vector["columns"]]
     lengths, values = list[int](), list[bytes]()
     for (kind, _, shape, _), rows in zip(specs, vector["rows"], strict=True):
+        if kind in ("scalar", "number"):
+            values.append(bytes.fromhex("".join(rows)))
+            continue
         if kind == "array":
             opened = [at for at, length in enumerate(shape) if length == -1]
             lengths += [of[at] for of, _ in rows for at in opened]

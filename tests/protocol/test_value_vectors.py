@@ -117,6 +117,11 @@ def test_the_rows_of_a_chunk_are_read(vector: Vector) -> None:
             wanted = [value_of({"array": [column.spec.dtype, *row]}) for row in expected]
             assert same(found, wanted)
             continue
+        if column.spec.dtype:
+            items = [value_of({"scalar": [column.spec.dtype, row]}) for row in expected]
+            wanted = items if column.spec.kind == "scalar" else [item.item() for item in items]
+            assert same(list(column.scalars(0, rows)), wanted)
+            continue
         cells = list(map(bytes, column.cells(0, rows)))
         if column.spec.kind == "object":
             assert same([objects.decode(cell) for cell in cells], list(map(value_of, expected)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,27 @@ def test_every_dtype_comes_back(arena: Any, dtype: np.dtype) -> None:
         if name == "numbers":
             values = [values[index, ...] for index in range(5)]
         assert all(map(same, put[name], values)), name
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [0.5, -0.0, math.inf, 5e-324],
+        [np.frombuffer(b"\1\0\0\0\0\0\xf8\x7f")[0].item(), math.nan],
+        [0, -(1 << 63), (1 << 63) - 1],
+        [0, 1 << 63, -(1 << 70)],
+        [True, False],
+        [True, 1, 1.0],
+        [None, 1],
+        [np.float32(1), np.float64(1)],
+        [np.datetime64(1, "s"), np.datetime64(1, "ms"), np.datetime64("NaT")],
+    ],
+)
+def test_numbers_keep_their_types_and_bits(new_arena: Any, values: list[Any]) -> None:
+    put = new_arena().put({"x": values})["x"]
+    assert all(map(same, put, values))
+    assert all(same(put[at], value) for at, value in enumerate(values))
+    assert all(map(same, put[1:], values[1:]))
 
 
 @given(

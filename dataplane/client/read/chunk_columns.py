@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from struct import unpack_from
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -105,10 +106,16 @@ class ChunkColumn:
         if flat is None:  # all rows, one after the other along their first axis
             flat = self._flat = self._over((bounds[-1], *(shape[1:] if width else shape)))
         if width:
-            return [flat[start:end] for start, end in pairwise(bounds[first : last + 1])]
+            spans = map(slice, bounds[first:last], bounds[first + 1 : last + 1])
+            return map(flat.__getitem__, spans)
         if shape:
             return flat[first:last]
         return [flat[row, ...] for row in range(first, last)]  # items would be numpy scalars
+
+    def scalars(self, first: int, last: int) -> Iterable[Any]:
+        """Neighbouring rows as scalars of NumPy, or as Python numbers."""
+        flat = self._over((self.rows,))[first:last]
+        return flat if self.spec.kind == "scalar" else flat.tolist()
 
     def cells(self, first: int, last: int) -> list[memoryview]:
         """The bytes of texts, of bytes or of objects, row by row."""

@@ -119,6 +119,8 @@ class ColumnView(Sequence[Any]):
         kind = column.spec.kind
         if kind == "array":
             return column.arrays(first, last)
+        if column.spec.dtype:
+            return column.scalars(first, last)
         cells = column.cells(first, last)
         try:
             if kind == "text":

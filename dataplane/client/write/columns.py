@@ -413,7 +413,7 @@ def _values(
         if isinstance(column, _JaggedRows):
             return _of_arrays(name, column, dedup, column.axis)
     if form is not None and schema.parsed(form).shape == ():
-        numbers = _of_flat(list(column))  # Python numbers are objects where nobody says a dtype
+        numbers = _of_flat(list(column))  # Python numbers stay such where nobody says a dtype
         if isinstance(numbers, np.ndarray):
             return _of_array(name, numbers, dedup)
     kinds = set(map(type, column))
@@ -426,6 +426,10 @@ def _values(
         return _of_bytes(name, list(column), _BYTES, dedup)
     elif only is str and (texts := _encoded(column)) is not None:
         return _of_bytes(name, texts, _TEXT, dedup)
+    elif only in _NUMBERS or (only is not None and issubclass(only, np.generic)):
+        found = _of_scalars(name, column, only, dedup)
+        if found is not None:
+            return found
     check_time()
     rows = None if np.ndarray in kinds else objects.encode_many(column)
     if rows is not None:
@@ -508,6 +512,11 @@ def _array_spec(dtype: np.dtype[Any], shape: tuple[int, ...], loose: bool) -> Co
     return ColumnSpec("array", name, shape, loose)
 
 
+@lru_cache(4096)
+def _scalar_spec(dtype: np.dtype[Any], of_python: bool) -> ColumnSpec:
+    return ColumnSpec("number" if of_python else "scalar", dtype_name(dtype) or "")
+
+
 def spec_of(
     dtype: np.dtype[Any],
     shapes: Sequence[tuple[int, ...]],
@@ -542,6 +551,32 @@ def _of_array(name: str, array: Array, dedup: bool) -> ValueColumn:
     size = array.nbytes // len(array)
     spec = _array_spec(array.dtype, array.shape[1:], False)
     return ValueColumn(name, len(array), spec, raw(array), array.nbytes, size, dedup=dedup)
+
+
+def _of_scalars(
+    name: str, column: Sequence[Any], kind: type[Any], dedup: bool
+) -> ValueColumn | None:
+    """Python numbers, or scalars of NumPy, of one type; None where this cannot say them."""
+    if kind in _NUMBERS:
+        dtype = np.dtype(_NUMBERS[kind])
+        try:
+            numbers = np.array(column, dtype)
+        except OverflowError:
+            return None
+    else:
+        dtype = column[0].dtype
+        is_time = issubclass(kind, (np.datetime64, np.timedelta64))
+        if is_time and any([value.dtype != dtype for value in column]):  # of several units
+            return None
+        if dtype_name(dtype) is None:
+            return None
+        numbers = np.frombuffer(b"".join(map(kind.tobytes, column)), np.uint8)
+    spec = _scalar_spec(dtype, kind in _NUMBERS)
+    return ValueColumn(
+        *(name, len(column), spec, numbers.view(np.uint8).reshape(len(column), -1)),
+        *(numbers.nbytes, dtype.itemsize),
+        dedup=dedup,
+    )
 
 
 def _of_vectors(name: str, arrays: Sequence[Array], dedup: bool) -> ValueColumn | None:

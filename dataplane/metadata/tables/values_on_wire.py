@@ -307,8 +307,8 @@ def _columns_in(fields: tuple[str, ...], columns: tuple[int, ...]) -> tuple[str,
     used = [name for name in names if name != UNUSED]
     if not used:
         raise ProtocolError(
-            "invalid piece: expected at least one column of its chunk, "
-            "got none. Install the same dataplane release everywhere"
+            "invalid piece: expected at least one column, got none. "
+            "Install the same dataplane release everywhere"
         )
     if len(set(used)) != len(used):
         twice = Counter(used).most_common(1)[0][0]

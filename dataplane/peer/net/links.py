@@ -234,9 +234,11 @@ class Link:
         try:
             reply = peering.decode_reply(frame)
             if not reply.rid:
+                body = reply.body
+                why = body.message if isinstance(body, Failed) else type(body).__name__
                 raise ProtocolError(
-                    f"the peer at {self.address} could not decode the "
-                    f"request: {reply.body}. Install the same dataplane release everywhere"
+                    f"the peer at {self.address} could not decode the request: {why}. Install "
+                    "the same dataplane release everywhere"
                 )
         except ProtocolError as exc:
             # Whose answer that was, or would have been, nobody can tell.

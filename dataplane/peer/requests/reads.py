@@ -191,7 +191,8 @@ class Reading:
         entry = self.host.entry(body.partition, body.generation)
         if entry is None:
             raise LeaseExpired(
-                "the partition of this lease no longer exists: claim from another partition"
+                f"partition {body.partition!r} no longer exists, so its leases have ended: claim "
+                "from another partition"
             )
         if body.index is None:
             return Fetched(0, rows_out.table(entry.store, body.lease, body.fields))

@@ -99,8 +99,8 @@ class Sessions:
         self._numbers = itertools.count(1)
         self._live: dict[int, Session] = {}
         self._quarantined: dict[int, Session] = {}
-        self._ended_at: OrderedDict[int, tuple[str, float]] = OrderedDict()
-        """sessions that are over: who they were, and when they ended"""
+        self._over: OrderedDict[int, tuple[str, str, float]] = OrderedDict()
+        """of sessions that are over: label, name in messages, when they ended"""
         self.last_seen = host.now()
         self.came = False
         """there has been a client"""
@@ -170,8 +170,14 @@ class Sessions:
         session = self._live.get(session_id)
         if session is not None:
             return session.who, 0.0
-        who, at = self._ended_at.get(session_id, ("", 0.0))
+        _, who, at = self._over.get(session_id, ("", "", 0.0))
         return (who, max(1e-3, self._host.now() - at)) if who else None
+
+    def label(self, session_id: int) -> str:
+        """Return a client's label, also after it ended. "" if this peer never had the client, or
+        had it long ago."""
+        live = self._live.get(session_id)
+        return live.label if live else self._over.get(session_id, ("",))[0]
 
     def join(self, session_id: int, pid: int, own_pid: int) -> Session:
         """Return the session for another connection of its process."""
@@ -194,9 +200,9 @@ class Sessions:
         session.ended = True
         if session.partitions:
             self.last = session
-        self._ended_at[session.id] = session.who, self._host.now()
-        if len(self._ended_at) > MAX_ENDED:
-            self._ended_at.popitem(last=False)
+        self._over[session.id] = session.label, session.who, self._host.now()
+        if len(self._over) > MAX_ENDED:
+            self._over.popitem(last=False)
         self._ended(session)
         if not self._host.space.holds(session.id):
             self._prove(session)  # of what it does not hold nothing must come back

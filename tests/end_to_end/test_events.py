@@ -17,7 +17,7 @@ from dataplane.events.merge import Event
 from dataplane.timeline.causes import Cause
 from dataplane.timeline.step import Step
 from dataplane.timeline.why import Why, explain
-from tests.end_to_end.conftest import Cluster, until
+from tests.end_to_end.conftest import Cluster, line, until
 
 
 def of(events: list[Event], kind: str) -> list[Event]:
@@ -102,6 +102,28 @@ def test_a_wait_and_a_lease_that_go_on_are_told_with_how_long_they_do() -> None:
             stop.set()
             thread.join()
             batch.ack()
+
+
+def test_a_worker_has_one_name_while_it_lives_and_after_it_ended(cluster: Cluster) -> None:
+    """Else what it did before the last look counts for another worker."""
+    cluster.start("a")
+    worker = cluster.worker("""
+        import dataplane
+        with dataplane.connect("a") as plane:
+            part = plane.partition("p", stages={"train": ["x"]})
+            part.put({"x": [1, 2]})
+            with part.claim("train", rows=2) as batch:
+                batch.ack()
+            print("acked", flush=True)
+            input()
+    """)
+    with cluster.connect("a") as plane:
+        assert line(worker) == "acked"
+        alive = {e.worker for e in plane.events() if e.partition == "p"} - {""}
+        assert len(alive) == 1
+        worker.communicate("\n")
+        until(lambda: plane.stats()["clients"] == 1, "the worker has left")
+        assert {e.worker for e in plane.events() if e.partition == "p"} - {""} == alive
 
 
 def test_why_names_a_reward_host_that_is_slow(cluster: Cluster) -> None:

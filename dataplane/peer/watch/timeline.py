@@ -109,11 +109,9 @@ class Timeline:
         )
 
     def _name(self, worker: int) -> str:
-        """What people call a client, as far as that is known here."""
-        if label := self.host.labels.get(worker):
-            return label
-        known = self.peer.sessions.identify(worker)
-        return known[0] if known is not None else ""
+        """Return the label of a client, the same while it lives and after it ended. "" if it is
+        unknown here."""
+        return self.host.labels.get(worker) or self.peer.sessions.label(worker)
 
     def _going_on(self) -> list[Record]:
         """Return waits, leases and the time under a backup that have not ended."""

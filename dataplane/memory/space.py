@@ -8,6 +8,7 @@ does not fit now gets less.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -16,8 +17,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.errors import ProtocolError
-from dataplane.memory.admission import DEFAULT_SHARES, Admission, Room, ShareOfEach, Shares
+from dataplane.errors import LimitExceeded, ProtocolError
+from dataplane.memory.admission import (
+    DEFAULT_SHARES,
+    MAX_EXTENTS,
+    Admission,
+    Room,
+    ShareOfEach,
+    Shares,
+)
 from dataplane.memory.allocator import Allocator
 from dataplane.memory.cache import PulledCopies
 from dataplane.memory.extents import (
@@ -32,12 +40,14 @@ from dataplane.memory.extents import (
 )
 from dataplane.memory.ranges import SPILLED, Counts, Digests, Freed, Ranges
 from dataplane.memory.spill import Move, Spilled
-from dataplane.wire.limits import ALIGNMENT_BYTES
+from dataplane.wire.limits import ALIGNMENT_BYTES, MAX_STRETCHES_PER_SESSION
 from dataplane.wire.records import EXTENT, RANGE, U8, joined
 
 if TYPE_CHECKING:
     from dataplane.gpu.host_memory import DeviceArena
 
+PULLER = 0
+"""The holder under which the peer itself reserves room for pulls and pins ranges for others."""
 _REMEMBERED = 4
 """Stretches granted to a client last."""
 
@@ -45,7 +55,7 @@ _REMEMBERED = 4
 class Space:
     """One arena of `size_bytes`, a multiple of a page.
 
-    Holders are numbers that the caller chooses: client sessions, or the peer's own transfers.
+    Holders are numbers that the caller chooses: client sessions, or PULLER.
     """
 
     def __init__(
@@ -143,10 +153,17 @@ class Space:
         prefer = self._holder(holder).recent
         return self._grant(holder, admission, self._room.take_ahead(admission, nbytes, prefer))
 
+    def check_stretches(self, holder: int) -> None:
+        """Raise LimitExceeded if one more reservation could bring the holder too many separate
+        stretches."""
+        if holder in self._holders:
+            self._holders[holder].check(MAX_EXTENTS)
+
     def give_back(self, holder: int, extents: Records) -> None:
         """Return extents, or parts of them, that the holder will not write. Raises
-        ProtocolError, and changes nothing, unless all of them are granted to it. A no-op for a
-        holder that was forgotten."""
+        ProtocolError, and changes nothing, unless all of them are granted to it, and
+        LimitExceeded if too many stretches would be left. A no-op for a holder that was
+        forgotten."""
         known = self._holders.get(holder)
         if known is None:
             return
@@ -169,8 +186,8 @@ class Space:
         records.
 
         All or nothing. Raises ProtocolError unless each is inside the holder's grants, starts at
-        a multiple of 64 bytes, overlaps no other and has references. Padding belongs to the
-        range.
+        a multiple of 64 bytes, overlaps no other and has references, and LimitExceeded if the
+        holder would have too many separate stretches. Padding belongs to the range.
         """
         pieces = self._pieces(extents)
         if not isinstance(refs, int) and len(refs) != len(pieces):
@@ -401,7 +418,8 @@ class Space:
     def _holder(self, number: int) -> Holder:
         holder = self._holders.get(number)
         if holder is None:
-            holder = self._holders[number] = Holder()
+            most = math.inf if number == PULLER else MAX_STRETCHES_PER_SESSION
+            holder = self._holders[number] = Holder(most)
         return holder
 
     def _granted_bytes(self) -> int:
@@ -447,7 +465,9 @@ class Holder:
     charged to another class than they were granted for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_stretches: float = math.inf) -> None:
+        self.most_stretches = most_stretches
+        """How many separate stretches it may have."""
         self.pins: dict[int, Records] = {}
         self.quarantined = False
         """Lost, but its processes may live and write: nothing of it is used for others."""
@@ -494,7 +514,8 @@ class Holder:
         """Take pieces out of the grants. Return the bytes per class that they were granted under.
 
         `admission` is used up first. Raises ProtocolError, and takes nothing, unless every piece
-        is inside the grants and none overlaps another.
+        is inside the grants and none overlaps another, and LimitExceeded if too many stretches
+        would be left. Takes O(log n) per piece, and copies the n stretches at most once.
         """
         starts, ends = self._starts, self._ends
         joined, last = list[Span](), -1  # most pieces are neighbours
@@ -509,28 +530,50 @@ class Holder:
             else:
                 joined.append((start, end))
             last = end
+        # What is left of the stretches from `first` to `at`, all of which are replaced at once:
+        # one insertion per piece would move all later stretches each time.
+        left_starts, left_ends = list[int](), list[int]()
+        first, at, edge = 0, -1, 0
         for start, end in joined:
-            at = bisect_right(starts, start) - 1
-            if at < 0 or end > ends[at]:
+            found = bisect_right(starts, start) - 1
+            if found < 0 or end > ends[found]:
                 raise ProtocolError(
                     f"bytes {start}..{end} of the arena are not reserved for this client: "
                     "install the same dataplane release everywhere",
                     offset=start,
                     end=end,
                 )
-        for start, end in joined:
-            at = bisect_right(starts, start) - 1
-            first, last = starts[at], ends[at]
-            if start > first and end < last:
-                starts.insert(at + 1, end)
-                ends.insert(at, start)
-            elif start > first:
-                ends[at] = start
-            elif end < last:
-                starts[at] = end
-            else:
-                del starts[at], ends[at]
+            if found != at:
+                if at < 0:
+                    first = found
+                else:
+                    if edge < ends[at]:
+                        left_starts.append(edge)
+                        left_ends.append(ends[at])
+                    left_starts += starts[at + 1 : found]
+                    left_ends += ends[at + 1 : found]
+                at, edge = found, starts[found]
+            if edge < start:
+                left_starts.append(edge)
+                left_ends.append(start)
+            edge = end
+        if joined:
+            if edge < ends[at]:
+                left_starts.append(edge)
+                left_ends.append(ends[at])
+            self.check(len(left_starts) - (at + 1 - first))
+            starts[first : at + 1], ends[first : at + 1] = left_starts, left_ends
         return self._uncharge(sum([end - start for start, end in joined]), admission)
+
+    def check(self, more: int) -> None:
+        """Raise LimitExceeded if so many more stretches would be too many."""
+        stretches = len(self._starts) + more
+        if stretches > self.most_stretches:
+            raise LimitExceeded(
+                f"this client could have {stretches} separate stretches of the arena to write "
+                f"into, over the limit of {self.most_stretches}: finish or cancel puts first",
+                limit=self.most_stretches,
+            )
 
     def take_grants(self) -> tuple[list[Span], list[int]]:
         """Remove and return all grants, and their bytes per class."""

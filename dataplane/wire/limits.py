@@ -51,6 +51,9 @@ MAX_CHUNKS_PER_RESTORE = MAX_PIECES_PER_MESSAGE
 """A whole group must fit one message, even if many puts and acks wrote it."""
 MAX_LAYOUT_BYTES = 4_096
 
+MAX_STRETCHES_PER_SESSION = 16_384
+"""Separate stretches of the arena that one client may write into."""
+
 NO_GROUP = 0xFFFF_FFFF
 MAX_PULLED_BYTES = 262_144
 """Bytes of values in one reply between peers. Larger transfers use the bulk worker."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dataplane.errors import ProtocolError, RowsGone, ValueTooLarge
+from dataplane.errors import LimitExceeded, ProtocolError, RowsGone, ValueTooLarge
 from dataplane.memory.admission import Admission
 from dataplane.memory.placement import fitting, place
-from dataplane.memory.space import Space
+from dataplane.memory.space import PULLER, Space
+from dataplane.wire.limits import MAX_STRETCHES_PER_SESSION
 from dataplane.wire.records import EXTENT, RANGE, U8
 
 PAGE = 4096
@@ -309,3 +310,29 @@ def test_a_group_of_some_mebibytes_and_what_is_granted_ahead_go_to_such_pages_to
     ahead = space.grant(BOB, OPEN, 8 << 20)
     assert int(ahead["length"].sum()) == 8 << 20
     assert space.high_water > touched, "there are no more"
+
+
+def test_a_client_has_a_bounded_number_of_separate_stretches() -> None:
+    space, most = Space(8192 * PAGE), MAX_STRETCHES_PER_SESSION
+    (start,) = space.reserve(ALICE, OPEN, [sizes(128 * (most + 1))])[1]["offset"].tolist()
+    every_other = start + 128 * np.arange(most + 1)
+    pieces = written(every_other, np.full(most + 1, 64))
+    before = space.stats()
+    with pytest.raises(LimitExceeded, match=f"the limit of {most}"):
+        space.commit(ALICE, pieces, 1, OPEN)
+    with pytest.raises(LimitExceeded, match=f"the limit of {most}"):
+        space.give_back(ALICE, pieces)
+    assert space.stats() == before
+    space.commit(ALICE, pieces[:-1], 1, OPEN)
+    with pytest.raises(LimitExceeded):
+        space.check_stretches(ALICE)
+    space.commit(ALICE, written(every_other[:2048] + 64, np.full(2048, 64)), 1, OPEN)
+    space.check_stretches(ALICE)  # whole stretches have left
+
+
+def test_the_peer_itself_may_have_more_stretches_than_a_client() -> None:
+    space, most = Space(8192 * PAGE), MAX_STRETCHES_PER_SESSION
+    (start,) = space.reserve(PULLER, PULL, [sizes(128 * (most + 1))])[1]["offset"].tolist()
+    pieces = written(start + 128 * np.arange(most + 1), np.full(most + 1, 64))
+    space.commit(PULLER, pieces, 1, PULL)
+    space.check_stretches(PULLER)

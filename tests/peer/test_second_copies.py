@@ -15,7 +15,7 @@ import pytest
 from dataplane.errors import BackPressure, DeadlineExceeded, StaleEpoch
 from dataplane.events.ring import Ring
 from dataplane.memory.admission import Admission
-from dataplane.memory.space import Space
+from dataplane.memory.space import PULLER, Space
 from dataplane.metadata.roster.authority import Authority
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.leases import Numbers
@@ -23,7 +23,7 @@ from dataplane.metadata.shard.reasons import Notices
 from dataplane.metadata.shard.second_copies import Copies
 from dataplane.peer.host import CallContext, Caller, Entry, call_context
 from dataplane.peer.pull.pulls import Pulls
-from dataplane.peer.room.admission import PULLER, Room
+from dataplane.peer.room.admission import Room
 from dataplane.peer.shards import backup as backups
 from dataplane.peer.shards import replication
 from dataplane.peer.shards.appends import ATTEMPT_S

@@ -17,10 +17,10 @@ import numpy.typing as npt
 from dataplane.errors import DataplaneError, TransportMissing, Unavailable
 from dataplane.memory.admission import Admission
 from dataplane.memory.extents import padded
+from dataplane.memory.space import PULLER
 from dataplane.metadata.tables.references import Array
 from dataplane.peer.pull.paths import STAGED, Path, Paths
 from dataplane.peer.pull.pulls import Pulls, copies_of, pinned
-from dataplane.peer.room.admission import PULLER
 from dataplane.transport.engine import BulkEngine
 from dataplane.transport.registry import CUDA_IPC, DEVICE_ONLY, NCCL, TCP
 from dataplane.transport.seam import Remote

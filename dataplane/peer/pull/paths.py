@@ -29,11 +29,11 @@ from dataplane.errors import DataplaneError, TransportMissing, Unavailable
 from dataplane.launch.values import TransportChoice
 from dataplane.memory.admission import Admission
 from dataplane.memory.extents import Bytes
-from dataplane.memory.space import Space
+from dataplane.memory.space import PULLER, Space
 from dataplane.metadata.tables.references import Array
 from dataplane.peer.host import Caller, Host
 from dataplane.peer.net.mesh import Mesh
-from dataplane.peer.room.admission import PULLER, Room
+from dataplane.peer.room.admission import Room
 from dataplane.transport import registry
 from dataplane.transport.bulk_frames import COPY
 from dataplane.transport.engine import BulkEngine

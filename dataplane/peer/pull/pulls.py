@@ -33,13 +33,13 @@ from dataplane.errors import (
 from dataplane.launch.values import AUTO, TransportChoice
 from dataplane.memory.admission import Admission
 from dataplane.memory.extents import Bytes, padded, some
-from dataplane.memory.space import Space
+from dataplane.memory.space import PULLER, Space
 from dataplane.memory.spill import DISK
 from dataplane.metadata.tables.references import Array
 from dataplane.peer.host import ByLabel, Caller, Host, call_context
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.pull.paths import Paths, Sampling
-from dataplane.peer.room.admission import PULLER, Room
+from dataplane.peer.room.admission import Room
 from dataplane.peer.room.devices import Devices
 from dataplane.peer.tasks import first_of
 from dataplane.transport.bulk_frames import COPY, GONE

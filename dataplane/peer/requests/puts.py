@@ -86,6 +86,7 @@ class Grants:
         call waits for it."""
         if not body.device and self.host.serves(body.partition):
             self.host.shard(body.partition, body.generation)
+        self.host.space.check_stretches(session.id)
         kind = Admission.CONTINUE if body.continuing else Admission.OPEN
         units = [column(unit, U8) for unit in body.units]
         if not body.digests:
@@ -189,7 +190,7 @@ class Grants:
     def refused(self, session: Session, written: bytes) -> None:
         """Take back what a rejected message wrote. Once answered, its extents belong to the
         peer."""
-        with contextlib.suppress(ProtocolError):
+        with contextlib.suppress(ProtocolError, LimitExceeded):
             self.host.space.give_back(session.id, column(written, EXTENT))
             self.room.pump()
 
@@ -202,6 +203,10 @@ class Grants:
         """Return the next reservation, in the host arena, unless another call waits for space
         there."""
         granted = b""
+        try:
+            self.host.space.check_stretches(session.id)
+        except LimitExceeded:
+            return granted
         if want_bytes and not len(self.room):
             nbytes = min(want_bytes, MAX_AHEAD_BYTES)
             granted = self.host.space.grant(session.id, Admission.OPEN, nbytes).tobytes()

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from dataplane.errors import LeaseExpired, ProtocolError, RowsGone, RowsLost, Unavailable
+from dataplane.memory.space import PULLER
 from dataplane.metadata.shard import inspection, rows_out
 from dataplane.metadata.tables.references import Array, ranges_of
 from dataplane.metadata.tables.values_on_wire import message_bytes
@@ -24,7 +25,6 @@ from dataplane.peer.host import Caller, Host, call_context
 from dataplane.peer.net.router import Router
 from dataplane.peer.pull.device_pulls import DevicePulls
 from dataplane.peer.requests.leases import Leases
-from dataplane.peer.room.admission import PULLER
 from dataplane.peer.sessions import Session
 from dataplane.wire.limits import MAX_FRAME_BYTES
 from dataplane.wire.messages import Body, Fetch, Fetched, Read, ReadDone, Request

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from dataplane.errors import BackPressure, duration, sized
 from dataplane.memory.admission import Admission
 from dataplane.memory.placement import extents_of, placed
+from dataplane.memory.space import PULLER
 from dataplane.metadata.shard import inspection, reasons
 from dataplane.metadata.shard.reasons import Subject
 from dataplane.metadata.tables.references import Array
@@ -43,8 +44,6 @@ REASONS = {
     Admission.PULL: Reason.PULL,
 }
 
-PULLER = 0
-"""The holder under which the peer itself reserves room for pulls and pins ranges for others."""
 Units = list[npt.NDArray[np.uint64]]
 
 

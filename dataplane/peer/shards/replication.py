@@ -21,13 +21,14 @@ import numpy as np
 from dataplane.errors import BackPressure, DataplaneError, RowsLost, StaleEpoch, Unavailable
 from dataplane.memory.admission import Admission
 from dataplane.memory.extents import padded
+from dataplane.memory.space import PULLER
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.second_copies import Copies, Named, named_by
 from dataplane.metadata.tables.references import Array
 from dataplane.peer.host import Entry, Host, call_context
 from dataplane.peer.net.mesh import CALL_S, RETRY_S, Mesh
 from dataplane.peer.pull.pulls import Pulls
-from dataplane.peer.room.admission import PULLER, Room
+from dataplane.peer.room.admission import Room
 from dataplane.peer.tasks import first_of
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.journal import Op

@@ -62,7 +62,9 @@ def decoded(
     try:
         return decoder.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
-        raise ProtocolError(f"could not decode {what}: {exc}") from exc
+        raise ProtocolError(
+            f"could not decode {what}: {exc}. Install the same dataplane release everywhere"
+        ) from exc
 
 
 decode_request = functools.partial(decoded, msgspec.msgpack.Decoder(Request), what="a request")

@@ -158,7 +158,7 @@ class Leaving:
                 raise Unavailable(f"the roster keeper has been unreachable for {FATE_S:g} s")
             await asyncio.sleep(POLL_S)
         raise Unavailable(
-            "the peers that could take over its shards are also leaving, or are unreachable"
+            "every peer that could take over this peer's shards is also leaving or unreachable"
         )
 
     def _is_backed_up(self) -> bool:

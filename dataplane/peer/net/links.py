@@ -235,18 +235,19 @@ class Link:
             reply = peering.decode_reply(frame)
             if not reply.rid:
                 body = reply.body
-                why = body.message if isinstance(body, Failed) else type(body).__name__
-                raise ProtocolError(
-                    f"the peer at {self.address} could not decode the request: {why}. Install "
-                    "the same dataplane release everywhere"
+                why = (
+                    body.message
+                    if isinstance(body, Failed)
+                    else f"expected Failed, got {type(body).__name__}. Install the same dataplane "
+                    "release everywhere"
                 )
+                raise ProtocolError(f"the peer at {self.address} rejected a request: {why}")
         except ProtocolError as exc:
             # Whose answer that was, or would have been, nobody can tell.
             log.warning("link to %s: closed after an invalid reply: %s", self.address, exc)
             self.ended = Unreadable(
-                f"this peer could not decode a reply from the peer at {self.address} ({exc}). The "
-                "call may have taken effect; if this persists, install the same dataplane release "
-                "everywhere",
+                f"this peer could not decode a reply from the peer at {self.address}, so the call "
+                f"may have taken effect: {exc}",
                 address=self.address,
             )
             self.broke(self)

@@ -262,7 +262,9 @@ def candidates(choice: TransportChoice) -> list[str]:
     if choice.required:
         if why := registry.missing(choice.required):
             raise TransportMissing(
-                f"--transport {choice} is not available: {why}", transport=choice.required
+                f"--transport {choice} is not available: {why}. Install what is missing, or choose "
+                "another --transport",
+                transport=choice.required,
             )
         return [choice.required]
     names = [name for name in registry.names() if choice.allows(name)]

@@ -324,7 +324,8 @@ class Shipping:
         nothing leaves this peer before the backup knows."""
         if self.synced and self.backup is not None:
             log.warning(
-                "backup %s: stopped confirming, removed from the in-sync set", self.backup.peer
+                "backup %s: stopped confirming operations, removed from the in-sync set",
+                self.backup.peer,
             )
             self.synced = False
             if not self._under_way:

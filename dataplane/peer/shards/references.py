@@ -309,7 +309,7 @@ class Doubts:
             nbytes = int(self.host.space.ranges.extents(ranges)["length"].sum())
             log.error(
                 "partition %r: peer %s did not apply change %d, so %d bytes stay "
-                "allocated on it: %s",
+                "allocated there: %s",
                 *(asked.partition, to.peer, number, nbytes, exc),
             )
         else:

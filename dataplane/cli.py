@@ -6,18 +6,19 @@ An error is one line on standard error, and exit code 2.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import logging
 import os
 import stat
 import sys
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
+from functools import partial
 from typing import Any, TypeAlias
 
 from dataplane import progress
 from dataplane.errors import (
     DataplaneError,
-    InvalidCall,
     PeerAmbiguous,
     PeerNotFound,
     counted,
@@ -110,7 +111,7 @@ def _add_why(commands: Commands) -> None:
     )
     _add_steps(why)
     _add_source(why)
-    why.set_defaults(command=_why)
+    why.set_defaults(command=_in("cli_why", "why"))
 
 
 def _add_trace(commands: Commands) -> None:
@@ -124,7 +125,7 @@ def _add_trace(commands: Commands) -> None:
         help="file for the trace, for example step.pftrace; an existing file is replaced",
     )
     _add_source(trace)
-    trace.set_defaults(command=_trace)
+    trace.set_defaults(command=_in("cli_trace", "trace"))
 
 
 def _add_record(commands: Commands) -> None:
@@ -145,7 +146,7 @@ def _add_record(commands: Commands) -> None:
     )
     record.add_argument("--peer", metavar="NAME", help=_THIS_PEER)
     record.add_argument("--run", metavar="NAME", help=_ONLY_RUN)
-    record.set_defaults(command=_record)
+    record.set_defaults(command=_in("cli_record", "record"))
 
 
 def _add_watch(commands: Commands) -> None:
@@ -171,7 +172,7 @@ def _add_watch(commands: Commands) -> None:
             "(default: DATAPLANE_TOKEN_FILE)"
         ),
     )
-    watch.set_defaults(command=_watch)
+    watch.set_defaults(command=_in("cli_watch", "watch"))
 
 
 def _add_rows(commands: Commands) -> None:
@@ -189,7 +190,7 @@ def _add_rows(commands: Commands) -> None:
         "--limit", metavar="N", type=int, default=20, help="list at most N rows (default: 20)"
     )
     _add_source(rows)
-    rows.set_defaults(command=_rows)
+    rows.set_defaults(command=_in("cli_rows", "rows"))
 
 
 def _add_get(commands: Commands) -> None:
@@ -206,7 +207,7 @@ def _add_get(commands: Commands) -> None:
         ),
     )
     _add_source(get)
-    get.set_defaults(command=_get)
+    get.set_defaults(command=_in("cli_rows", "get"))
 
 
 def _add_checkpoint(commands: Commands) -> None:
@@ -229,7 +230,7 @@ def _add_checkpoint(commands: Commands) -> None:
         help="export only this field; may be repeated (default: all fields)",
     )
     export.add_argument("--json", action="store_true", help=_JSON)
-    export.set_defaults(command=_export)
+    export.set_defaults(command=_in("cli_checkpoint", "export"))
 
 
 def _add_clean(commands: Commands) -> None:
@@ -249,7 +250,7 @@ def _add_probe(commands: Commands) -> None:
         metavar="NAME",
         help="exit with status 1 unless this transport works between all peers",
     )
-    probe.set_defaults(command=_probe)
+    probe.set_defaults(command=_in("cli_probe", "probe"))
 
 
 def _add_token(commands: Commands) -> None:
@@ -323,99 +324,17 @@ def _status(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _why(arguments: argparse.Namespace) -> int:
-    # Imported here: `dataplane peer` must not load the client.
-    from dataplane import cli_why
+def _in(module: str, name: str) -> Callable[[argparse.Namespace], int]:
+    """A command that is in another module, which is imported when the command runs: `dataplane
+    peer` must not load the client. The command gets the arguments, and `_one_run` to find the peer
+    that it asks."""
 
-    found = cli_why.why(_one_peer(arguments), arguments.step, arguments.last)
-    return cli_why.show(found, arguments.json)
+    def run(arguments: argparse.Namespace) -> int:
+        command = getattr(importlib.import_module(f"dataplane.{module}"), name)
+        code: int = command(arguments, partial(_one_run, arguments))
+        return code
 
-
-def _trace(arguments: argparse.Namespace) -> int:
-    try:
-        import perfetto.protos.perfetto.trace.perfetto_trace_pb2  # noqa: F401
-    except Exception as exc:  # an older protobuf refuses it with an error of its own
-        raise InvalidCall(
-            f"`dataplane trace` cannot import the package perfetto ({exc}): install it with "
-            "pip install 'dataplane-rl[trace]'"
-        ) from exc
-    # Imported here: `dataplane peer` must not load the client.
-    from dataplane import cli_trace
-
-    with progress.bar("trace"):
-        written = cli_trace.write(
-            _one_peer(arguments), arguments.step, arguments.last, arguments.output
-        )
-    return cli_trace.show(written, arguments.json)
-
-
-def _record(arguments: argparse.Namespace) -> int:
-    # Imported here: `dataplane peer` must not load the client.
-    from dataplane import cli_record
-
-    if arguments.steps is not None and arguments.steps < 1:
-        raise InvalidCall(f"--steps {arguments.steps} is out of range: use 1 or more")
-    run, peer = _one_run(arguments)
-    return cli_record.record(peer, run, arguments.output, arguments.steps)
-
-
-def _watch(arguments: argparse.Namespace) -> int:
-    # Imported here: `dataplane peer` must not load the client.
-    from dataplane import cli_watch
-
-    run, _ = _one_run(arguments)
-
-    def find() -> rundir.LivingPeer:
-        arguments.run = run
-        return _one_peer(arguments)
-
-    if arguments.page is None:
-        return cli_watch.in_terminal(run, find)
-    return cli_watch.on_page(run, find, arguments.page, arguments.token_file)
-
-
-def _rows(arguments: argparse.Namespace) -> int:
-    # Imported here: `dataplane peer` must not load the client.
-    from dataplane import cli_rows
-
-    if not 0 < arguments.limit <= cli_rows.MAX_ROWS:
-        raise InvalidCall(
-            f"--limit {arguments.limit} is out of range: use 1 to {cli_rows.MAX_ROWS}"
-        )
-    where = cli_rows.parsed_where(arguments.where)
-    report = cli_rows.rows(_one_peer(arguments), arguments.partition, where, arguments.limit)
-    return cli_rows.show_rows(report, arguments.stage, arguments.json)
-
-
-def _get(arguments: argparse.Namespace) -> int:
-    # Imported here: `dataplane peer` must not load the client.
-    from dataplane import cli_rows
-
-    peer = _one_peer(arguments)
-    report = cli_rows.get(peer, arguments.partition, arguments.key, arguments.field)
-    return cli_rows.show_row(report, arguments.json)
-
-
-def _export(arguments: argparse.Namespace) -> int:
-    # Imported here: `dataplane peer` must not load the client.
-    from dataplane import cli_checkpoint
-
-    exported = cli_checkpoint.export(arguments.directory, arguments.output, arguments.field)
-    return cli_checkpoint.show(exported, arguments.output, arguments.json)
-
-
-def _probe(arguments: argparse.Namespace) -> int:
-    # Imported here: `dataplane peer` must not load the client.
-    from dataplane import cli_probe
-
-    with progress.bar("probe"):
-        report = cli_probe.probe(_one_peer(arguments))
-    return cli_probe.show(report, arguments.require, arguments.json)
-
-
-def _one_peer(arguments: argparse.Namespace) -> rundir.LivingPeer:
-    """The peer to ask, of the only run or of the named one. PeerAmbiguous."""
-    return _one_run(arguments)[1]
+    return run
 
 
 def _one_run(arguments: argparse.Namespace) -> tuple[str, rundir.LivingPeer]:

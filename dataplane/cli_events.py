@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
+
 from dataplane.client._sync.plane import Plane
 from dataplane.client.session.opening import visit
 from dataplane.errors import InvalidCall, few
 from dataplane.events.merge import Event
-from dataplane.launch.rundir import LivingPeer
+from dataplane.launch.rundir import Find
 from dataplane.timeline.why import steps
 
 SHOWN = 8
 
 
-def gathered(peer: LivingPeer, step: str | None, last: int) -> tuple[list[Event], list[str]]:
+def gathered(arguments: argparse.Namespace, find: Find) -> tuple[list[Event], list[str]]:
     """Return the events of the whole plane, and the names of the selected steps, earliest first.
-    Raise InvalidCall if `last` is below 1, or if no peer has events of `step`."""
+    Raise InvalidCall if `--last` is below 1, or if no peer has events of `--step`."""
+    step, last = arguments.step, arguments.last
     if last < 1:
         raise InvalidCall(f"--last {last} is out of range: use 1 or more")
-    with Plane(visit(peer)) as plane:
+    with Plane(visit(find()[1])) as plane:
         events = plane.events()
     known = steps(events)
     if step is None:

@@ -7,25 +7,35 @@ between every pair.
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator
 from typing import Any
 
+from dataplane import progress
 from dataplane.client._sync import queries
 from dataplane.client._sync.plane import Plane
 from dataplane.client.session.opening import visit
-from dataplane.launch.rundir import LivingPeer
+from dataplane.launch.rundir import Find
 from dataplane.transport import registry
 
 PROBE_S = 300.0
 Report = dict[str, Any]
 
 
-def probe(peer: LivingPeer) -> Report:
-    """Return the report about all pairs of peers."""
-    with Plane(visit(peer)) as connected:
+def probe(arguments: argparse.Namespace, find: Find) -> int:
+    require = arguments.require
+    with progress.bar("probe"), Plane(visit(find()[1])) as connected:
         report: Report = queries.probe(connected._session, PROBE_S)
-    return report
+    missing = lacking(report, require) if require else []
+    if arguments.json:
+        required = {"required": require, "lacking": missing} if require else {}
+        print(json.dumps(report | required), flush=True)
+    else:
+        print("\n".join(lines(report)), flush=True)
+        for what in missing:
+            print(f"required transport {require} does not work: {what}", flush=True)
+    return 1 if missing else 0
 
 
 def lacking(report: Report, transport: str) -> list[str]:
@@ -57,19 +67,6 @@ def lacking(report: Report, transport: str) -> list[str]:
                 )
                 found.append(f"{way['peer']} → {here}: {why}")
     return found
-
-
-def show(report: Report, require: str | None, as_json: bool) -> int:
-    """Print the report, and return the exit code."""
-    missing = lacking(report, require) if require else []
-    if as_json:
-        required = {"required": require, "lacking": missing} if require else {}
-        print(json.dumps(report | required), flush=True)
-    else:
-        print("\n".join(lines(report)), flush=True)
-        for what in missing:
-            print(f"required transport {require} does not work: {what}", flush=True)
-    return 1 if missing else 0
 
 
 def lines(report: Report) -> Iterator[str]:

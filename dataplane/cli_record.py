@@ -7,6 +7,7 @@ is killed leaves the complete steps, and a `recording.json` that says that it di
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -32,7 +33,7 @@ from dataplane.errors import (
     sized,
 )
 from dataplane.events.follow import SILENT_S, Follower
-from dataplane.launch.rundir import LivingPeer, living_runs
+from dataplane.launch.rundir import Find, LivingPeer, living_runs
 from dataplane.timeline.recording import RecordedStep, Recorder
 
 FORMAT = 1
@@ -63,9 +64,13 @@ class Index(msgspec.Struct):
     steps: list[RecordedStep] = []
 
 
-def record(peer: LivingPeer, run: str, directory: str, most_steps: int | None) -> int:
-    """Record until `most_steps` steps are complete, the run ends or a signal arrives. Raise
+def record(arguments: argparse.Namespace, find: Find) -> int:
+    """Record until `--steps` steps are complete, the run ends or a signal arrives. Raise
     InvalidCall if no step was recorded."""
+    directory, most_steps = arguments.output, arguments.steps
+    if most_steps is not None and most_steps < 1:
+        raise InvalidCall(f"--steps {most_steps} is out of range: use 1 or more")
+    run, peer = find()
     recorder = Recorder()
     with _Stop() as stop:
         with _Access(peer, run) as access:

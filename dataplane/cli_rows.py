@@ -6,6 +6,7 @@ bounded.
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import json
 import reprlib
@@ -30,7 +31,7 @@ from dataplane.errors import (
     nearest,
     sized,
 )
-from dataplane.launch.rundir import LivingPeer
+from dataplane.launch.rundir import Find
 from dataplane.metadata.tables.where import Where, tag
 from dataplane.wire.tables import Name
 
@@ -46,16 +47,20 @@ _TIMEOUT_S = 30.0
 Report = dict[str, Any]
 
 
-def rows(peer: LivingPeer, partition: str, where: Where | None, limit: int) -> Report:
-    """Return the first `limit` rows of a partition that match `where`."""
-    with Plane(visit(peer)) as plane:
+def rows(arguments: argparse.Namespace, find: Find) -> int:
+    """List the first `--limit` rows of a partition that match `--where`."""
+    partition, limit = arguments.partition, arguments.limit
+    if not 0 < limit <= MAX_ROWS:
+        raise InvalidCall(f"--limit {limit} is out of range: use 1 to {MAX_ROWS}")
+    where = parsed_where(arguments.where)
+    with Plane(visit(find()[1])) as plane:
         stats = _attached(plane, partition)
         handle = Handle(plane._session, partition)
         found = overview(handle, where, limit, _TIMEOUT_S)
     names = row_names(found.table.rows)
     groups = row_groups(found.table.rows)
     tags = {name: tag_values(found.table, name, len(names)) for name in found.table.tags}
-    return {
+    report = {
         "partition": partition,
         "phase": stats["phase"],
         "rows": stats["rows"],
@@ -74,11 +79,19 @@ def rows(peer: LivingPeer, partition: str, where: Where | None, limit: int) -> R
             for at, key in enumerate(names)
         ],
     }
+    return show_rows(report, arguments.stage, arguments.json)
 
 
-def get(peer: LivingPeer, partition: str, key: str, fields: Sequence[str] | None) -> Report:
-    """Return one row, with the type, shape, size and first values of each field."""
-    with Plane(visit(peer)) as plane:
+def get(arguments: argparse.Namespace, find: Find) -> int:
+    """Print one row, with the type, shape, size and first values of each field."""
+    report = _row(find, arguments.partition, arguments.key, arguments.field)
+    shown = json.dumps(report, default=str) if arguments.json else "\n".join(row_lines(report))
+    print(shown, flush=True)
+    return 0
+
+
+def _row(find: Find, partition: str, key: str, fields: Sequence[str] | None) -> Report:
+    with Plane(visit(find()[1])) as plane:
         _attached(plane, partition)
         part = plane.partition(partition)
         for name in _as_names(key):
@@ -178,12 +191,6 @@ def lines(report: Report) -> Iterator[str]:
             f"  showing the first {counted(len(shown), 'row')}: use --limit to show more, or "
             "--where TAG=VALUE to filter"
         )
-
-
-def show_row(report: Report, as_json: bool) -> int:
-    """Print the result of `get`, and return the exit code."""
-    print(json.dumps(report, default=str) if as_json else "\n".join(row_lines(report)), flush=True)
-    return 0
 
 
 def row_lines(report: Report) -> Iterator[str]:

@@ -2,52 +2,62 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
 import time
 from pathlib import Path
 
-import msgspec
-
+from dataplane import progress
 from dataplane.cli_events import gathered
 from dataplane.errors import InvalidCall, counted, few, sized
-from dataplane.launch.rundir import LivingPeer
-from dataplane.timeline.trace import encode
+from dataplane.launch.rundir import Find
 
 SHOWN = 8
 
 
-class Written(msgspec.Struct, frozen=True):
-    """A written trace: its path, its steps and its size in bytes."""
-
-    path: str
-    steps: list[str]
-    nbytes: int
-
-
-def write(peer: LivingPeer, step: str | None, last: int, output: str) -> Written:
+def trace(arguments: argparse.Namespace, find: Find) -> int:
     """Write a trace of one step, or of the last steps. Raise InvalidCall if there is no step, or if
     the file cannot be written; then no partial file is left."""
-    path = _target(output)
-    events, names = gathered(peer, step, last)
-    if not names:
-        raise InvalidCall(
-            "no peer has recorded a put, so there is nothing to trace: put some rows, "
-            "then run this command again"
-        )
-    data = encode(events, names, time.time() - time.monotonic())
-    partial = path.with_name(f".dataplane-trace-{os.getpid()}-{time.monotonic_ns()}")
     try:
-        with partial.open("xb") as file:
-            file.write(data)
-        partial.replace(path)
-    except OSError as exc:
-        raise _unwritable(output, exc.strerror or str(exc)) from exc
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-    return Written(output, names, len(data))
+        import perfetto.protos.perfetto.trace.perfetto_trace_pb2  # noqa: F401
+    except Exception as exc:  # an older protobuf refuses perfetto with an error of its own
+        raise InvalidCall(
+            f"`dataplane trace` cannot import the package perfetto ({exc}): install it with "
+            "pip install 'dataplane-rl[trace]'"
+        ) from exc
+    from dataplane.timeline.trace import encode
+
+    output = arguments.output
+    with progress.bar("trace"):
+        path = _target(output)
+        events, steps = gathered(arguments, find)
+        if not steps:
+            raise InvalidCall(
+                "no peer has recorded a put, so there is nothing to trace: put some rows, "
+                "then run this command again"
+            )
+        data = encode(events, steps, time.time() - time.monotonic())
+        partial = path.with_name(f".dataplane-trace-{os.getpid()}-{time.monotonic_ns()}")
+        try:
+            with partial.open("xb") as file:
+                file.write(data)
+            partial.replace(path)
+        except OSError as exc:
+            raise _unwritable(output, exc.strerror or str(exc)) from exc
+        finally:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+    if arguments.json:
+        print(json.dumps({"path": output, "steps": steps, "nbytes": len(data)}), flush=True)
+    else:
+        print(
+            f"wrote {output} ({counted(len(steps), 'step')}: {few(steps, SHOWN)}; "
+            f"{sized(len(data))}); open it at https://ui.perfetto.dev",
+            flush=True,
+        )
+    return 0
 
 
 def _target(output: str) -> Path:
@@ -64,16 +74,3 @@ def _target(output: str) -> Path:
 
 def _unwritable(output: str, why: str) -> InvalidCall:
     return InvalidCall(f"cannot write the trace to {output}: {why}. Pass another path with -o")
-
-
-def show(written: Written, as_json: bool) -> int:
-    if as_json:
-        print(json.dumps(msgspec.to_builtins(written)), flush=True)
-    else:
-        steps = few(written.steps, SHOWN)
-        print(
-            f"wrote {written.path} ({counted(len(written.steps), 'step')}: {steps}; "
-            f"{sized(written.nbytes)}); open it at https://ui.perfetto.dev",
-            flush=True,
-        )
-    return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import secrets
@@ -9,10 +10,9 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Callable
 
 from dataplane.launch import settings, values
-from dataplane.launch.rundir import LivingPeer
+from dataplane.launch.rundir import Find
 from dataplane.launch.token import read_token
 from dataplane.watch import terminal
 from dataplane.watch.history import View
@@ -21,12 +21,14 @@ from dataplane.watch.watcher import Watcher
 
 ROLE = "page"
 """The role of the key that is derived from the cluster token."""
-Find = Callable[[], LivingPeer]
 
 
-def in_terminal(run: str, find: Find) -> int:
-    """Show the view in this terminal until Ctrl-C."""
-    watcher = Watcher(run, find)
+def watch(arguments: argparse.Namespace, find: Find) -> int:
+    """Show the run of the first look until Ctrl-C, also when its peers are replaced."""
+    arguments.run, _ = find()
+    watcher = Watcher(arguments.run, lambda: find()[1])
+    if arguments.page is not None:
+        return _on_page(arguments, watcher)
     is_terminal = sys.stdout.isatty()
     while True:
         view = watcher.look()
@@ -37,13 +39,13 @@ def in_terminal(run: str, find: Find) -> int:
             return 0
 
 
-def on_page(run: str, find: Find, address: str, token_file: str | None) -> int:
+def _on_page(arguments: argparse.Namespace, watcher: Watcher) -> int:
     """Serve the page until Ctrl-C or SIGTERM. Raise InvalidConfig, TokenMissing or AddressInUse."""
-    where = values.parse_page(address)
-    token = read_token(token_file) if token_file else settings.of_variable("token-file")
+    where, file = values.parse_page(arguments.page), arguments.token_file
+    token = read_token(file) if file else settings.of_variable("token-file")
     values.check_visible("the page", where, token)
-    key = token.key(run, ROLE).hex() if token is not None else secrets.token_hex(16)
-    asyncio.run(_serve(Watcher(run, find), key, where.host, where.port))
+    key = token.key(arguments.run, ROLE).hex() if token is not None else secrets.token_hex(16)
+    asyncio.run(_serve(watcher, key, where.host, where.port))
     return 0
 
 

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Sequence
 
 import msgspec
 
 from dataplane.cli_events import gathered
-from dataplane.launch.rundir import LivingPeer
+from dataplane.launch.rundir import Find
 from dataplane.timeline.step import Step
-from dataplane.timeline.why import Why, explain
+from dataplane.timeline.why import explain
 
 
-def why(peer: LivingPeer, step: str | None, last: int) -> list[Why]:
-    """Explain one step, or the last steps, earliest first. Raise InvalidCall for an unknown
-    step."""
-    events, names = gathered(peer, step, last)
-    return [explain(Step(events, name)) for name in names]
-
-
-def show(found: Sequence[Why], as_json: bool) -> int:
-    if as_json:
+def why(arguments: argparse.Namespace, find: Find) -> int:
+    events, names = gathered(arguments, find)
+    found = [explain(Step(events, name)) for name in names]
+    if arguments.json:
         told = [{**msgspec.to_builtins(one), "sentence": one.sentence} for one in found]
         print(json.dumps({"steps": told}), flush=True)
     else:

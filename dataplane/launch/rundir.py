@@ -22,7 +22,7 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -165,6 +165,10 @@ class LivingRun:
         """The process that started it, or None if it was started by hand."""
         cards = [peer.card for peer in self.peers if peer.card]
         return min(cards, key=lambda card: card.began_s).starter if cards else None
+
+
+Find = Callable[[], tuple[str, LivingPeer]]
+"""Returns the run of a command, and the peer that it asks. Raises PeerNotFound or PeerAmbiguous."""
 
 
 class PeerLock:

@@ -168,7 +168,7 @@ async def fetch(part: Part, fields: Sequence[str], rows: Rows) -> Fetching:
         )
         mask &= ~gone
         positions = np.where(gone, came.there[0], positions)
-    nbytes, tally = volume(came.table.values), part.handle.session.tally
+    nbytes, tally = volume(came.table), part.handle.session.tally
     tally.of_stage(part.stage, claims=1, rows=int(mask.sum()), bytes=nbytes)
     return came, positions, mask
 

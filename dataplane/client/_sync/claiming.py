@@ -93,7 +93,7 @@ class Claiming:
             wait_s=time.monotonic() - began,
             claims=1,
             rows=len(rows.keys) // KEY.itemsize,
-            bytes=volume(claimed.table.values),
+            bytes=volume(claimed.table),
         )
         if session.spans is not None:
             tags = claimed.table.tags

@@ -161,5 +161,5 @@ def _gather(handle: Handle, pages: list[ReadDone]) -> Found:
     pin = session.pinned(*(page.pin for page in pages))
     table = join_tables([page.table for page in pages])
     rows = len(table.rows.keys) // KEY.itemsize
-    session.tally.add("get", rows=rows, bytes=volume(table.values))
+    session.tally.add("get", rows=rows, bytes=volume(table))
     return table, pin

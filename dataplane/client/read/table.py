@@ -7,10 +7,8 @@ not fit its chunk or the rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import copy
-from itertools import pairwise
-from operator import itemgetter
 
 import numpy as np
 from msgspec.structs import replace
@@ -18,8 +16,8 @@ from msgspec.structs import replace
 from dataplane.client.read.chunk_columns import ChunkColumn, Memory, columns_of
 from dataplane.client.read.column_view import ColumnView, RowSpan, cut, stretches
 from dataplane.client.write.rows import Index, group_names, row_names, tag_values
-from dataplane.errors import ProtocolError
-from dataplane.metadata.tables.bits import rows_of
+from dataplane.errors import InvalidRows, ProtocolError
+from dataplane.metadata.tables.values_on_wire import MessageShape, shape_in
 from dataplane.wire import layouts
 from dataplane.wire.limits import MAX_ROWS_PER_MESSAGE, NO_GROUP
 from dataplane.wire.records import EXTENT, KEY, U4, U8, column
@@ -27,9 +25,6 @@ from dataplane.wire.tables import Chunk, Name, Piece, Rows, Table, Values
 
 NOWHERE = np.zeros(0, np.uint8)
 """The arena of rows of which nothing is pinned there."""
-
-_Stretch = tuple[int, int, int]
-"""A row of the table, and from which to which row of the chunk its value and the following are."""
 
 
 class TableReader:
@@ -40,15 +35,13 @@ class TableReader:
 
     def __init__(self, table: Table, pin: object = NOWHERE) -> None:
         """pin: of the reply, which gives the whole arena, read-only."""
-        self.count = len(table.rows.keys) // KEY.itemsize
         self._values = table.values
         self._pin = pin
         self._arena: Memory | None = None
         chunks = len(table.values.chunks)
         self._places: list[int] = column(table.places, U8, 2 * chunks).tolist()
-        self._uses = _uses(table.values)
+        self._shape = _shape_of(table)
         self._chunks: dict[int, list[ChunkColumn]] = {}
-        self._pieces: dict[int, tuple[list[ChunkColumn], list[_Stretch]]] = {}
         self._runs: dict[str, list[RowSpan]] = {}
         self._rows: Index | None = None
         """those of the table, in this order; None: all"""
@@ -77,43 +70,16 @@ class TableReader:
 
     def _find(self, field: str) -> list[RowSpan]:
         """The field of all rows of the table."""
-        placed: list[tuple[int, RowSpan]] = []
-        for number, at in self._uses[field]:
-            columns, rows = self._pieces.get(number) or self._open_piece(number)
-            for row, first, last in rows:
-                placed.append((row, RowSpan(columns[at], first, last)))
-        if len(placed) > 1:
-            placed.sort(key=itemgetter(0))
-        runs: list[RowSpan] = []
-        end = 0
-        for row, run in placed:
-            if row < end:
-                raise ProtocolError(
-                    f"field {field!r}: expected one value for row {row}, got two. Install the same "
-                    "dataplane release everywhere"
-                )
-            if row > end:
-                runs.append(RowSpan(None, 0, row - end))
-            runs.append(run)
-            end = row + run.last - run.first
-        if end < self.count:
-            runs.append(RowSpan(None, 0, self.count - end))
+        opened, runs = self._chunks, list[RowSpan]()
+        for chunk, at, first, last in self._shape.runs[field]:
+            if chunk < 0:
+                runs.append(RowSpan(None, first, last))
+                continue
+            columns = opened.get(chunk)
+            if columns is None:
+                columns = opened[chunk] = self._open(chunk)
+            runs.append(RowSpan(columns[at], first, last))
         return runs
-
-    def _open_piece(self, number: int) -> tuple[list[ChunkColumn], list[_Stretch]]:
-        """The columns of the chunk of a piece, and which of its rows the piece has."""
-        piece = self._values.pieces[number]
-        columns = self._chunks.get(piece.chunk)
-        if columns is None:
-            columns = self._chunks[piece.chunk] = self._open(piece.chunk)
-        if len(piece.fields) != len(columns):
-            raise ProtocolError(
-                f"expected one field per column of the chunk, got {len(piece.fields)} fields for "
-                f"{len(columns)} columns. Install the same dataplane release everywhere"
-            )
-        rows = _stretches(piece, self._values.chunks[piece.chunk].rows, self.count)
-        found = self._pieces[number] = columns, rows
-        return found
 
     def _open(self, number: int) -> list[ChunkColumn]:
         chunk, known = self._values.chunks[number], self._values.layouts
@@ -128,6 +94,11 @@ class TableReader:
                 "Install the same dataplane release everywhere"
             )
         specs = layouts.decode(known[chunk.layout])
+        if len(specs) != self._shape.used[number]:
+            raise ProtocolError(
+                f"chunk {number} has {len(specs)} columns: expected one field per column in every "
+                "piece of the chunk. Install the same dataplane release everywhere"
+            )
         if not chunk.number:
             return columns_of(specs, chunk.rows, chunk.inline)
         offset, nbytes = self._places[2 * number : 2 * number + 2]
@@ -154,63 +125,19 @@ class TableReader:
         return arena[offset : offset + nbytes]
 
 
-def _uses(values: Values) -> dict[str, list[tuple[int, int]]]:
-    """By field, the pieces that have it, and the column of the chunk of each."""
-    uses: list[list[tuple[int, int]]] = [[] for _ in values.fields]
-    for number, piece in enumerate(values.pieces):
-        if not 0 <= piece.chunk < len(values.chunks):
-            raise ProtocolError(
-                f"invalid chunk {piece.chunk} of piece {number}: expected an index into the "
-                f"{len(values.chunks)} chunks of the table. Install the same dataplane release "
-                "everywhere"
-            )
-        for at, field in enumerate(piece.fields):
-            if not -1 <= field < len(uses):
-                raise ProtocolError(
-                    f"invalid field {field} of piece {number}: expected an index into the "
-                    f"{len(uses)} fields of the table, or -1. Install the same dataplane release "
-                    "everywhere"
-                )
-            if field >= 0:
-                uses[field].append((number, at))
-    return dict(zip(values.fields, uses, strict=True))
-
-
-def _rows_of(piece: Piece, count: int) -> Sequence[int]:
-    """The rows of the table that a piece has, counted from its base. count: rows of the table."""
-    given = int.from_bytes(piece.given, "little")
-    if not given or piece.base < 0 or piece.base + given.bit_length() > count:
-        raise ProtocolError(
-            f"invalid piece of {given.bit_count()} rows from row {piece.base}: expected at least "
-            f"one row, all within the {count} rows of the table. Install the same dataplane "
-            "release everywhere"
-        )
-    return rows_of(given)
-
-
-def _stretches(piece: Piece, chunk_rows: int, count: int) -> list[_Stretch]:
-    """Where the rows of a piece are in its chunk."""
-    rows, base, first = _rows_of(piece, count), piece.base, piece.first
-    at = column(piece.at, U4, len(rows)).tolist() if piece.at else None
-    end = first + len(rows) if at is None else max(at) + 1
-    if first < 0 or end > chunk_rows:
-        raise ProtocolError(
-            f"invalid row {first if first < 0 else end - 1} of a piece: its chunk has {chunk_rows} "
-            "rows. Install the same dataplane release everywhere"
-        )
-    if at is None and isinstance(rows, range):
-        return [(base + rows.start, first, end)]
-    at = at or range(first, end)
-    cuts = [n for n in range(1, len(rows)) if (rows[n] - rows[n - 1], at[n] - at[n - 1]) != (1, 1)]
-    bounds = pairwise([0, *cuts, len(rows)])
-    return [(base + rows[start], at[start], at[stop - 1] + 1) for start, stop in bounds]
+def _shape_of(table: Table) -> MessageShape:
+    """ProtocolError for values that do not fit together."""
+    try:
+        return shape_in(table.values, len(table.rows.keys) // KEY.itemsize)
+    except InvalidRows as exc:  # a peer made the table, and not the caller
+        raise ProtocolError(f"received invalid rows: {exc.message}") from exc
 
 
 def _check_page(table: Table) -> None:
     """Before this table becomes a part of a larger one: ProtocolError where its values refer to
     what is not in it, and would be found in another part then."""
-    values, count = table.values, len(table.rows.keys) // KEY.itemsize
-    _uses(values)
+    values = table.values
+    _shape_of(table)
     column(table.places, EXTENT, len(values.chunks))
     for number, chunk in enumerate(values.chunks):
         if not 0 <= chunk.layout < len(values.layouts):
@@ -219,18 +146,12 @@ def _check_page(table: Table) -> None:
                 f"{len(values.layouts)} layouts of the table. Install the same dataplane release "
                 "everywhere"
             )
-    for piece in values.pieces:
-        _rows_of(piece, count)
 
 
-def volume(values: Values) -> int:
-    """About the bytes of these values: of each chunk, the share of its rows that pieces use."""
-    total, chunks = 0, values.chunks
-    for piece in values.pieces:
-        if 0 <= piece.chunk < len(chunks) and (chunk := chunks[piece.chunk]).rows > 0:
-            given = int.from_bytes(piece.given, "little")
-            total += chunk.nbytes * given.bit_count() // chunk.rows
-    return total
+def volume(table: Table) -> int:
+    """About the bytes of the values: of each chunk, the share of its rows that pieces use."""
+    chunks, places = table.values.chunks, _shape_of(table).places
+    return sum([(c := chunks[p.chunk]).nbytes * p.given.bit_count() // c.rows for p in places])
 
 
 def join_tables(tables: list[Table]) -> Table:

@@ -7,8 +7,9 @@ error before anything is changed. Layouts and the bytes of chunks pass through u
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from operator import gt
 from typing import NamedTuple, TypeVar
 
@@ -83,15 +84,28 @@ class MessagePlace(msgspec.Struct, frozen=True, gc=False):
     at: tuple[int, ...] | None
 
 
+class MessageRun(NamedTuple):
+    """Neighbouring rows of a message: in a column of a chunk, rows `first` to `last`. chunk: -1 for
+    rows that lack the field."""
+
+    chunk: int
+    column: int
+    first: int
+    last: int
+
+
 class MessageShape(msgspec.Struct, gc=False, eq=False):
-    """What messages have in common that differ only in their chunks. fields: that some row has.
-    rows: by field, the rows that have it. used: the chunks that a piece uses, by number."""
+    """What messages have in common that differ only in their chunks. rows: by field, the rows that
+    have it. used: the chunks that pieces use, by number, with their columns; 0 if pieces disagree
+    about them."""
 
     count: int
+    fields: tuple[str, ...]
     places: tuple[MessagePlace, ...]
     rows: dict[str, int]
-    used: tuple[int, ...]
+    used: dict[int, int]
     _block: BlockShape | None = None
+    _runs: dict[str, list[MessageRun]] | None = None
 
     @property
     def block(self) -> BlockShape:
@@ -107,6 +121,45 @@ class MessageShape(msgspec.Struct, gc=False, eq=False):
                 places.append(Place(number[one.chunk], one.fields, given, given, first, at))
             self._block = shape_of(self.count, tuple(places))
         return self._block
+
+    @property
+    def runs(self) -> dict[str, list[MessageRun]]:
+        """By field, where the values of all rows are, in the order of the rows."""
+        if self._runs is None:
+            found: dict[str, list[tuple[int, MessageRun]]] = {field: [] for field in self.fields}
+            for one in self.places:
+                for row, first, last in _stretches(one):
+                    for column_, field in enumerate(one.fields):
+                        if field != UNUSED:
+                            found[field].append((row, MessageRun(one.chunk, column_, first, last)))
+            self._runs = {field: _without_gaps(runs, self.count) for field, runs in found.items()}
+        return self._runs
+
+
+def _stretches(place: MessagePlace) -> Iterator[tuple[int, int, int]]:
+    """A row of the message, and from which to which row of the chunk its value and the following
+    are."""
+    rows, first, base = rows_of(place.given), place.first, place.base
+    if place.at is None and isinstance(rows, range):
+        yield base + rows.start, first, first + len(rows)
+        return
+    at = place.at or range(first, first + len(rows))
+    cuts = [n for n in range(1, len(rows)) if (rows[n] - rows[n - 1], at[n] - at[n - 1]) != (1, 1)]
+    for start, stop in pairwise([0, *cuts, len(rows)]):
+        yield base + rows[start], at[start], at[stop - 1] + 1
+
+
+def _without_gaps(placed: list[tuple[int, MessageRun]], count: int) -> list[MessageRun]:
+    """These runs in order, with runs of the rows that none of them has."""
+    runs, end = list[MessageRun](), 0
+    for row, run in sorted(placed):
+        if row > end:
+            runs.append(MessageRun(-1, 0, 0, row - end))
+        runs.append(run)
+        end = row + run.last - run.first
+    if end < count:
+        runs.append(MessageRun(-1, 0, 0, count - end))
+    return runs
 
 
 class IncomingValues(NamedTuple):
@@ -150,14 +203,20 @@ def values_in(
     ProtocolError, InvalidRows or LimitExceeded for values that do not fit together.
     """
     if values == _NO_VALUES:
-        return IncomingValues(MessageShape(rows, (), {}, ()), [], [])
+        return IncomingValues(MessageShape(rows, (), (), {}, {}), [], [])
     check_sizes(values, most)
     chunks = _chunks_in(values, known)
+    return IncomingValues(shape_in(values, rows), chunks, [one.uses > 0 for one in chunks])
+
+
+def shape_in(values: wire.Values, rows: int) -> MessageShape:
+    """The shape of a message about this many rows. ProtocolError or InvalidRows for pieces that fit
+    neither its chunks nor its rows."""
     pieces = _encoder.encode(values.pieces)
-    is_shared = len(pieces) <= SHARED_BYTES and len(chunks) <= SHARED_CHUNKS and rows <= SHARED_ROWS
-    made = _shape_in if is_shared else _shape_in.__wrapped__
-    shape = made(tuple(values.fields), pieces, tuple([one.rows for one in chunks]), rows)
-    return IncomingValues(shape, chunks, [one.uses > 0 for one in chunks])
+    chunk_rows = tuple([one.rows for one in values.chunks])
+    is_shared = len(pieces) <= SHARED_BYTES and len(chunk_rows) <= SHARED_CHUNKS
+    made = _shape_in if is_shared and rows <= SHARED_ROWS else _shape_in.__wrapped__
+    return made(tuple(values.fields), pieces, chunk_rows, rows)
 
 
 @lru_cache(1_024)
@@ -167,8 +226,11 @@ def _shape_in(
     """The shape of a message, checked. pieces: encoded. chunk_rows: the rows of each chunk."""
     _check_fields(fields)
     placed = [_piece_in(fields, one, chunk_rows, rows) for one in _decoder.decode(pieces)]
-    used = tuple(dict.fromkeys([one.chunk for one in placed]))
-    return MessageShape(rows, tuple(placed), rows_by_field(placed), used)
+    used: dict[int, int] = {}
+    for one in placed:
+        if used.setdefault(one.chunk, len(one.fields)) != len(one.fields):
+            used[one.chunk] = 0
+    return MessageShape(rows, fields, tuple(placed), rows_by_field(placed), used)
 
 
 def check_sizes(values: wire.Values, most_chunks: int = MAX_CHUNKS_PER_MESSAGE) -> None:

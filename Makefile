@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ADAPTER := packages/dataplane-transfer-queue
 
-.PHONY: chaos quick coverage fuzz soak surface sync example-grpo example-multimodal bench bench-links bench-memory bench-compare bench-transports links-packages system-packages test-packages simulate test test-compare test-deploy test-frameworks test-gpu test-ray test-ucx test-verl test-wheels testbed check docs clean
+.PHONY: chaos quick coverage fuzz soak surface sync example-grpo example-multimodal bench bench-links bench-memory bench-compare bench-transports links-packages system-packages test-packages simulate test test-compare test-deploy test-frameworks test-gpu test-nixl test-ray test-verl test-wheels testbed check docs clean
 
 bench: links-packages $(VENV)/.bench-installed
 	$(BIN)/python -m bench headline --json bench/out/report.json
@@ -116,15 +116,14 @@ $(BIN)/promtool: $(BIN)/python
 	dpkg-deb --extract $(VENV)/debian/prometheus_*.deb $(VENV)/debian
 	mv $(VENV)/debian/usr/bin/promtool $@ && rm -r $(VENV)/debian
 
-# Transport engines are in their own directory: otherwise the peers of all other tests would use them.
+# NIXL is in its own directory: otherwise the peers of all other tests would use it.
 ENGINES := $(VENV)/engines
-test-ucx: $(VENV)/.engines-installed
+test-nixl: $(VENV)/.engines-installed
 	PYTHONPATH=$(ENGINES) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile --max-worker-restart 0 --reruns 2 tests/engines
 
 $(VENV)/.engines-installed: $(VENV)/.test-installed
 	rm -rf $(ENGINES)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(ENGINES) 'nixl-cu13>=1.5,<2' \
-	  'ucxx-cu13>=0.52,<0.53' 'libucxx-cu13>=0.52,<0.53' 'libucx-cu13>=1.21,<1.22' 'librmm-cu13>=26.10,<26.11' 'rapids-logger>=0.3,<0.4'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(ENGINES) 'nixl-cu13>=1.5,<2'
 	touch $@
 
 # Uses $(PYTHON) as it is, because a machine with a GPU may have no network; see tests/gpu/README.md.

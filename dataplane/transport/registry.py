@@ -23,15 +23,10 @@ OWN: dict[str, tuple[tuple[str, ...], str]] = {
         ("nixl_cu13", "nixl_cu12", "nixl"),
         "pip install --no-deps 'nixl-cu13>=1.5,<2' (without --no-deps, pip also installs torch)",
     ),
-    "ucx": (
-        ("ucxx", "ucp"),
-        "pip install 'dataplane-rl[ucx-cu13]' (ucx-cu12 with CUDA 12)",
-    ),
 }
 """Name: the modules of which one must be installed, and how to install it."""
 CLASSES = {
     "nixl": "dataplane.transport.engines.nixl:NixlTransport",
-    "ucx": "dataplane.transport.engines.ucx:UcxTransport",
     CUDA_IPC: "dataplane.transport.engines.cuda_ipc:CudaIpcTransport",
     NCCL: "dataplane.transport.engines.nccl:NcclTransport",
 }
@@ -53,6 +48,8 @@ def missing(name: str) -> str:
         return f"{' or '.join(modules)} is not installed: {install}"
     if name in (TCP, *DEVICE_ONLY) or any(entry.name == name for entry in plugins.installed(GROUP)):
         return ""
+    if name == "ucx":
+        return "UCX runs through NIXL: choose nixl instead"
     known = ", ".join([TCP, *names(), *DEVICE_ONLY])
     return f"no installed package provides a transport {name!r} (available: {known})"
 

@@ -91,8 +91,8 @@ def test_a_required_transport_carries_every_value(
         (way,) = peer["from"]
         assert way["transport"] == name and way["tried"][name]["exact"]
         assert way["version"] == peer["version"]
-    elsewhere = probe("--require", "ucx")
-    assert elsewhere.returncode == 1 and "required transport ucx does not work" in elsewhere.stdout
+    elsewhere = probe("--require", "nixl")
+    assert elsewhere.returncode == 1 and "required transport nixl does not work" in elsewhere.stdout
 
 
 def test_a_required_transport_that_is_not_there_ends_the_peer_within_seconds(

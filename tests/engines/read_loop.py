@@ -1,10 +1,10 @@
 """Reads between bulk workers against the engine's bare loop: `python -m tests.engines.read_loop
-nixl|ucx|tcp [ROUNDS]`.
+nixl|tcp [ROUNDS]`.
 
 What `bench perf` leaves when there are no claims, clients and rows: the transport alone, with its
 pins, tickets and confirmations. Both take turns, so that a busy machine slows them alike; medians,
-and the best of each, with the processor time of both workers. The engines must be on PYTHONPATH
-(`make test-ucx` puts them into .venv/engines).
+and the best of each, with the processor time of both workers. NIXL must be on PYTHONPATH
+(`make test-nixl` puts it into .venv/engines).
 """
 
 from __future__ import annotations

@@ -16,19 +16,14 @@ from dataplane_twin import TwinArray, TwinDevice
 from tests.end_to_end.conftest import PLANE, Cluster, cluster
 
 __all__ = ["cluster"]
+pytestmark = pytest.mark.skipif(bool(registry.missing("nixl")), reason=registry.missing("nixl"))
+
 MIB = 1 << 20
+ENGINE = "nixl"
 
 
-@pytest.fixture(params=["nixl", "ucx"])
-def engine(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    if why := registry.missing(name):
-        pytest.skip(why)
-    return name
-
-
-async def test_no_worker_listens_anywhere_but_where_its_peer_told_it_to(engine: str) -> None:
-    async with hosts(engine) as start:
+async def test_no_worker_listens_anywhere_but_where_its_peer_told_it_to() -> None:
+    async with hosts(ENGINE) as start:
         a, b = await start("a", 8 * MIB), await start("b", 8 * MIB)
         await b.read(a, a.place(np.array([0]), np.array([8 * MIB])))
         for host in (a, b):
@@ -39,11 +34,11 @@ async def test_no_worker_listens_anywhere_but_where_its_peer_told_it_to(engine: 
 
 
 def test_peers_carry_values_from_device_to_device_over_an_engine(
-    run_dir: object, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, engine: str
+    run_dir: object, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The twin's device arenas are host memory to an engine, and nothing else of the way differs:
     the owner's and the reader's workers open them by handle, and no host arena has the values."""
-    monkeypatch.setenv("DATAPLANE_TRANSPORT", f"required:{engine}")
+    monkeypatch.setenv("DATAPLANE_TRANSPORT", f"required:{ENGINE}")
     device = TwinDevice()
     cluster.start("a", "b", devices={"a": "twin@0,1:32MiB", "b": "twin:64MiB"})
     with cluster.connect("a") as here, cluster.connect("b") as there:
@@ -55,16 +50,16 @@ def test_peers_carry_values_from_device_to_device_over_an_engine(
         assert all(np.array_equal(one.get(), two) for one, two in zip(found, arrays, strict=True))
         (into,) = there.stats()["devices"]
         (path,) = into["to_others"]["peers"].values()
-        assert path["transport"] == engine and path["tried"][engine]["exact"]
-        assert into["to_others"]["runs"] == [engine] and into["cached_bytes"] >= 8 * MIB
+        assert path["transport"] == ENGINE and path["tried"][ENGINE]["exact"]
+        assert into["to_others"]["runs"] == [ENGINE] and into["cached_bytes"] >= 8 * MIB
         assert not any(one["staged_bytes"] for one in here.stats()["devices"])
     device.close()
 
 
 def test_peers_carry_values_over_an_engine_that_is_required(
-    run_dir: object, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, engine: str
+    run_dir: object, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DATAPLANE_TRANSPORT", f"required:{engine}")
+    monkeypatch.setenv("DATAPLANE_TRANSPORT", f"required:{ENGINE}")
     cluster.start("a", "b")
     values = np.random.default_rng(0).integers(0, 256, (16, MIB), np.uint8)
     with cluster.connect("a") as here, cluster.connect("b") as there:
@@ -74,12 +69,12 @@ def test_peers_carry_values_over_an_engine_that_is_required(
             order = np.argsort(batch.keys)
             assert np.array_equal(batch.numpy("x")[order], values)
         bulk = there.stats()["bulk"]
-        assert bulk["bytes_in_over"][engine] >= 16 * MIB
+        assert bulk["bytes_in_over"][ENGINE] >= 16 * MIB
         (path,) = bulk["paths"]["peers"].values()
-        assert path["transport"] == engine and path["tried"][engine]["exact"]
+        assert path["transport"] == ENGINE and path["tried"][ENGINE]["exact"]
     command = [sys.executable, "-m", "dataplane", "probe", "--run", PLANE, "--json"]
     probed = subprocess.run(
-        [*command, "--require", engine], capture_output=True, text=True, check=False, timeout=100
+        [*command, "--require", ENGINE], capture_output=True, text=True, check=False, timeout=100
     )
     assert probed.returncode == 0, probed.stdout + probed.stderr
     assert not json.loads(probed.stdout)["lacking"]

@@ -1,13 +1,15 @@
-"""NIXL over its CPU paths, in real bulk workers. `make test-ucx` installs it and runs this."""
+"""NIXL over its CPU paths, in real bulk workers. `make test-nixl` installs it and runs this."""
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 
 import numpy as np
 import pytest
 
+from dataplane.errors import DeadlineExceeded
 from dataplane.testing import TransportConformance, hosts
 from dataplane.transport import registry
 from dataplane_twin import TwinDevice
@@ -52,3 +54,30 @@ async def test_two_threads_share_large_reads_on_one_host_and_stop_together(
             reader.bytes[:] = 0  # as if the space had been given to somebody else
             assert (await reader.read_in_the_end(owner, last)).nbytes == MIB
             assert not reader.bytes[: 63 * MIB].any()
+
+
+async def test_over_ucx_tcp_a_stopped_owner_is_noticed_and_one_started_anew_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+    async with hosts("nixl") as start:
+        a, b = await start("a", 32 * MIB), await start("b", 32 * MIB)
+        a.fill()
+        copies = a.place(np.arange(32) * MIB, np.full(32, MIB))
+        assert (await b.read(a, copies)).nbytes == 32 * MIB
+        assert np.array_equal(a.bytes, b.bytes)
+        a.signal(signal.SIGSTOP)
+        with pytest.raises(DeadlineExceeded):
+            await b.read(a, copies, timeout_s=0.5)
+        a.signal(signal.SIGKILL)
+        b.bytes[:] = 0
+        await b.read_in_the_end(a, copies)
+        assert np.array_equal(a.bytes, b.bytes)
+
+
+async def test_a_worker_whose_ucx_finds_no_lane_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "self")
+    async with hosts("nixl") as start:
+        a = await start("a")
+        assert a.engine.transport == "tcp" and "nixl failed to start" in a.engine.missing

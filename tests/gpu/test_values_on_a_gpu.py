@@ -171,7 +171,7 @@ def test_a_graph_that_one_thread_captures_is_left_alone_by_what_another_puts_and
     all_free(plane)
 
 
-@pytest.mark.parametrize("way", ["cuda_ipc", "nixl", "ucx"])
+@pytest.mark.parametrize("way", ["cuda_ipc", "nixl"])
 def test_values_go_from_one_peer_to_another_on_the_same_gpu_and_it_is_said_how(
     run_dir: Any, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:

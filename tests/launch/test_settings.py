@@ -97,8 +97,8 @@ def test_a_switch_is_on_or_off() -> None:
 
 
 def test_bulk_tls_and_a_required_engine_exclude_each_other() -> None:
-    with pytest.raises(InvalidConfig, match="ucx cannot encrypt values"):
-        changed(bulk_tls=True, transport=parse_transport("required:ucx"))
+    with pytest.raises(InvalidConfig, match="nixl cannot encrypt values"):
+        changed(bulk_tls=True, transport=parse_transport("required:nixl"))
 
 
 # the table
@@ -120,7 +120,7 @@ TEXTS = {
     "arena": "64MiB",
     "spill": "/tmp:16MiB",
     "device-arena": "cuda@0,2:4MiB",
-    "transport": "off:nixl,ucx",
+    "transport": "off:nixl,shelf",
     "bulk-tls": "1",
     "metrics": "[::1]:9464",
     "linger": "7",

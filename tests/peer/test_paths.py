@@ -17,7 +17,7 @@ from dataplane.wire.tables import Owner
 FAST, SLOW = Trial(2.0, 80.0, True), Trial(0.5, 80.0, True)
 
 
-@pytest.mark.parametrize("text", ["auto", "off", "off:nixl,ucx", "required:nixl"])
+@pytest.mark.parametrize("text", ["auto", "off", "off:nixl,shelf", "required:nixl"])
 def test_a_choice_of_transport_is_shown_as_it_was_made(text: str) -> None:
     assert str(parse_transport(text)) == text
 
@@ -76,23 +76,23 @@ def paths() -> Paths:
 
 
 class FakeSampling:
-    """A peer that runs ucx, and has no room for trials."""
+    """A peer that runs shelf, and has no room for trials."""
 
     engine: Any = SimpleNamespace(transport="nixl")
     mesh: Any = SimpleNamespace(others=SimpleNamespace())
     choice = AUTO
 
     async def ask(self, address: str, device: bool) -> Any:
-        return SimpleNamespace(transport="ucx" if address == "ucx" else "nixl")
+        return SimpleNamespace(transport="shelf" if address == "shelf" else "nixl")
 
     async def tried(self, sampled: Any, *way: Any) -> Trial | None:
-        return FAST if sampled.transport == "ucx" else None
+        return FAST if sampled.transport == "shelf" else None
 
 
 @pytest.mark.parametrize(
     ("peer", "why", "settled"),
     [
-        ("ucx", "this peer runs nixl, but the other peer runs ucx", True),
+        ("shelf", "this peer runs nixl, but the other peer runs shelf", True),
         ("full", "one of the two peers has no arena space for the test", False),
     ],
 )

@@ -61,11 +61,11 @@ def test_a_bare_loop_that_cannot_start_says_why() -> None:
 
 def test_bytes_that_came_over_another_transport_are_no_figure_of_this_one() -> None:
     pulls = object.__new__(Pulls)
-    before = Counted({"tcp": 10, "ucx": 5}, 0, 0)
-    assert pulls.check_transport("ucx", before, Counted({"tcp": 10, "ucx": 25}, 0, 0)) == 20
-    for after in ({"tcp": 11, "ucx": 25}, {"tcp": 30, "ucx": 5}, {"tcp": 10, "ucx": 5}):
-        with pytest.raises(WrongTransport, match="over ucx"):
-            pulls.check_transport("ucx", before, Counted(after, 0, 0))
+    before = Counted({"tcp": 10, "nixl": 5}, 0, 0)
+    assert pulls.check_transport("nixl", before, Counted({"tcp": 10, "nixl": 25}, 0, 0)) == 20
+    for after in ({"tcp": 11, "nixl": 25}, {"tcp": 30, "nixl": 5}, {"tcp": 10, "nixl": 5}):
+        with pytest.raises(WrongTransport, match="over nixl"):
+            pulls.check_transport("nixl", before, Counted(after, 0, 0))
 
 
 def test_a_value_outside_an_arena_counts_as_copied() -> None:

@@ -47,7 +47,11 @@ class TestRanks(TransportConformance):
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("nowhere", "no installed package provides"), ("stranger", "not a subclass of Transport")],
+    [
+        ("nowhere", "no installed package provides"),
+        ("ucx", "choose nixl instead"),
+        ("stranger", "not a subclass of Transport"),
+    ],
 )
 async def test_a_transport_that_does_not_load_is_said_and_tcp_still_works(
     name: str, why: str

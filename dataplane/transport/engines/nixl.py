@@ -1,4 +1,5 @@
-"""NIXL as a transport: one-sided reads of the owner's memory by lists of addresses.
+"""NIXL as a transport, over its UCX backend: one-sided reads of the owner's memory by lists of
+addresses.
 
 Runs in a bulk worker. NIXL has no notifications, so one thread polls it, and makes all calls of an
 agent. Large reads are cut into pieces that take turns, so that a small read does not wait for them.
@@ -20,7 +21,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from contextlib import suppress
 from typing import Any
 
@@ -37,7 +38,6 @@ from dataplane.errors import (
 )
 from dataplane.transport.bulk_frames import MAX_PULL_ITEMS
 from dataplane.transport.engines.cuda_ipc import this_host
-from dataplane.transport.engines.libucp import settle
 from dataplane.transport.engines.region import OpenRegion, Stretch, Stretches
 from dataplane.transport.seam import (
     Capabilities,
@@ -70,6 +70,20 @@ CHECK_S = 0.05
 SPARE_LIVES = 4
 """Earlier lives of an owner's worker that are kept loaded."""
 BACKEND = "UCX"
+
+UCX_SETTINGS = {
+    # slower than ours wherever it was measured, and its listeners take anybody
+    "UCX_TLS": "^tcp",
+    # error handling would silently leave out shared memory (7 → 0.7 GB/s); with this both stay
+    "UCX_POSIX_ERROR_HANDLING": "y",
+    # without NVLink, reads between GPUs are off unless asked for (0.5 against 49 GB/s reported)
+    "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",
+    # it warns of variables that it does not know: of another release's, for one
+    "UCX_WARN_UNUSED_ENV_VARS": "n",
+    # it logs to standard output, which is not ours to write to
+    "UCX_LOG_FILE": "stderr",
+}
+"""How UCX is set up in a bulk worker. The user's own settings take precedence."""
 
 Piece = tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]
 """Local and remote rows of address, length, device."""
@@ -247,9 +261,15 @@ def _pieces(request: ReadRequest, held: Held, own: Stretches, theirs: Stretches)
     ]
 
 
+def set_up_ucx(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set UCX's variables. Call this before UCX is loaded, because it reads them once."""
+    for name, value in UCX_SETTINGS.items():
+        environ.setdefault(name, value)
+
+
 def _agent(name: str) -> Any:
     """A NIXL agent with the UCX backend alone. TransportMissing says why there is none."""
-    settle()
+    set_up_ucx()
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     nixl = _imported()
     try:

@@ -36,7 +36,7 @@ def measure(
     """The report's `gpu`. nbytes: of each large value. tick(done, all): after each round."""
     samples: Samples = defaultdict(list)
     arena = f"{4 * ROWS * nbytes // MIB}MiB"
-    options = ["--transport", "off:nixl,ucx", "--device-arena", f"{gpu.kind}{arena}"]
+    options = ["--transport", "off:nixl", "--device-arena", f"{gpu.kind}{arena}"]
     with clients("ab", arena, *options, devices="required") as (near, far):
         figures = _Figures(gpu, near, far, nbytes, samples)
         for nth in range(rounds + 1):

@@ -17,7 +17,7 @@ from dataplane.transport import registry
 from tests.cluster import Failed, clients
 from tests.perf.gpu.device import Gpu
 
-WAYS = ("cuda_ipc", "nixl", "ucx", "nccl")
+WAYS = ("cuda_ipc", "nixl", "nccl")
 MIB = 1 << 20
 ROWS = 8
 CLAIM_S = 60.0

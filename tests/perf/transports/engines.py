@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import select
 import socket
-from collections import deque
 from typing import Any, Protocol
 
 import msgspec
@@ -66,69 +65,6 @@ class SocketEnd:
             at += got
 
 
-class UcxEnd:
-    """A UCP worker: gets of PIECE_BYTES, as many under way as its shared memory holds."""
-
-    def __init__(self, memory: Memory) -> None:
-        from dataplane.transport.engines.libucp import UcpWorker, settle
-        from dataplane.transport.engines.ucx import _binding
-
-        settle()
-        binding = _binding()
-        features = binding.Feature.RMA, binding.Feature.WAKEUP
-        context = binding.UCXContext({}, feature_flags=features)
-        worker = binding.UCXWorker(context)
-        self._alive = memory, context, worker
-        self._ucp = UcpWorker(int(context.handle), int(worker.handle))
-        self._base = memory.ctypes.data
-        key = self._ucp.register(self._base, memory.nbytes)
-        self.card = msgspec.msgpack.encode((self._ucp.address(), key, self._base))
-        self._poll = select.poll()
-        self._poll.register(self._ucp.event_fd, select.POLLIN)
-
-    def serve(self) -> None:
-        while True:
-            while self._ucp.progress():
-                pass
-            self._sleep(1000)
-
-    def connect(self, card: bytes) -> None:
-        address, key, self._there = msgspec.msgpack.decode(card, type=tuple[bytes, bytes, int])
-        self._line = self._ucp.connect(address, key)
-
-    def read(self, count: int, size: int) -> None:
-        from dataplane.transport.engines.libucp import PENDING
-        from dataplane.transport.engines.ucx import MEMORY_WINDOW_BYTES, PIECE_BYTES, WINDOW
-
-        step = min(size, PIECE_BYTES)
-        left = deque(
-            (at + part, min(step, size - part))
-            for at in range(0, count * size, size)
-            for part in range(0, size, step)
-        )
-        under_way: deque[tuple[int, int]] = deque()
-        in_all = 0
-        while left or under_way:
-            while left and len(under_way) < WINDOW and in_all < MEMORY_WINDOW_BYTES:
-                at, nbytes = left.popleft()
-                request = self._line.get(self._base + at, nbytes, self._there + at)
-                if request:
-                    under_way.append((request, nbytes))
-                    in_all += nbytes
-            went_on = self._ucp.progress()
-            while under_way and (status := self._ucp.status(under_way[0][0])) != PENDING:
-                if status:
-                    raise OSError(f"UCX: {self._ucp.text(status)}")
-                in_all -= under_way.popleft()[1]
-                went_on = True
-            if not went_on:
-                self._sleep(50)
-
-    def _sleep(self, milliseconds: int) -> None:
-        if self._ucp.arm():
-            self._poll.poll(milliseconds)
-
-
 class NixlEnd:
     """A NIXL agent: one transfer for all values, polled to its end."""
 
@@ -170,4 +106,4 @@ class NixlEnd:
             raise OSError(f"NIXL: the transfer ended as {state}")
 
 
-ENGINES: dict[str, type[End]] = {"tcp": SocketEnd, "nixl": NixlEnd, "ucx": UcxEnd}
+ENGINES: dict[str, type[End]] = {"tcp": SocketEnd, "nixl": NixlEnd}

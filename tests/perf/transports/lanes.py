@@ -19,7 +19,7 @@ from tests.perf.transports.pulls import Pulls, WrongTransport
 from tests.perf.transports.shapes import SHAPES, Shape
 from tests.perf.transports.told import figures
 
-TRANSPORTS = ("tcp", "nixl", "ucx")
+TRANSPORTS = ("tcp", "nixl")
 ARENA = "2304MiB"
 """Of each peer: room for two of the largest batches."""
 BLOCK_BYTES = 256 << 20

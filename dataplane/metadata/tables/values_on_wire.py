@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-from dataplane.errors import InvalidRows, LimitExceeded, ProtocolError
+from dataplane.errors import InvalidRows, LimitExceeded, ProtocolError, counted
 from dataplane.memory.extents import PAGE_BYTES
 from dataplane.metadata.tables.bits import all_of, bytes_of, in_bytes, picked, rows_of
 from dataplane.metadata.tables.names import PROGRESS
@@ -264,6 +264,24 @@ def check_sizes(values: wire.Values, most_chunks: int = MAX_CHUNKS_PER_MESSAGE) 
             "write fewer fields per call",
             limit=MAX_LAYOUT_BYTES,
         )
+
+
+def check_owners(values: wire.Values) -> None:
+    """Raise ProtocolError unless each chunk has an owner of the message, and a number and a size of
+    0 or more."""
+    owners = len(values.owners)
+    for chunk in values.chunks:
+        if not 0 <= chunk.owner < owners:
+            raise ProtocolError(
+                f"invalid owner {chunk.owner} of chunk {chunk.number}: expected an index into the "
+                f"{counted(owners, 'owner')} of the message. Install the same dataplane release "
+                "everywhere"
+            )
+        if chunk.number < 0 or chunk.nbytes < 0:
+            raise ProtocolError(
+                f"invalid chunk {chunk.number} of {chunk.nbytes} bytes: expected a number and a "
+                "size of 0 or more. Install the same dataplane release everywhere"
+            )
 
 
 def _check_fields(fields: Sequence[str]) -> None:

@@ -20,7 +20,7 @@ from dataplane.errors import LeaseExpired, ProtocolError, RowsGone, RowsLost, Un
 from dataplane.memory.space import PULLER
 from dataplane.metadata.shard import inspection, rows_out
 from dataplane.metadata.tables.references import Array, ranges_of
-from dataplane.metadata.tables.values_on_wire import message_bytes
+from dataplane.metadata.tables.values_on_wire import check_owners, message_bytes
 from dataplane.peer.host import Caller, Host, call_context
 from dataplane.peer.net.router import Router
 from dataplane.peer.pull.device_pulls import DevicePulls
@@ -60,8 +60,10 @@ class Reading:
         self, table: Table, holder: int, *, in_place: bool = True
     ) -> Resolved | Awaitable[Resolved]:
         """Resolve a table, at once if all chunks are here, else after pulling them. in_place:
-        also on devices, if the holder maps those."""
+        also on devices, if the holder maps those. Raises ProtocolError for a chunk without a
+        valid owner: the table may be another peer's."""
         values = table.values
+        check_owners(values)
         named = None if values.owners in _NONE_IN_ARENAS else _Named(values)
         if named is None or not named.at:
             return _with_places(table, bytes(EXTENT.itemsize * len(values.chunks))), 0
@@ -209,23 +211,11 @@ class _Named:
         self.at, self.owner_of, self.nbytes = list[int](), list[Owner](), list[int]()
         numbers = list[int]()
         for at, chunk in enumerate(values.chunks):
-            number, nbytes = chunk.number, chunk.nbytes
-            if not 0 <= chunk.owner < len(owners):
-                raise ProtocolError(
-                    f"invalid owner {chunk.owner} of chunk {number}: expected an index into the "
-                    f"{len(owners)} owners of the message. Install the same dataplane release "
-                    "everywhere"
-                )
-            if number < 0 or nbytes < 0:
-                raise ProtocolError(
-                    f"invalid chunk {number} of {nbytes} bytes: expected a number and a size of 0 "
-                    "or more. Install the same dataplane release everywhere"
-                )
             if not inline[chunk.owner]:
                 self.at.append(at)
                 self.owner_of.append(owners[chunk.owner])
-                self.nbytes.append(nbytes)
-                numbers.append(number)
+                self.nbytes.append(chunk.nbytes)
+                numbers.append(chunk.number)
         self.owners = dict.fromkeys(self.owner_of).keys()
         self.ranges = ranges_of(np.array(numbers, U8))
 

@@ -24,7 +24,7 @@ from dataplane.memory.space import PULLER
 from dataplane.metadata.shard import inspection, reasons
 from dataplane.metadata.shard.reasons import Subject
 from dataplane.metadata.tables.references import Array
-from dataplane.metadata.tables.values_on_wire import pulled
+from dataplane.metadata.tables.values_on_wire import check_owners, pulled
 from dataplane.peer.host import Entry, Host, call_context
 from dataplane.peer.notices import Telling, Why
 from dataplane.peer.tasks import within
@@ -401,9 +401,11 @@ class Room:
         )
 
     def needed(self, table: Table) -> int:
-        """The bytes that a granted table pulls to this host."""
+        """The bytes that a granted table pulls to this host. Raises ProtocolError for a chunk
+        without a valid owner."""
         owners, here = table.values.owners, self._host.address
         if all([not one.peer or one.peer == here for one in owners]):
             return 0
+        check_owners(table.values)
         chunks = [(owners[chunk.owner], chunk.nbytes) for chunk in table.values.chunks]
         return pulled(chunks, here)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 COMMAND_CHARACTERS = 60
@@ -16,11 +16,13 @@ RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process of this pid namespace. started: in clock ticks since the host's boot."""
+    """A process of this pid namespace. started: in clock ticks since the host's boot. state: its
+    letter in /proc, which is not a part of what it is."""
 
     pid: int
     parent: int
     started: int
+    state: str = field(default="", compare=False)
 
     @property
     def identity(self) -> str:
@@ -36,17 +38,13 @@ def read(pid: int) -> Process | None:
         return None
     # The second field is the program's name in brackets, and may have brackets in it.
     state, parent, *fields = stat.rpartition(")")[2].split()
-    return None if state in "ZX" else Process(pid, int(parent), int(fields[17]))
+    return None if state in "ZX" else Process(pid, int(parent), int(fields[17]), state)
 
 
 def is_stopped(pid: int) -> bool:
     """Whether a process is stopped, by SIGSTOP or a debugger. False where it is not visible."""
-    try:
-        # The name in brackets may contain anything; the state comes behind it.
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return False
-    return state in ("T", "t")
+    process = read(pid)
+    return process is not None and process.state in ("T", "t")
 
 
 def this() -> Process:

@@ -5,7 +5,7 @@ in programs that start peers. An argument takes precedence over a variable, and 
 variable. A peer gets its settings on its command line, however it is started. A peer that
 `connect()` or Ray starts reads no variable of dataplane, so it runs with what was read once.
 
-docs/settings.md is generated from this table.
+docs/settings.md has this table (tests/launch/test_settings.py).
 """
 
 from __future__ import annotations
@@ -466,14 +466,3 @@ class PeerConfig:
                 listen=self.listen,
                 seeds=self.seeds,
             )
-
-
-def page() -> str:
-    """The table as docs/settings.md has it, in Markdown."""
-    lines = ["| variable, option | value | meaning | default |", "|---|---|---|---|"]
-    for one in TABLE:
-        names = [f"`{one.env}`"] * one.variable + [f"`{one.flag}`"] * one.option
-        form = f"`{one.form}`" if one.form else "1 or 0"
-        only = " (peers of `connect()` and Ray)" if one.of == "peers of connect()" else ""
-        lines.append(f"| {', '.join(names)} | {form} | {one.help}{only} | {one.default} |")
-    return "\n".join(lines) + "\n"

@@ -8,6 +8,7 @@ overhead, idle and wasted. A span that may overlap another of the same worker ha
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import os
 import re
@@ -176,12 +177,12 @@ def _made(run: str, wanted: list[str]) -> tuple[Any, Any]:
         tracers: Any = trace.get_tracer_provider()
         if not isinstance(tracers, TracerProvider):
             tracers = TracerProvider(resource=resource)
-            tracers.add_span_processor(BatchSpanProcessor(_span_exporter()))
+            tracers.add_span_processor(BatchSpanProcessor(_exporter("TRACES", "OTLPSpanExporter")))
         tracer = tracers.get_tracer(SCOPE)
     if "metrics" in wanted:
         meters: Any = metrics.get_meter_provider()
         if not isinstance(meters, MeterProvider):
-            reader = PeriodicExportingMetricReader(_metric_exporter())
+            reader = PeriodicExportingMetricReader(_exporter("METRICS", "OTLPMetricExporter"))
             meters = MeterProvider([reader], resource=resource)
         seconds = meters.get_meter(SCOPE).create_counter(
             "rl.dataplane.seconds",
@@ -192,30 +193,13 @@ def _made(run: str, wanted: list[str]) -> tuple[Any, Any]:
     return tracer, seconds
 
 
-def _is_grpc(signal: str) -> bool:
-    """Whether the variables name gRPC for a signal; without them OTLP goes over HTTP."""
+def _exporter(signal: str, name: str) -> Any:
+    """The exporter of a signal, over gRPC where the variables name it, else over HTTP."""
     general = os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
-    return os.environ.get(f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL", general) == "grpc"
-
-
-def _span_exporter() -> Any:
-    if _is_grpc("TRACES"):
-        from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as grpc
-
-        return grpc.OTLPSpanExporter()
-    from opentelemetry.exporter.otlp.proto.http import trace_exporter as http
-
-    return http.OTLPSpanExporter()
-
-
-def _metric_exporter() -> Any:
-    if _is_grpc("METRICS"):
-        from opentelemetry.exporter.otlp.proto.grpc import metric_exporter as grpc
-
-        return grpc.OTLPMetricExporter()
-    from opentelemetry.exporter.otlp.proto.http import metric_exporter as http
-
-    return http.OTLPMetricExporter()
+    protocol = os.environ.get(f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL", general)
+    package = f"opentelemetry.exporter.otlp.proto.{'grpc' if protocol == 'grpc' else 'http'}"
+    module = "trace_exporter" if signal == "TRACES" else "metric_exporter"
+    return getattr(importlib.import_module(f"{package}.{module}"), name)()
 
 
 def _links(parents: Iterable[object]) -> list[Any]:

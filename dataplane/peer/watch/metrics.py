@@ -246,15 +246,6 @@ def _bytes_of_rows(values: tables.Values) -> int:
     return sum([one.nbytes * min(rows[n], one.rows) // max(1, one.rows) for n, one in chunks])
 
 
-def page() -> str:
-    """The table of docs/observe.md, in Markdown."""
-    lines = ["| about | metrics |", "|---|---|"]
-    for about, group in GROUPS.items():
-        names = ["call_seconds{call}", *group] if about == "calls" else list(group)
-        lines.append(f"| {about} | {', '.join(f'`{name}`' for name in names)} |")
-    return "\n".join(lines) + "\n"
-
-
 def serves(peer: Peer) -> bool:
     """Whether this peer answers client calls now, as `/readyz` reports."""
     return peer.door.is_open and peer.host.serving.is_sure()

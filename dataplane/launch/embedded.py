@@ -38,13 +38,7 @@ from dataplane.errors import (
 from dataplane.launch import discovery, processes, rundir, runs, settings
 from dataplane.launch.ending import FreshStart
 from dataplane.launch.settings import PeerConfig
-from dataplane.launch.values import (
-    AUTO,
-    Spill,
-    allowed_memory_bytes,
-    check_peer_name,
-    parse_address,
-)
+from dataplane.launch.values import allowed_memory_bytes, check_peer_name, parse_address
 from dataplane.version import __version__
 from dataplane.wire.messages import HelloDone
 
@@ -327,34 +321,26 @@ def peer_config(
         place = discovery.Place(value("seeds") or (), listen)
     elif place is None:
         place = discovery.find_place(run, environ)
-    arena_bytes: int | None = value("arena")
-    if arena_bytes is None:
-        arena_bytes = allowed_memory_bytes() // 4
-    spill: Spill | None = value("spill")
-    linger_s, unread_s = value("linger"), value("linger-unread")
-    unread_s = linger_s if unread_s is None else unread_s
+    own = {"run", "listen", "seeds"}
+    fields = {
+        one.field: text
+        for one in settings.OF_PEERS
+        if one.name not in own and (text := value(one.name)) is not None
+    }
+    fields.setdefault("name", "a")
+    fields.setdefault("linger_unread_s", fields.get("linger_s"))
     if starter is not None:
-        linger_s = settings.LINGER_S if linger_s is None else linger_s
-        unread_s = settings.LINGER_UNREAD_S if unread_s is None else unread_s
+        fields.setdefault("linger_s", settings.LINGER_S)
+        if fields["linger_unread_s"] is None:
+            fields["linger_unread_s"] = settings.LINGER_UNREAD_S
+    if "arena_bytes" not in fields:
+        fields["arena_bytes"] = allowed_memory_bytes() // 4
+    if "run_dir" not in fields:
+        fields["run_dir"] = rundir.run_dir(environ)
+    if place.join and not listen:
+        fields["join"] = True
     return PeerConfig(
-        run=run,
-        name=value("name") or "a",
-        listen=listen or place.listen,
-        seeds=place.seeds,
-        arena_bytes=arena_bytes,
-        run_dir=value("run-dir") or rundir.run_dir(environ),
-        linger_s=linger_s,
-        linger_unread_s=unread_s,
-        starter=starter,
-        token=value("token-file"),
-        join=value("join") or (place.join and not listen),
-        roster=value("roster") or (),
-        lost_after_s=value("lost-after") or settings.LOST_AFTER_S,
-        spill=spill.beside(arena_bytes) if spill else None,
-        metrics=value("metrics"),
-        transport=value("transport") or AUTO,
-        bulk_tls=bool(value("bulk-tls")),
-        device_arena=value("device-arena"),
+        run=run, listen=listen or place.listen, seeds=place.seeds, starter=starter, **fields
     )
 
 

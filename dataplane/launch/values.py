@@ -252,7 +252,7 @@ _PAGE_BYTES = 4096
 @dataclass(frozen=True, slots=True)
 class Spill:
     """The spill directory. base: the DIR that was given. size_bytes: the disk space that one
-    peer may use; 0 until the arena's size is known: `ARENAS` times that."""
+    peer may use; 0: `ARENAS` times its arena."""
 
     base: Path
     size_bytes: int
@@ -260,9 +260,10 @@ class Spill:
     def __str__(self) -> str:
         return f"{self.base}:{self.size_bytes}" if self.size_bytes else str(self.base)
 
-    def beside(self, arena_bytes: int) -> Spill:
-        """The same with its size, at a peer that has such an arena."""
-        return self if self.size_bytes else Spill(self.base, _pages(ARENAS * arena_bytes))
+    def file_bytes(self, arena_bytes: int) -> int:
+        """The size of the file of a peer with such an arena, in whole pages."""
+        nbytes = self.size_bytes or ARENAS * arena_bytes
+        return nbytes // _PAGE_BYTES * _PAGE_BYTES
 
     def folder(self) -> Path:
         """The directory of the peer's file, created if missing. Raises InvalidConfig unless it
@@ -289,13 +290,9 @@ def parse_spill(text: str) -> Spill:
             size_bytes=size_bytes,
             minimum=MIN_SPILL_BYTES,
         )
-    spill = Spill(base, _pages(size_bytes))
+    spill = Spill(base, size_bytes)
     spill.folder()
     return spill
-
-
-def _pages(nbytes: int) -> int:
-    return nbytes // _PAGE_BYTES * _PAGE_BYTES
 
 
 # metrics

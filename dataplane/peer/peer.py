@@ -260,7 +260,8 @@ class Peer:
         host = self.host
         name = f"{host.plane}\0{host.name}\0{host.incarnation}"
         file = SpillFile(spill.folder(), name, host.arena.view)
-        return Spilling(host, self.mesh, self.room, file, spill.size_bytes)
+        size_bytes = spill.file_bytes(self.config.arena_bytes)
+        return Spilling(host, self.mesh, self.room, file, size_bytes)
 
     def _bulk(self) -> tuple[str, str, str]:
         engine = self.pulls.engine

@@ -13,13 +13,12 @@ from dataplane.metadata.tables.bits import all_of, bits_of, rows_of
 from dataplane.metadata.tables.pieces import (
     UNUSED,
     Chunk,
-    MessagePiece,
+    Part,
     Piece,
     Pieces,
-    distributed,
-    divided,
     nbytes_of,
     pieces_of,
+    split,
 )
 from dataplane.metadata.tables.values_on_wire import OutgoingValues, values_in
 from dataplane.wire import tables as wire
@@ -53,12 +52,29 @@ def chunk_of(rows: int, number: int) -> Chunk:
     return Chunk(OWNERS[number % 2], number, rows, 100, b"layout")
 
 
+def piece(
+    chunk: Chunk,
+    fields: tuple[str, ...],
+    base: int,
+    given: int,
+    first: int = 0,
+    at: tuple[int, ...] | None = None,
+) -> Piece:
+    """A piece of a message."""
+    return Piece(chunk, fields, given, given, first, at, "", base)
+
+
+def new_blocks(parts: Sequence[Sequence[int]]) -> list[Part]:
+    """Each of these lists of rows as a block of its own."""
+    return [(rows, range(len(rows)), len(rows)) for rows in parts]
+
+
 class Message:
     """Columns of some rows of a message, in chunks."""
 
     def __init__(self, draw: st.DrawFn, count: int, first_number: int) -> None:
         self.chunks: list[Chunk] = []
-        self.pieces: list[MessagePiece] = []
+        self.pieces: list[Piece] = []
         self.cells: Cells = {}
         self.numbers: dict[int, int] = {}
         fields = list(draw(st.permutations(FIELDS)))[: draw(st.integers(0, len(FIELDS)))]
@@ -87,9 +103,9 @@ class Message:
                 given = bits_of(row - start for row in rows)
                 follow = at == list(range(skipped, skipped + len(rows)))
                 self.pieces.append(
-                    MessagePiece(chunk, fields, start, given, skipped, None)
+                    piece(chunk, fields, start, given, skipped, None)
                     if follow
-                    else MessagePiece(chunk, fields, start, given, 0, tuple(at))
+                    else piece(chunk, fields, start, given, 0, tuple(at))
                 )
             for row, place in zip(rows, at, strict=True):
                 for column, field in enumerate(fields):
@@ -121,7 +137,7 @@ def test_a_message_is_divided_into_blocks(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 24))
     message = data.draw(messages(count))
     parts = parts_of(data.draw, count)
-    divisions = divided(message.pieces, parts)
+    divisions = split(message.pieces, new_blocks(parts))
     assert [one.count for one in divisions] == [len(rows) for rows in parts]
     for rows, mine in zip(parts, divisions, strict=True):
         assert cells_of(mine, message.numbers) == {
@@ -137,10 +153,9 @@ def test_values_that_lie_all_over_a_message_are_looked_at_once() -> None:
     rows, values = 65_536, 4_096
     every = sum(1 << row for row in range(0, rows, values))
     pieces = [
-        MessagePiece(Chunk(OWNERS[0], n + 1, 1, 9), ("a",), n, every, 0, (0,) * 16)
-        for n in range(values)
+        piece(Chunk(OWNERS[0], n + 1, 1, 9), ("a",), n, every, 0, (0,) * 16) for n in range(values)
     ]
-    found = divided(pieces, [range(at, at + 2) for at in range(0, rows, 2)])
+    found = split(pieces, new_blocks([range(at, at + 2) for at in range(0, rows, 2)]))
     assert [[part.chunk.number for part in one.parts] for one in found[2047:2050]] == [
         [4095, 4096],
         [1, 2],
@@ -157,7 +172,7 @@ def test_rows_of_many_blocks_that_exist_get_their_values_in_any_order(data: st.D
         (data.draw(st.permutations(rows)), data.draw(st.permutations(range(24)))[: len(rows)], 24)
         for rows in parts_of(data.draw, count)
     ]
-    for (at, rows, _), mine in zip(parts, distributed(message.pieces, parts), strict=True):
+    for (at, rows, _), mine in zip(parts, split(message.pieces, parts), strict=True):
         assert cells_of(mine, message.numbers) == {
             (there, field): message.cells[row, field]
             for row, there in zip(at, rows, strict=True)
@@ -188,7 +203,7 @@ def test_a_block_through_its_life(data: st.DataObject) -> None:
             message = draw(messages(count, 1_000 * len(kept_alive)))
             kept_alive.append(message)
             numbers |= message.numbers
-            whole = divided(message.pieces, [range(count)])[0]
+            whole = split(message.pieces, new_blocks([range(count)]))[0]
             keep = draw(st.booleans())
             steps = [whole]
             if move == "row by row":  # as parts of an add that are acked one by one
@@ -218,15 +233,14 @@ def test_a_block_through_its_life(data: st.DataObject) -> None:
 def test_a_message_of_many_groups_is_divided_in_one_pass() -> None:
     groups, size = 2_000, 16
     pieces = [
-        MessagePiece(chunk_of(size, 1), ("a", "b"), group * size, all_of(size))
-        for group in range(groups)
+        piece(chunk_of(size, 1), ("a", "b"), group * size, all_of(size)) for group in range(groups)
     ]
     inline = [
-        MessagePiece(chunk_of(256, 1), ("c",), start, all_of(256))
+        piece(chunk_of(256, 1), ("c",), start, all_of(256))
         for start in range(0, groups * size, 256)
     ]
     parts = [range(group * size, (group + 1) * size) for group in range(groups)]
-    found = divided([*pieces, *inline], parts)
+    found = split([*pieces, *inline], new_blocks(parts))
     assert all(one.having("abc") == all_of(size) for one in found)
     assert sorted(part.first for part in found[17].parts) == [0, 16]
 
@@ -234,8 +248,8 @@ def test_a_message_of_many_groups_is_divided_in_one_pass() -> None:
 def test_rows_of_a_message_reach_thousands_of_blocks_in_one_pass() -> None:
     count = 4_096
     order = [(row * 1_031) % count for row in range(count)]
-    pieces = [MessagePiece(chunk_of(32, 1), ("a",), at, all_of(32)) for at in range(0, count, 32)]
-    found = distributed(pieces, [([row], [0], 1) for row in order])
+    pieces = [piece(chunk_of(32, 1), ("a",), at, all_of(32)) for at in range(0, count, 32)]
+    found = split(pieces, [([row], [0], 1) for row in order])
     assert [one.parts[0].first for one in found] == [row % 32 for row in order]
 
 
@@ -254,7 +268,7 @@ def test_values_that_rows_share_count_once() -> None:
 def on_wire(data: st.DataObject, count: int) -> tuple[wire.Values, list[Message], Cells]:
     """Rows of two blocks as a message, the messages that brought them, and what each row has."""
     brought = [data.draw(messages(count, 1 + 1_000 * n)) for n in range(2)]
-    blocks = [divided(one.pieces, [range(count)])[0] for one in brought]
+    blocks = [split(one.pieces, new_blocks([range(count)]))[0] for one in brought]
     taken = [data.draw(st.integers(1, all_of(count))) for _ in blocks]
     fields = data.draw(st.none() | st.sets(st.sampled_from(FIELDS)).map(sorted))
     expected, base = Cells(), 0
@@ -280,7 +294,7 @@ def test_rows_arrive_as_they_left(data: st.DataObject) -> None:
     rows = 1 + max([row for row, _ in expected], default=0)
     block = values_in(arrived, rows, lambda owner, number: None).block
     placed = values_in(arrived, rows, lambda owner, number: None).pieces
-    assert len(divided(placed, [range(rows)])[0].parts) == len(block.parts)
+    assert len(split(placed, new_blocks([range(rows)]))[0].parts) == len(block.parts)
     assert {cell: at[1:] for cell, at in expected.items()} == {
         cell: at[1:]
         for cell, at in cells_of(block, dict.fromkeys(map(id, block.chunks), 0)).items()
@@ -315,7 +329,7 @@ def test_what_does_not_fit_is_a_typed_error(data: st.DataObject) -> None:
         placed = values_in(arrived, count, lambda owner, number: None).pieces
     except (DataplaneError, msgspec.ValidationError):
         return
-    block = divided(placed, [range(count)])[0]
+    block = split(placed, new_blocks([range(count)]))[0]
     for part in block.parts:
         assert all(0 <= row < part.chunk.rows for row in part.chunk_rows(part.live))
     cells_of(block, dict.fromkeys(map(id, block.chunks), 0))

@@ -16,7 +16,7 @@ from dataplane.metadata.shard.puts import add_fields, check_added
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables import tags as tagging
 from dataplane.metadata.tables.bits import rows_of
-from dataplane.metadata.tables.pieces import Pieces, distributed, divided
+from dataplane.metadata.tables.pieces import Pieces, split
 from dataplane.metadata.tables.values_on_wire import IncomingValues
 from dataplane.wire.events import Reason
 from dataplane.wire.messages import Finish
@@ -113,9 +113,7 @@ def _added(arrived: IncomingValues, parts: Sequence[Part]) -> list[tuple[Part, P
     every = range(arrived.shape.count)
     if len(parts) == 1 and parts[0].at == parts[0].rows == every == range(parts[0].block.count):
         return [(parts[0], arrived.block)]  # all rows of a block, in their order
-    if all([isinstance(p.at, range) and p.rows == range(p.block.count) for p in parts]):
-        return list(zip(parts, divided(arrived.pieces, [p.at for p in parts]), strict=True))
-    mine = distributed(arrived.pieces, [(p.at, p.rows, p.block.count) for p in parts])
+    mine = split(arrived.pieces, [(p.at, p.rows, p.block.count) for p in parts])
     return list(zip(parts, mine, strict=True))
 
 

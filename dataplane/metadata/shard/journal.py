@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from dataplane.errors import DataplaneError, ProtocolError
 from dataplane.metadata.shard import finishes, plans
@@ -44,7 +45,7 @@ from dataplane.metadata.tables.bits import all_of, bytes_of, in_bytes, rows_of
 from dataplane.metadata.tables.incoming import different
 from dataplane.metadata.tables.keys import keys_in
 from dataplane.metadata.tables.names import KEY_BYTES, PROGRESS
-from dataplane.metadata.tables.pieces import Pieces, divided, pieces_of
+from dataplane.metadata.tables.pieces import Pieces, pieces_of, split
 from dataplane.metadata.tables.tags import MISSING
 from dataplane.metadata.tables.values_on_wire import OutgoingValues
 from dataplane.wire import tables as wire
@@ -282,11 +283,13 @@ def _given(store: Store, op: Given, now: float) -> None:
         )
     pieces = arrived.pieces
     if op.by:
-        pieces = [one._replace(by=by) for one, by in zip(pieces, op.by, strict=True)]
-    spans = pairwise(accumulate(counts, initial=0))
-    split = divided(pieces, [range(start, end) for start, end in spans])
+        writers = zip(pieces, op.by, strict=True)
+        pieces = [replace(one, by=by) for one, by in writers]
+    spans = zip(counts, accumulate(counts), strict=True)
+    homes = [(range(end - count, end), range(count), count) for count, end in spans]
+    given = split(pieces, homes)
     store.hold(arrived)
-    for block, mine in zip(blocks, split, strict=True):
+    for block, mine in zip(blocks, given, strict=True):
         gone = all_of(block.count) & ~block.live
         if gone and any([mine.live(field) & gone for field in mine.fields]):
             raise _Mismatch(

@@ -37,7 +37,7 @@ from dataplane.metadata.tables.bits import rows_of
 from dataplane.metadata.tables.incoming import RowsIn, rows_in
 from dataplane.metadata.tables.keys import Keys, some_of
 from dataplane.metadata.tables.names import format_minted
-from dataplane.metadata.tables.pieces import Pieces, distributed, divided
+from dataplane.metadata.tables.pieces import Pieces, split
 from dataplane.metadata.tables.remembered import of_group
 from dataplane.metadata.tables.values_on_wire import IncomingValues
 from dataplane.wire.events import Kind, Record
@@ -162,8 +162,8 @@ def _enter(state: State, plan: PutPlan, op: Put, arrived: IncomingValues) -> int
     parts = [] if plan.known is None else _known_parts(plan)
     known = [part.block for part in parts]
     homes = [(plan.places(part.at), part.rows, part.block.count) for part in parts]
-    split = distributed(arrived.pieces, homes) if parts else []
-    for part, mine in zip(parts, split, strict=True):
+    given = split(arrived.pieces, homes) if parts else []
+    for part, mine in zip(parts, given, strict=True):
         state.merge(part.block, mine, keep=False)
         if plan.tags:
             tags = tagging.only(plan.tags, part.at, rows.count)
@@ -426,11 +426,12 @@ def enter_rows(state: State, plan: PutPlan, arrived: IncomingValues) -> list[Blo
     rows, parts = plan.rows, new_parts(plan)
     whole = len(parts) == 1 and len(plan.new) == rows.count
     if whole and plan.taken is None:
-        split = [arrived.block]
+        given = [arrived.block]
     else:
-        split = divided(arrived.pieces, [plan.places(at) for _, at in parts])
+        homes = [(plan.places(at), range(len(at)), len(at)) for _, at in parts]
+        given = split(arrived.pieces, homes)
     blocks = []
-    for (group, at), mine in zip(parts, split, strict=True):
+    for (group, at), mine in zip(parts, given, strict=True):
         names = rows.names
         if names is not None and not whole:
             names = [names[i] for i in at]

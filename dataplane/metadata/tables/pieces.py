@@ -16,7 +16,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 import msgspec
 
@@ -52,7 +51,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False, eq=False):
     """fields: by column of the chunk. given: the rows of the block that the chunk has rows for.
     live: those of them that still have these values. at: the chunk row of each given row, where
     these do not follow each other from `first` on. by: the stage that added the values; "": a put
-    brought them."""
+    brought them. base: of a piece of a message, the row that is bit 0 of `given`."""
 
     chunk: Chunk
     fields: tuple[str, ...]
@@ -61,6 +60,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False, eq=False):
     first: int = 0
     at: tuple[int, ...] | None = None
     by: str = ""
+    base: int = 0
 
     def chunk_rows(self, bits: int) -> Sequence[int]:
         """The chunk row of each of these given rows, in their order."""
@@ -75,25 +75,14 @@ class Piece(msgspec.Struct, frozen=True, gc=False, eq=False):
         ]
 
 
-class MessagePiece(NamedTuple):
-    """A piece of a message: `given` counts from the row `base` of the message."""
-
-    chunk: Chunk
-    fields: tuple[str, ...]
-    base: int
-    given: int
-    first: int = 0
-    at: tuple[int, ...] | None = None
-    by: str = ""
-
-
 SHARED_SHAPE_BYTES = 8 << 10
 """Larger shapes are not shared, because they hardly repeat. This bounds the memory of those that
 are."""
 
 
 class Place(msgspec.Struct, frozen=True, gc=False):
-    """A piece without its chunk. chunk: which of the block's. The rest is as in `Piece`."""
+    """A piece without its chunk. chunk: which of the block's or message's. The rest is as in
+    `Piece`."""
 
     chunk: int
     fields: tuple[str, ...]
@@ -102,6 +91,13 @@ class Place(msgspec.Struct, frozen=True, gc=False):
     first: int = 0
     at: tuple[int, ...] | None = None
     by: str = ""
+    base: int = 0
+
+
+def piece_of(at: Place, chunks: Sequence[Chunk]) -> Piece:
+    """Return the piece at this place, in one of these chunks."""
+    chunk = chunks[at.chunk]
+    return Piece(chunk, at.fields, at.given, at.live, at.first, at.at, at.by, at.base)
 
 
 class BlockShape(msgspec.Struct, frozen=True, gc=False, eq=False):
@@ -156,13 +152,7 @@ class Pieces(msgspec.Struct, frozen=True, gc=False, eq=False):
     @property
     def parts(self) -> tuple[Piece, ...]:
         """The pieces one by one."""
-        chunks = self.chunks
-        return tuple(
-            [
-                Piece(chunks[one.chunk], one.fields, one.given, one.live, one.first, one.at, one.by)
-                for one in self.shape.places
-            ]
-        )
+        return tuple([piece_of(one, self.chunks) for one in self.shape.places])
 
     @property
     def count(self) -> int:
@@ -278,58 +268,39 @@ def pieces_of(count: int, parts: Sequence[Piece] = ()) -> Pieces:
     return Pieces(shape_of(count, tuple(places)), tuple(chunks))
 
 
-def divided(pieces: Sequence[MessagePiece], parts: Sequence[Sequence[int]]) -> list[Pieces]:
-    """Cut the pieces of a message: one `Pieces` for each of these lists of its rows, where the
-    n-th row of the list is row n. Rows of a list ascend, and no two lists share one."""
+Part = tuple[Sequence[int], Sequence[int], int]
+"""Rows of a message, the row of a block that each of them is, and how many rows the block has."""
+
+
+def split(pieces: Sequence[Piece], parts: Sequence[Part]) -> list[Pieces]:
+    """Return what each part gets of the pieces of a message. No two parts share a row. Takes time
+    by the rows of all pieces, however many parts there are, and less where rows are consecutive."""
     found: list[list[Piece]] = [[] for _ in parts]
-    order = sorted(range(len(parts)), key=lambda number: parts[number][0])
-    starts = [parts[number][0] for number in order]
-    whole = all([isinstance(rows, range) for rows in parts])
-    places: dict[int, tuple[int, int]] = {}  # the list of each row, and its place there
+    order = sorted(range(len(parts)), key=lambda number: parts[number][0][0])
+    starts = [parts[number][0][0] for number in order]
+    runs = all([isinstance(rows, range) and isinstance(there, range) for rows, there, _ in parts])
+    homes: dict[int, tuple[int, int]] = {}  # the part of each row, and its row of the block
     for piece in pieces:
         given = rows_of(piece.given)
-        if whole and isinstance(given, range):
+        if runs and isinstance(given, range):
             first, end = piece.base + given.start, piece.base + given.stop
             near = max(0, bisect_right(starts, first) - 1)
             for number in order[near : bisect_left(starts, end)]:
                 if (mine := _part_of(piece, first, end, parts[number])) is not None:
                     found[number].append(mine)
             continue
-        if not places:
-            places = {row: (n, at) for n, rows in enumerate(parts) for at, row in enumerate(rows)}
-        taken: dict[int, tuple[list[int], list[int]]] = {}
-        for rank, row in enumerate(given):
-            if (place := places.get(piece.base + row)) is not None:
-                rows_there, ranks = taken.setdefault(place[0], ([], []))
-                rows_there.append(place[1])
-                ranks.append(rank)
-        for number, (rows_there, ranks) in taken.items():
-            found[number].append(_piece(piece, bits_of(rows_there), ranks))
-    return [pieces_of(len(rows), mine) for rows, mine in zip(parts, found, strict=True)]
-
-
-def distributed(
-    pieces: Sequence[MessagePiece], parts: Sequence[tuple[Sequence[int], Sequence[int], int]]
-) -> list[Pieces]:
-    """The same for rows that exist in blocks. parts: rows of the message, the row of the block of
-    each, in any order, and the number of rows of the block. Takes time by the rows of all pieces,
-    however many blocks they are in."""
-    home = {
-        at: (number, row)
-        for number, (places, rows, _) in enumerate(parts)
-        for at, row in zip(places, rows, strict=True)
-    }
-    found: list[list[Piece]] = [[] for _ in parts]
-    for piece in pieces:
+        if not homes:
+            for number, (rows, there, _) in enumerate(parts):
+                homes.update(zip(rows, [(number, row) for row in there], strict=True))
         taken: dict[int, list[tuple[int, int]]] = {}
-        for rank, at in enumerate(rows_of(piece.given)):
-            if (there := home.get(piece.base + at)) is not None:
-                taken.setdefault(there[0], []).append((there[1], rank))
+        for rank, row in enumerate(given):
+            if (home := homes.get(piece.base + row)) is not None:
+                taken.setdefault(home[0], []).append((home[1], rank))
         for number, pairs in taken.items():
             pairs.sort()
-            given = bits_of(row for row, _ in pairs)
-            found[number].append(_piece(piece, given, [rank for _, rank in pairs]))
-    return [pieces_of(part[2], mine) for part, mine in zip(parts, found, strict=True)]
+            bits = bits_of([row for row, _ in pairs])
+            found[number].append(_piece(piece, bits, [rank for _, rank in pairs]))
+    return [pieces_of(count, mine) for (_, _, count), mine in zip(parts, found, strict=True)]
 
 
 def nbytes_of(values: Iterable[tuple[Pieces, int]]) -> int:
@@ -342,19 +313,20 @@ def nbytes_of(values: Iterable[tuple[Pieces, int]]) -> int:
     return sum([c.nbytes * min(c.rows, many) // max(1, c.rows) for c, many in used.items()])
 
 
-def _part_of(piece: MessagePiece, first: int, end: int, rows: Sequence[int]) -> Piece | None:
-    """How these neighbouring rows, counted from 0, use a piece that has all rows of the message
-    from `first` to `end`; None where they do not."""
+def _part_of(piece: Piece, first: int, end: int, part: Part) -> Piece | None:
+    """How a part of neighbouring rows uses a piece that has all rows of the message from `first` to
+    `end`; None where it does not."""
+    rows, there, _ = part
     low, high = max(first, rows[0]), min(end, rows[-1] + 1)
     if low >= high:
         return None
-    given, before = all_of(high - low) << (low - rows[0]), low - first
+    given, before = all_of(high - low, there[0] + low - rows[0]), low - first
     if piece.at is not None:
         return _piece(piece, given, range(before, before + high - low))
     return Piece(piece.chunk, piece.fields, given, given, piece.first + before, None, piece.by)
 
 
-def _piece(piece: MessagePiece, given: int, ranks: Sequence[int]) -> Piece:
+def _piece(piece: Piece, given: int, ranks: Sequence[int]) -> Piece:
     at = [piece.first + rank if piece.at is None else piece.at[rank] for rank in ranks]
     return _at(piece.chunk, piece.fields, given, given, at, piece.by)
 

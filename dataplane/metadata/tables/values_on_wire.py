@@ -25,9 +25,10 @@ from dataplane.metadata.tables.pieces import (
     UNUSED,
     BlockShape,
     Chunk,
-    MessagePiece,
+    Piece,
     Pieces,
     Place,
+    piece_of,
     shape_of,
 )
 from dataplane.wire import tables as wire
@@ -73,17 +74,6 @@ _same_size = lru_cache(64)(int)
 # what arrives
 
 
-class MessagePlace(msgspec.Struct, frozen=True, gc=False):
-    """A piece of a message without its chunk, as `Place`; `given` counts from the row `base`."""
-
-    chunk: int
-    fields: tuple[str, ...]
-    base: int
-    given: int
-    first: int
-    at: tuple[int, ...] | None
-
-
 class MessageRun(NamedTuple):
     """Neighbouring rows of a message: in a column of a chunk, rows `first` to `last`. chunk: -1 for
     rows that lack the field."""
@@ -101,7 +91,7 @@ class MessageShape(msgspec.Struct, gc=False, eq=False):
 
     count: int
     fields: tuple[str, ...]
-    places: tuple[MessagePlace, ...]
+    places: tuple[Place, ...]
     rows: dict[str, int]
     used: dict[int, int]
     _block: BlockShape | None = None
@@ -136,7 +126,7 @@ class MessageShape(msgspec.Struct, gc=False, eq=False):
         return self._runs
 
 
-def _stretches(place: MessagePlace) -> Iterator[tuple[int, int, int]]:
+def _stretches(place: Place) -> Iterator[tuple[int, int, int]]:
     """A row of the message, and from which to which row of the chunk its value and the following
     are."""
     rows, first, base = rows_of(place.given), place.first, place.base
@@ -176,12 +166,9 @@ class IncomingValues(NamedTuple):
         return list(self.shape.rows)
 
     @property
-    def pieces(self) -> list[MessagePiece]:
+    def pieces(self) -> list[Piece]:
         """The pieces one by one."""
-        return [
-            MessagePiece(self.chunks[one.chunk], one.fields, one.base, one.given, one.first, one.at)
-            for one in self.shape.places
-        ]
+        return [piece_of(one, self.chunks) for one in self.shape.places]
 
     @property
     def block(self) -> Pieces:
@@ -401,7 +388,7 @@ def _columns_in(fields: tuple[str, ...], columns: tuple[int, ...]) -> tuple[str,
 
 def _piece_in(
     fields: tuple[str, ...], one: wire.Piece, chunk_rows: Sequence[int], rows: int
-) -> MessagePlace:
+) -> Place:
     if not 0 <= one.chunk < len(chunk_rows):
         raise ProtocolError(
             f"invalid chunk {one.chunk} of a piece: expected an index into the "
@@ -435,10 +422,10 @@ def _piece_in(
                 "Install the same dataplane release everywhere"
             )
         )
-    return MessagePlace(one.chunk, names, one.base, given, one.first, at)
+    return Place(one.chunk, names, given, given, one.first, at, "", one.base)
 
 
-def rows_by_field(pieces: Sequence[MessagePlace]) -> dict[str, int]:
+def rows_by_field(pieces: Sequence[Place]) -> dict[str, int]:
     """The rows of the message that have a value, by field. InvalidRows where one has two."""
     alike: dict[tuple[str, ...], int] = {}
     for piece in pieces:

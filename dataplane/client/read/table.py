@@ -150,7 +150,7 @@ def _check_page(table: Table) -> None:
 
 def volume(table: Table) -> int:
     """About the bytes of the values: of each chunk, the share of its rows that pieces use."""
-    chunks, places = table.values.chunks, _shape_of(table).places
+    chunks, places = table.values.chunks, _shape_of(table).pieces
     return sum([(c := chunks[p.chunk]).nbytes * p.given.bit_count() // c.rows for p in places])
 
 

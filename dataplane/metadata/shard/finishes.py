@@ -79,7 +79,7 @@ def finish(state: State, lease: Lease, asked_for: Finish) -> dict[str, int]:
     parts = [there for part in asked if (there := part.there()).rows]
     added: list[tuple[Part, Pieces]] = []
     arrived = state.arrived(values, count)
-    if arrived.shape.places:
+    if arrived.shape.pieces:
         released = outcome in BACK
         state.check_fields(arrived.fields, lease.stage.name if released else None)
         added = _added(arrived, parts)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -47,13 +48,17 @@ ANY_STAGE = "\0"
 """In `Piece.by`: any stage may take these values for its own, as those of a checkpoint."""
 
 
-class Piece(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """fields: by column of the chunk. given: the rows of the block that the chunk has rows for.
+C = TypeVar("C", Chunk, int)
+
+
+class Piece(msgspec.Struct, Generic[C], frozen=True, gc=False):
+    """chunk: itself, or its number among those of the block or message. fields: by column of the
+    chunk. given: the rows of the block that the chunk has rows for.
     live: those of them that still have these values. at: the chunk row of each given row, where
     these do not follow each other from `first` on. by: the stage that added the values; "": a put
     brought them. base: of a piece of a message, the row that is bit 0 of `given`."""
 
-    chunk: Chunk
+    chunk: C
     fields: tuple[str, ...]
     given: int
     live: int
@@ -80,24 +85,12 @@ SHARED_SHAPE_BYTES = 8 << 10
 are."""
 
 
-class Place(msgspec.Struct, frozen=True, gc=False):
-    """A piece without its chunk. chunk: which of the block's or message's. The rest is as in
-    `Piece`."""
-
-    chunk: int
-    fields: tuple[str, ...]
-    given: int
-    live: int
-    first: int = 0
-    at: tuple[int, ...] | None = None
-    by: str = ""
-    base: int = 0
-
-
-def piece_of(at: Place, chunks: Sequence[Chunk]) -> Piece:
-    """Return the piece at this place, in one of these chunks."""
-    chunk = chunks[at.chunk]
-    return Piece(chunk, at.fields, at.given, at.live, at.first, at.at, at.by, at.base)
+def with_chunks(pieces: Iterable[Piece[int]], chunks: Sequence[Chunk]) -> list[Piece[Chunk]]:
+    """Return these pieces with their chunks, which they have by number."""
+    return [
+        Piece(chunks[p.chunk], p.fields, p.given, p.live, p.first, p.at, p.by, p.base)
+        for p in pieces
+    ]
 
 
 class BlockShape(msgspec.Struct, frozen=True, gc=False, eq=False):
@@ -106,40 +99,40 @@ class BlockShape(msgspec.Struct, frozen=True, gc=False, eq=False):
     and its chunks take, without what is inline."""
 
     count: int
-    places: tuple[Place, ...]
+    pieces: tuple[Piece[int], ...]
     live: dict[str, int]
     nbytes: int
 
 
-def shape_of(count: int, places: tuple[Place, ...]) -> BlockShape:
+def shape_of(count: int, pieces: tuple[Piece[int], ...]) -> BlockShape:
     """Return the shape of a block of `count` rows."""
-    nbytes = sum([200 + (0 if place.at is None else 36 * len(place.at)) for place in places])
+    nbytes = sum([200 + (0 if piece.at is None else 36 * len(piece.at)) for piece in pieces])
     made = _shape if nbytes <= SHARED_SHAPE_BYTES else _shape.__wrapped__
-    return made(count, places, nbytes)
+    return made(count, pieces, nbytes)
 
 
 @lru_cache(1_024)
-def _shape(count: int, places: tuple[Place, ...], nbytes: int) -> BlockShape:
+def _shape(count: int, pieces: tuple[Piece[int], ...], nbytes: int) -> BlockShape:
     live: dict[str, int] = {}
-    for place in places:
-        for field in place.fields:
+    for piece in pieces:
+        for field in piece.fields:
             if field != UNUSED:
-                live[field] = live.get(field, 0) | place.live
-    return BlockShape(count, places, live, nbytes)
+                live[field] = live.get(field, 0) | piece.live
+    return BlockShape(count, pieces, live, nbytes)
 
 
 @lru_cache(1_024)
 def _beside(one: BlockShape, other: BlockShape) -> BlockShape:
     """Both, of which the other has the chunks behind those of the first."""
-    many = 1 + max([place.chunk for place in one.places], default=-1)
-    moved = [msgspec.structs.replace(place, chunk=many + place.chunk) for place in other.places]
-    return shape_of(one.count, (*one.places, *moved))
+    many = 1 + max([piece.chunk for piece in one.pieces], default=-1)
+    moved = [msgspec.structs.replace(piece, chunk=many + piece.chunk) for piece in other.pieces]
+    return shape_of(one.count, (*one.pieces, *moved))
 
 
 @lru_cache(1_024)
 def _written_by(shape: BlockShape, stage: str) -> BlockShape:
-    places = [msgspec.structs.replace(place, by=stage) for place in shape.places]
-    return shape_of(shape.count, tuple(places))
+    pieces = [msgspec.structs.replace(piece, by=stage) for piece in shape.pieces]
+    return shape_of(shape.count, tuple(pieces))
 
 
 class Pieces(msgspec.Struct, frozen=True, gc=False, eq=False):
@@ -150,9 +143,9 @@ class Pieces(msgspec.Struct, frozen=True, gc=False, eq=False):
     chunks: tuple[Chunk, ...] = ()
 
     @property
-    def parts(self) -> tuple[Piece, ...]:
+    def parts(self) -> tuple[Piece[Chunk], ...]:
         """The pieces one by one."""
-        return tuple([piece_of(one, self.chunks) for one in self.shape.places])
+        return tuple(with_chunks(self.shape.pieces, self.chunks))
 
     @property
     def count(self) -> int:
@@ -175,9 +168,9 @@ class Pieces(msgspec.Struct, frozen=True, gc=False, eq=False):
     def added(self, stage: str, field: str) -> int:
         """The rows whose value of this field this stage has added."""
         bits = 0
-        for place in self.shape.places:
-            if place.by in (stage, ANY_STAGE) and field in place.fields:
-                bits |= place.live
+        for piece in self.shape.pieces:
+            if piece.by in (stage, ANY_STAGE) and field in piece.fields:
+                bits |= piece.live
         return bits
 
     def having(self, fields: Iterable[str]) -> int:
@@ -258,24 +251,24 @@ class Pieces(msgspec.Struct, frozen=True, gc=False, eq=False):
         return Pieces(made(self.shape, stage), self.chunks)
 
 
-def pieces_of(count: int, parts: Sequence[Piece] = ()) -> Pieces:
+def pieces_of(count: int, parts: Sequence[Piece[Chunk]] = ()) -> Pieces:
     """The values of a block of so many rows, by its pieces."""
     chunks = {chunk: n for n, chunk in enumerate(dict.fromkeys([part.chunk for part in parts]))}
-    places = [
-        Place(chunks[one.chunk], one.fields, one.given, one.live, one.first, one.at, one.by)
+    pieces = [
+        Piece(chunks[one.chunk], one.fields, one.given, one.live, one.first, one.at, one.by)
         for one in parts
     ]
-    return Pieces(shape_of(count, tuple(places)), tuple(chunks))
+    return Pieces(shape_of(count, tuple(pieces)), tuple(chunks))
 
 
 Part = tuple[Sequence[int], Sequence[int], int]
 """Rows of a message, the row of a block that each of them is, and how many rows the block has."""
 
 
-def split(pieces: Sequence[Piece], parts: Sequence[Part]) -> list[Pieces]:
+def split(pieces: Sequence[Piece[Chunk]], parts: Sequence[Part]) -> list[Pieces]:
     """Return what each part gets of the pieces of a message. No two parts share a row. Takes time
     by the rows of all pieces, however many parts there are, and less where rows are consecutive."""
-    found: list[list[Piece]] = [[] for _ in parts]
+    found: list[list[Piece[Chunk]]] = [[] for _ in parts]
     order = sorted(range(len(parts)), key=lambda number: parts[number][0][0])
     starts = [parts[number][0][0] for number in order]
     runs = all([isinstance(rows, range) and isinstance(there, range) for rows, there, _ in parts])
@@ -313,7 +306,7 @@ def nbytes_of(values: Iterable[tuple[Pieces, int]]) -> int:
     return sum([c.nbytes * min(c.rows, many) // max(1, c.rows) for c, many in used.items()])
 
 
-def _part_of(piece: Piece, first: int, end: int, part: Part) -> Piece | None:
+def _part_of(piece: Piece[Chunk], first: int, end: int, part: Part) -> Piece[Chunk] | None:
     """How a part of neighbouring rows uses a piece that has all rows of the message from `first` to
     `end`; None where it does not."""
     rows, there, _ = part
@@ -326,7 +319,7 @@ def _part_of(piece: Piece, first: int, end: int, part: Part) -> Piece | None:
     return Piece(piece.chunk, piece.fields, given, given, piece.first + before, None, piece.by)
 
 
-def _piece(piece: Piece, given: int, ranks: Sequence[int]) -> Piece:
+def _piece(piece: Piece[Chunk], given: int, ranks: Sequence[int]) -> Piece[Chunk]:
     at = [piece.first + rank if piece.at is None else piece.at[rank] for rank in ranks]
     return _at(piece.chunk, piece.fields, given, given, at, piece.by)
 
@@ -338,17 +331,17 @@ def _at(
     live: int,
     at: Sequence[int],
     by: str = "",
-) -> Piece:
+) -> Piece[Chunk]:
     first = at[0]
     if all([row == first + n for n, row in enumerate(at)]):
         return Piece(chunk, fields, given, live, first, None, by)
     return Piece(chunk, fields, given, live, 0, tuple(at), by)
 
 
-def _without(parts: Iterable[Piece], gone: Mapping[str, int]) -> tuple[Piece, ...]:
+def _without(parts: Iterable[Piece[Chunk]], gone: Mapping[str, int]) -> tuple[Piece[Chunk], ...]:
     """Without these rows of each of these fields. Fields of a piece that keep the same rows stay
     together."""
-    found: list[Piece] = []
+    found: list[Piece[Chunk]] = []
     for part in parts:
         left = [part.live & ~gone.get(f, 0) if f != UNUSED else 0 for f in part.fields]
         for live in dict.fromkeys(left):
@@ -365,7 +358,9 @@ def _without(parts: Iterable[Piece], gone: Mapping[str, int]) -> tuple[Piece, ..
     return tuple(found)
 
 
-def _coalesced(old: tuple[Piece, ...], new: tuple[Piece, ...]) -> tuple[Piece, ...]:
+def _coalesced(
+    old: tuple[Piece[Chunk], ...], new: tuple[Piece[Chunk], ...]
+) -> tuple[Piece[Chunk], ...]:
     """All of these, and pieces of one chunk and the same fields as one: rows of an add that are
     acked one by one name its chunk again and again."""
     if {part.chunk for part in old}.isdisjoint([part.chunk for part in new]):
@@ -389,7 +384,7 @@ def _coalesced(old: tuple[Piece, ...], new: tuple[Piece, ...]) -> tuple[Piece, .
     return tuple(found)
 
 
-def _united(one: Piece, other: Piece) -> Piece:
+def _united(one: Piece[Chunk], other: Piece[Chunk]) -> Piece[Chunk]:
     """Both in one. What is not live of them is left out: nobody asks for its place any more."""
     rows = list(zip(rows_of(one.live), one.chunk_rows(one.live), strict=True))
     rows += zip(rows_of(other.live), other.chunk_rows(other.live), strict=True)

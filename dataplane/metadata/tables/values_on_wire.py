@@ -27,9 +27,8 @@ from dataplane.metadata.tables.pieces import (
     Chunk,
     Piece,
     Pieces,
-    Place,
-    piece_of,
     shape_of,
+    with_chunks,
 )
 from dataplane.wire import tables as wire
 from dataplane.wire.limits import (
@@ -91,7 +90,7 @@ class MessageShape(msgspec.Struct, gc=False, eq=False):
 
     count: int
     fields: tuple[str, ...]
-    places: tuple[Place, ...]
+    pieces: tuple[Piece[int], ...]
     rows: dict[str, int]
     used: dict[int, int]
     _block: BlockShape | None = None
@@ -102,14 +101,14 @@ class MessageShape(msgspec.Struct, gc=False, eq=False):
         """Of a block that has all rows of the message, and the chunks in `used`."""
         if self._block is None:
             number = {chunk: n for n, chunk in enumerate(self.used)}
-            places = []
-            for one in self.places:
+            pieces = []
+            for one in self.pieces:
                 first, at = (0, one.at) if one.at is not None else (one.first, None)
                 if at is not None and at == (*range(at[0], at[0] + len(at)),):
                     first, at = at[0], None
                 given = one.given << one.base
-                places.append(Place(number[one.chunk], one.fields, given, given, first, at))
-            self._block = shape_of(self.count, tuple(places))
+                pieces.append(Piece(number[one.chunk], one.fields, given, given, first, at))
+            self._block = shape_of(self.count, tuple(pieces))
         return self._block
 
     @property
@@ -117,7 +116,7 @@ class MessageShape(msgspec.Struct, gc=False, eq=False):
         """By field, where the values of all rows are, in the order of the rows."""
         if self._runs is None:
             found: dict[str, list[tuple[int, MessageRun]]] = {field: [] for field in self.fields}
-            for one in self.places:
+            for one in self.pieces:
                 for row, first, last in _stretches(one):
                     for column_, field in enumerate(one.fields):
                         if field != UNUSED:
@@ -126,14 +125,14 @@ class MessageShape(msgspec.Struct, gc=False, eq=False):
         return self._runs
 
 
-def _stretches(place: Place) -> Iterator[tuple[int, int, int]]:
+def _stretches(piece: Piece[int]) -> Iterator[tuple[int, int, int]]:
     """A row of the message, and from which to which row of the chunk its value and the following
     are."""
-    rows, first, base = rows_of(place.given), place.first, place.base
-    if place.at is None and isinstance(rows, range):
+    rows, first, base = rows_of(piece.given), piece.first, piece.base
+    if piece.at is None and isinstance(rows, range):
         yield base + rows.start, first, first + len(rows)
         return
-    at = place.at or range(first, first + len(rows))
+    at = piece.at or range(first, first + len(rows))
     cuts = [n for n in range(1, len(rows)) if (rows[n] - rows[n - 1], at[n] - at[n - 1]) != (1, 1)]
     for start, stop in pairwise([0, *cuts, len(rows)]):
         yield base + rows[start], at[start], at[stop - 1] + 1
@@ -166,9 +165,9 @@ class IncomingValues(NamedTuple):
         return list(self.shape.rows)
 
     @property
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[Piece[Chunk]]:
         """The pieces one by one."""
-        return [piece_of(one, self.chunks) for one in self.shape.places]
+        return with_chunks(self.shape.pieces, self.chunks)
 
     @property
     def block(self) -> Pieces:
@@ -388,7 +387,7 @@ def _columns_in(fields: tuple[str, ...], columns: tuple[int, ...]) -> tuple[str,
 
 def _piece_in(
     fields: tuple[str, ...], one: wire.Piece, chunk_rows: Sequence[int], rows: int
-) -> Place:
+) -> Piece[int]:
     if not 0 <= one.chunk < len(chunk_rows):
         raise ProtocolError(
             f"invalid chunk {one.chunk} of a piece: expected an index into the "
@@ -422,10 +421,10 @@ def _piece_in(
                 "Install the same dataplane release everywhere"
             )
         )
-    return Place(one.chunk, names, given, given, one.first, at, "", one.base)
+    return Piece(one.chunk, names, given, given, one.first, at, "", one.base)
 
 
-def rows_by_field(pieces: Sequence[Place]) -> dict[str, int]:
+def rows_by_field(pieces: Sequence[Piece[int]]) -> dict[str, int]:
     """The rows of the message that have a value, by field. InvalidRows where one has two."""
     alike: dict[tuple[str, ...], int] = {}
     for piece in pieces:
@@ -534,7 +533,7 @@ def _skeleton(parts: Parts, wanted: tuple[str, ...] | None) -> _Skeleton:
     base = before = 0
     for shape, bits in parts:
         rows = None if bits == all_of(shape.count) else rows_of(bits)
-        for one in shape.places:
+        for one in shape.pieces:
             taken = one.live & bits
             if not taken:
                 continue
@@ -552,7 +551,7 @@ def _skeleton(parts: Parts, wanted: tuple[str, ...] | None) -> _Skeleton:
             by.append(one.by)
             nbytes += _PIECE_BYTES + (0 if one.at is None else 4 * len(one.at))
         base += bits.bit_count()
-        before += 1 + max([one.chunk for one in shape.places], default=-1)
+        before += 1 + max([one.chunk for one in shape.pieces], default=-1)
     return _Skeleton(list(numbers), pieces, list(used), by, nbytes)
 
 
@@ -569,10 +568,9 @@ def _columns(
     return found if max(found) >= 0 else []
 
 
-def _places(one: Place, taken: int) -> tuple[int, tuple[int, ...] | None]:
+def _places(one: Piece[int], taken: int) -> tuple[int, tuple[int, ...] | None]:
     """Where some of the given rows are in the chunk: from which row on, or in these."""
-    ranks = [rank for rank, row in enumerate(rows_of(one.given)) if taken >> row & 1]
-    rows = [one.first + rank if one.at is None else one.at[rank] for rank in ranks]
+    rows = list(one.chunk_rows(taken))
     if rows == list(range(rows[0], rows[0] + len(rows))):
         return rows[0], None
     return 0, tuple(rows)

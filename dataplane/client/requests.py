@@ -11,6 +11,7 @@ from numbers import Real
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
 from dataplane.client import arguments
 from dataplane.client.write import schema
@@ -106,6 +107,8 @@ class Demand(msgspec.Struct, eq=False):
             raise InvalidCall(f"unit={unit!r}: expected 'rows' or 'groups'")
         ((tag, amount),) = budget.items()
         number = isinstance(amount, Real) and not isinstance(amount, bool)
+        if isinstance(amount, np.generic):
+            amount = amount.item()  # a float32 warns when it is compared with a larger float
         if not number or not 0 < amount <= sys.float_info.max:
             raise InvalidCall(f"budget={shown!r:.80}: expected a finite number above 0 as the sum")
         arguments.text(tag, "a tag")

@@ -220,6 +220,11 @@ OTHERS: dict[str, tuple[Wrong, type[Exception], str]] = {
         dataplane.InvalidCall,
         "finite number above 0",
     ),
+    "a numpy budget without a limit": (
+        lambda p: p.claim("s", budget={"n": np.float32("inf")}),
+        dataplane.InvalidCall,
+        "finite number above 0",
+    ),
     "no budget": (lambda p: p.claim("s", budget=5), dataplane.InvalidCall, "mapping {tag: sum}"),  # type: ignore[arg-type]
     "a lease of no time": (lambda p: p.claim("s", rows=1, lease=0), dataplane.InvalidCall, "posit"),
     "a collate that is no function": (
@@ -374,6 +379,14 @@ def test_a_wrong_call_on_a_batch_leaves_it_leased(part: Partition) -> None:
         with pytest.raises(error, match=says):
             call()
         assert batch.state == "leased"
+    huge = np.array([2**64 - 1], np.uint64)  # as a signed int it would be the last row
+    for rows in ([0.0], [True, False], True, 1, "0", ["0"], [[0, 1]], [[0], [1, 2]], {0}, huge):
+        with pytest.raises(dataplane.InvalidRows, match="expected a list of int positions from 0"):
+            batch.drop(rows=rows)  # type: ignore[arg-type]
+    for rows in ([0.0], True, 1, "0", ["0"], [[0, 1]], [[0], [1, 2]], {0}, huge):
+        with pytest.raises(dataplane.InvalidRows, match="expected .*positions from 0 to 1"):
+            batch.rows(rows)  # type: ignore[arg-type]
+    assert len(batch) == 2 and "left" not in repr(batch)
     batch.add(z=[1, 2])
     with pytest.raises(dataplane.FieldExists, match="field .z. was already added to this batch"):
         batch.add(z=[1, 2])

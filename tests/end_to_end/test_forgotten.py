@@ -175,6 +175,20 @@ part.claim("log", rows=4, timeout=10).drop()
 """
 
 
+def test_an_exit_with_a_part_of_a_batch_in_hand_prints_no_traceback(plane: Plane) -> None:
+    code = f"""
+import dataplane
+part = dataplane.connect("a", run={PLANE!r}).partition("p", stages={{"train": ["x"]}})
+part.put({{"x": [0, 1, 2]}})
+batch = part.claim("train", rows=3)
+batch.drop(rows=[1])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    train = plane.partition("p").stats()["stages"]["train"]
+    assert (train["ready_rows"], train["released_rows"]) == (2, 2)
+
+
 def test_exits_and_forks_with_a_batch_in_hand_are_logged_by_the_peer(
     part: Partition, cluster: Cluster
 ) -> None:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from dataplane.client import arguments
 from dataplane.client._async.backend import Fetching, convert_off_loop
 from dataplane.client._async.calls import DEFAULT_TIMEOUT_S, public
-from dataplane.client._async.lease import Lease, Outcome, positions
+from dataplane.client._async.lease import Lease, Outcome, dropped
 from dataplane.client._async.reads import read_rows
 from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
@@ -274,7 +274,7 @@ class Batch(LeasedRows):
         if rows is None and groups is None:
             await self._finish("drop", timeout)
             return
-        at = positions(rows, groups, self._table, len(self))
+        at = dropped(rows, groups, self._table, len(self))
         if self._at is not None:
             at = self._at[at]
         if len(at := self.lease.open_among(at)):

@@ -22,6 +22,7 @@ from dataplane.client._async.calls import UNKNOWN, ask, expect, send
 from dataplane.client._async.write import give_back, land, named_again, write_columns
 from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
+from dataplane.client.read.selection import positions
 from dataplane.client.session.outgoing import Call
 from dataplane.client.session.session import Abandoned
 from dataplane.client.write.chunks import (
@@ -147,7 +148,8 @@ class Lease:
         """The number of rows that are neither finished nor dropped."""
         if self.state != "leased":
             return 0
-        return self.n if self._open is None else int(self._open.sum())
+        # `sum` imports a module at its first call, which fails in a finalizer at exit.
+        return self.n if self._open is None else int(np.count_nonzero(self._open))
 
     @property
     def added(self) -> list[str]:
@@ -623,13 +625,8 @@ class Lease:
         self.abandon(_COLLECTED)
 
 
-def positions(rows: Sequence[int] | None, groups: Names | None, table: Table, n: int) -> Index:
+def dropped(rows: object, groups: Names | None, table: Table, n: int) -> Index:
     """Return the positions of the rows that `drop(rows=…)` or `drop(groups=…)` names."""
     if rows is not None and groups is not None:
         raise InvalidCall("drop() got both rows= and groups=: pass only one of them")
-    if groups is not None:
-        return group_positions(table, groups)
-    index = np.unique(np.atleast_1d(np.asarray(rows, np.intp)))
-    if len(index) and (index[0] < 0 or index[-1] >= n):
-        raise InvalidRows(f"rows={rows!r}: expected positions from 0 to {n - 1} in this batch")
-    return index
+    return positions(rows, "rows", n) if groups is None else group_positions(table, groups)

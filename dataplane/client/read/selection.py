@@ -153,13 +153,16 @@ class Selection:
         A part of a batch shares the lease of the batch. Its `add`, `ack`, `release` and `drop`
         apply only to its own rows. Raises InvalidRows if a position is out of range or given twice.
         """
-        at = np.asarray(positions)
-        at = np.flatnonzero(at) if at.dtype == np.bool_ and len(at) == self._n else at
-        if at.ndim != 1 or (len(at) and at.dtype.kind not in "iu"):
+        at = _array_of(positions)
+        if at is not None and at.dtype == np.bool_ and at.shape == (self._n,):
+            at = np.flatnonzero(at)
+        if at is None or at.ndim != 1 or (len(at) and at.dtype.kind not in "iu"):
             raise InvalidRows(
                 f"rows({positions!r:.80}): expected int positions from 0 to {self._n - 1}, or one "
                 "bool per row"
             )
+        if at.dtype.kind == "u":  # a huge one would become a negative one
+            at = np.minimum(at, self._n)
         at = at.astype(np.intp)
         at = np.where(at < 0, at + self._n, at)
         if len(np.unique(at)) < len(at) or (len(at) and not 0 <= at.min() <= at.max() < self._n):
@@ -278,6 +281,27 @@ class Selection:
         if len(self.fields) > _SHOWN_FIELDS:
             told.append(f"and {len(self.fields) - _SHOWN_FIELDS} more")
         return "; ".join(told) or "no fields"
+
+
+def positions(given: object, what: str, n: int) -> Index:
+    """Return int positions of rows, from 0 to n - 1, in ascending order. Raise InvalidRows for
+    anything else."""
+    at = _array_of(given)
+    if at is not None and at.shape == (0,):
+        return np.empty(0, np.intp)
+    if at is None or at.ndim != 1 or at.dtype.kind not in "iu" or not 0 <= at.min() <= at.max() < n:
+        raise InvalidRows(
+            f"{what}={given!r:.80}: expected a list of int positions from 0 to {n - 1}"
+        )
+    return np.unique(at.astype(np.intp))
+
+
+def _array_of(given: object) -> npt.NDArray[Any] | None:
+    """None for what is no array, such as lists of different lengths."""
+    try:
+        return np.asarray(given)
+    except (ValueError, TypeError, OverflowError, RuntimeError):
+        return None
 
 
 class Group:

@@ -133,11 +133,18 @@ def test_a_padding_keeps_its_sign_and_a_length_of_any_size_is_answered(hosts: Ho
     assert not torch.signbit(rows.torch("x", layout="padded", padding=0.0)[1, 1])
     filled = rows.torch("z", layout="padded", padding=complex(-0.0, -0.0))[1, 1]
     assert torch.signbit(torch.view_as_real(filled)).all()
-    for wide in ({"length": 2**60}, {"multiple": 2**70}):
-        with pytest.raises(dataplane.InvalidValue, match="'x': padded to shape .* smaller length="):
-            rows.torch("x", layout="padded", mask=True, **wide)
-        with pytest.raises(dataplane.InvalidValue, match="more than a process can address"):
-            rows.tensordict(["x"], layout="padded", **wide)
+    for wide in ({"length": 2**40}, {"length": 2**60}, {"multiple": 2**70}):
+        for convert in (rows.torch, rows.tensordict):
+            with pytest.raises(
+                dataplane.InvalidValue,
+                match="'x': padded to shape .* take [0-9.]+ TiB, but this process can have at most "
+                "[0-9.]+ GiB of memory: pass a smaller length=",
+            ):
+                convert("x" if convert == rows.torch else ["x"], layout="padded", **wide)
+    own = np.int64(3)  # as ints are that numpy computes
+    made, mask = rows.torch("x", layout="padded", length=own, side="left", mask=True)
+    assert made.shape == (2, 3)
+    assert mask.tolist() == [[False, True, True], [False, False, True]]
 
 
 def test_groups_of_a_batch_have_their_own_columns(hosts: Hosts) -> None:
@@ -206,3 +213,6 @@ def test_reprs_tell_the_state(hosts: Hosts) -> None:
     batch.ack()
     assert f"acked: {x}" in repr(batch)
     assert repr(there).startswith(f"<Partition {hosts.name!r} of plane 'test', generation")
+    mixed, _ = hosts.partition(None, free="drop")
+    mixed.put({"y": [1, 2.5], "z": [None, "a"]})
+    assert "y: float and int, first 1; z: NoneType and str, first None" in repr(mixed.get())

@@ -134,6 +134,16 @@ def test_rows_are_jagged_in_their_first_length(arena: Any) -> None:
         to_torch(arena.view([np.ones((2, 1)), np.ones((1, 2))]), "jagged")
 
 
+def test_an_error_advises_only_layouts_that_fit(arena: Any) -> None:
+    along_two_axes = arena.view([np.ones((2, 1)), np.ones((1, 2))])
+    with pytest.raises(InvalidValue, match="several axes, .* use layout='padded', or use") as told:
+        to_torch(along_two_axes, "dense")
+    assert "jagged" not in str(told.value)
+    assert to_torch(along_two_axes, "padded").shape == (2, 2, 2)
+    with pytest.raises(InvalidValue, match="do not form a list of tensors: put numbers of one"):
+        to_torch(arena.view([1, 2.5, True]), "list")
+
+
 def test_packed_rows_lie_in_one_piece(arena: Any) -> None:
     first, second = to_torch(arena.view([np.ones(3), np.ones(5)]))
     assert second.data_ptr() == first.data_ptr() + 3 * 8
@@ -182,7 +192,7 @@ def test_what_makes_no_tensor_comes_with_advice_that_helps(arena: Any) -> None:
     for layout in ("auto", "list", "padded"):
         with pytest.raises(InvalidValue) as told:
             to_torch(arena.view(["a", "b"]), layout)  # type: ignore[arg-type]
-        assert told.value.message.endswith(f"tensor: {as_put}")  # a text has no tensor at all
+        assert told.value.message.endswith(f": {as_put}")  # a text has no tensor at all
     with pytest.raises(InvalidValue) as told:
         to_torch(arena.view([[np.ones(2)]]), "padded")
     assert told.value.message.endswith(

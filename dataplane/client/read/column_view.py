@@ -27,6 +27,8 @@ from dataplane.wire.arrays import Array, ArrayForm, as_array, is_jagged, is_torc
 from dataplane.wire.layouts import OPEN, ColumnSpec
 
 _SHOWN = 4
+_LOOKED_AT = 64
+"""Objects whose types a representation names."""
 """How many numbers of a value a representation shows."""
 
 
@@ -78,11 +80,15 @@ class ColumnView(Sequence[Any]):
         except DataplaneError as exc:  # a representation is no place to fail
             return f"unreadable: {exc.message:.80}"
         lacking = f", {len(self) - len(rows)} rows without a value" if len(rows) < len(self) else ""
-        return f"{arrays_of(self)._described_form(first)}{lacking}, first {shown}"
+        return f"{arrays_of(self)._described_form(first, rows)}{lacking}, first {shown}"
 
-    def _described_form(self, first: Any) -> str:
+    def _described_form(self, first: Any, rows: npt.NDArray[np.intp]) -> str:
+        """rows: those that have a value, of which `first` is the first one."""
         if not self.holds_arrays:
-            return type(first).__name__ if not isinstance(first, np.ndarray) else "mixed values"
+            if isinstance(first, np.ndarray):
+                return "mixed values"
+            kinds = {type(self[int(row)]).__name__ for row in rows[:_LOOKED_AT]}
+            return " and ".join(sorted(kinds)) if len(kinds) <= 3 else "mixed values"
         ragged, uniform = self.ragged, self.uniform
         if uniform is not None:
             return f"{uniform[0].name}{list(uniform[1]) or ''}"

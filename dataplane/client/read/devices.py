@@ -296,7 +296,7 @@ def _padded(torch: Any, column: ColumnView, rows: list[Any], axis: int, padding:
     if shape:
         lengths = [row.shape[axis] for row in rows]
         shape[axis] = padding.width(field, lengths)
-    check_padded(field, (len(rows), *shape), forms[0][0])
+    check_padded(field, (len(rows), *shape), forms[0][0], on_host=False)
     made = torch.full([len(rows), *shape], value, dtype=rows[0].dtype, device=rows[0].device)
     for target, row in zip(made, rows, strict=True):
         spans = [slice(length) for length in row.shape]

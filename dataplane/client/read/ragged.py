@@ -12,15 +12,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from operator import index
+from typing import Any, Literal, NamedTuple, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.errors import InvalidCall, InvalidValue
+from dataplane.errors import InvalidCall, InvalidValue, sized
+from dataplane.launch.values import allowed_memory_bytes
 from dataplane.wire.arrays import Array, is_time
 
 Side = Literal["right", "left"]
+_LARGE_BYTES = 1 << 30
+"""Below this, nobody looks how much memory there is."""
 
 
 class Ragged(NamedTuple):
@@ -80,8 +84,12 @@ class Padding:
             raise InvalidCall("got both length= and multiple=: pass only one of them")
         for name in ("length", "multiple"):
             given = getattr(self, name)
-            if given is not None and (type(given) is not int or given < 1):
+            if given is None:
+                continue
+            number = index(given) if isinstance(given, SupportsIndex) else 0
+            if isinstance(given, bool) or number < 1:
                 raise InvalidCall(f"{name}={given!r:.40}: expected a positive int")
+            object.__setattr__(self, name, number)
 
     def width(self, field: str, lengths: Sequence[int]) -> int:
         """How long each row becomes. InvalidValue for one that is longer than `length`."""
@@ -112,10 +120,10 @@ class Padding:
 
     def mask(self, lengths: Sequence[int], width: int) -> npt.NDArray[np.bool_]:
         """bool [n, width]: where values are."""
-        at, own = np.arange(width), np.array(lengths, np.int64)[:, None]
-        if self.side == "left":
-            return at >= width - own
-        return at < own
+        made = np.zeros((len(lengths), width), np.bool_)
+        for row, length in zip(made, lengths, strict=True):
+            row[self.span(length, width)] = True
+        return made
 
 
 RIGHT = Padding()
@@ -172,14 +180,25 @@ def _holds(made: Any, given: Any) -> bool:
     return bool(made == given)
 
 
-def check_padded(field: str, shape: Sequence[int], dtype: np.dtype[Any]) -> None:
-    """Raise InvalidValue for padded rows of more bytes than a process can address."""
+def check_padded(
+    field: str, shape: Sequence[int], dtype: np.dtype[Any], *, on_host: bool = True
+) -> None:
+    """Raise InvalidValue for padded rows that take more memory than this process can have.
+
+    numpy would raise MemoryError, or the kernel would kill the process while the rows are filled.
+    on_host: else they are for a GPU, whose limit torch knows.
+    """
     size = math.prod(length or 1 for length in shape) * dtype.itemsize  # as numpy counts
-    if size > sys.maxsize:
+    if size <= _LARGE_BYTES:
+        return
+    most = min(allowed_memory_bytes() if on_host else sys.maxsize, sys.maxsize)
+    if size > most:
         raise InvalidValue(
-            f"field {field!r}: padded to shape {list(shape)}, the rows take {size:,} bytes, more "
-            "than a process can address: pass a smaller length= or multiple=",
+            f"field {field!r}: padded to shape {list(shape)}, the rows take {sized(size)}, but "
+            f"this process can have at most {sized(most)} of memory: pass a smaller length= or "
+            "multiple=",
             field=field,
+            size=size,
         )
 
 
@@ -198,6 +217,8 @@ def unlike(
     """The error of rows, given by dtype and shape, that make no tensor of this layout: which row
     differs from the first, in what, and what to do."""
     first = forms[0]
+    axes = zip(*(shape for _, shape in forms), strict=False)
+    several = sum(len({*lengths}) > 1 for lengths in axes) > 1
     for differs, why, instead in (
         (
             lambda one: one[0] != first[0],
@@ -213,8 +234,8 @@ def unlike(
         ),
         (
             lambda one: one[1] != first[1],
-            "which differ along several axes" if layout == "jagged" else "which differ in length",
-            "use layout='padded'" if layout == "jagged" else "use layout='padded' or 'jagged'",
+            "which differ along several axes" if several else "which differ in length",
+            "use layout='padded'" if several else "use layout='padded' or 'jagged'",
         ),
     ):
         row = next((at for at, one in enumerate(forms) if differs(one)), None)

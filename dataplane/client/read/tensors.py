@@ -143,7 +143,9 @@ def padding_mask(column: ColumnView, padding: Padding, device: str) -> Any:
             "field, or put rows that differ along one axis",
             field=column.field,
         )
-    mask = padding.mask(ragged.lengths, padding.width(column.field, ragged.lengths))
+    width = padding.width(column.field, ragged.lengths)
+    check_padded(column.field, (len(column), width), np.dtype(np.bool_))
+    mask = padding.mask(ragged.lengths, width)
     return tensor_over(mask).to(device)
 
 
@@ -198,7 +200,8 @@ class TensorDictForm:
             raise InvalidCall("got both length= and multiple=: pass only one of them")
 
     def _named(self) -> list[str]:
-        return [n for n in ("length", "multiple") if isinstance(getattr(self, n), int)]
+        given = {name: getattr(self, name) for name in ("length", "multiple")}
+        return [n for n, one in given.items() if one is not None and not isinstance(one, Mapping)]
 
     def chosen(self, name: str) -> Layout:
         """The layout that the caller asks for."""
@@ -328,7 +331,7 @@ def _tell_of_stack(column: ColumnView, made: Any, stack: Any) -> None:
         reason = _no_tensor(column.field, list(column), "auto")
     else:
         return  # texts, dicts and the like have no other form
-    _tell_once(column.field, reason.message)
+    _tell_once(column.field, reason.message.removeprefix(f"field {column.field!r}: "))
 
 
 _told: set[str] = set()
@@ -565,7 +568,7 @@ def _no_tensor(field: str, values: list[Any], layout: str, *, arrays: bool = Fal
 
 
 def _refused(field: str, row: int, layout: str, why: str, instead: str) -> InvalidValue:
-    tensor = "tensor" if layout == "auto" else f"{layout} tensor"
+    tensor = {"auto": "tensor", "list": "list of tensors"}.get(layout, f"{layout} tensor")
     return InvalidValue(
         f"field {field!r}: {why}, so the rows do not form a {tensor}: {instead}",
         field=field,

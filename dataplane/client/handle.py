@@ -28,8 +28,6 @@ class Handle(msgspec.Struct, eq=False):
     plane: Any = None
     """The `Plane`, which disconnects when nothing refers to it."""
     full_until: float = 0.0
-    producers: set[int] = set()
-    """Threads and tasks in the body of a loop over `producing`."""
 
     def takes_inline(self) -> bool:
         """Return whether the shard may have space for small values: it has not refused any

@@ -114,8 +114,10 @@ def _end(peer: Peer, who: str) -> PeerEnded | None:
         return None
     why = f"ended by {who}" if who else "shut down because no clients were left"
     left = f"{counted(host.rows, 'row')} and {counted(clients, 'client')}"
-    message = f"peer {host.name!r} of run {host.plane!r} (pid {os.getpid()}) {why}, with {left}"
-    log.warning("%s", message)
+    ended = f"was {why}" if who else why
+    said = f"peer {host.name!r} of run {host.plane!r} (pid {os.getpid()}) {ended}, with {left}"
+    log.warning("%s", said)
+    message = f"{said}. Its rows are lost: call dataplane.connect() again, which starts a new peer"
     return PeerEnded(message, peer=host.name, run=host.plane, why=why)
 
 

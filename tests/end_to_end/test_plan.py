@@ -178,6 +178,13 @@ def fails_within(plan: Any) -> None:
         raise ZeroDivisionError
 
 
+def test_a_mini_batch_is_not_read_after_its_loop_has_acked_the_plan(alone: Cluster) -> None:
+    with alone.connect("a") as plane:
+        kept = list(filled(plane, 8).plan("train", rank=0, ranks=1, minibatches=2))
+        with pytest.raises(dataplane.LeaseExpired, match="use each mini-batch inside the loop"):
+            list(kept[0])
+
+
 def test_rows_that_are_dropped_meanwhile_become_padding(alone: Cluster) -> None:
     with alone.connect("a") as plane:
         part = filled(plane, 8)

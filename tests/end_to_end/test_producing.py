@@ -71,6 +71,18 @@ def test_a_producer_ends_where_its_partition_is_dropped_or_its_items_are_used_up
     again.seal()
     with pytest.raises(dataplane.PartitionSealed):
         again.put({"x": [1]})
+    with pytest.raises(dataplane.InvalidCall, match=r"producing\(3\): expected an iterable"):
+        again.producing(3)  # type: ignore[arg-type]
+
+
+def test_a_put_in_the_loop_may_use_another_handle_of_the_partition(plane: Plane) -> None:
+    plane.partition("p", {"train": ["x"]})
+    refs = []
+    for prompt in plane.partition("p").producing(range(9)):
+        if prompt == 2:
+            plane.partition("p").seal()
+        refs.append(len(plane.partition("p").put({"x": [prompt]})))
+    assert refs == [1, 1, 0]
 
 
 def test_a_task_produces_as_a_thread_does(plane: Plane) -> None:

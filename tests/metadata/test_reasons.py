@@ -289,10 +289,10 @@ def test_admit_names_what_the_slowest_group_lacks_and_who_adds_it() -> None:
         "group 'g' has all its rows, but lacks `reward`, which stage 'train' needs; 2 rows are "
         "ready for stage 'reward', but no client has ever claimed from it"
     )
-    slow["lacks"]["reward"], slow["idle"] = ("train", "reward"), []
-    assert of_admission(ADMISSION, 1, {}, slow=[slow]).endswith(
+    slow["lacks"]["reward"], slow["idle"] = ("train", "reward", "rewrad"), []
+    assert of_admission(ADMISSION, 1, {}, slow=[slow, slow]).endswith(
         "group 'g' has all its rows, but lacks `reward`, which stage 'train' needs and stage "
-        "'reward' adds"
+        "'reward' adds; rows have `rewrad`, which no stage needs: is it a misspelling of `reward`?"
     )
     put(one, ["c"], ["h"])
     slow = unfinished(one, list(one.groups.values())[-1], 100.0)

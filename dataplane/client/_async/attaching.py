@@ -56,7 +56,7 @@ async def takes_rows(handle: Handle) -> bool:
 async def comes_too_late(handle: Handle, exc: DataplaneError) -> bool:
     """Return whether a call in a loop over `producing` failed because the partition accepts no new
     rows. The loop then ends without an error."""
-    if caller() not in handle.producers:
+    if (handle.name, caller()) not in handle.session.producers:
         return False
     if isinstance(exc, PartitionSealed):
         return True

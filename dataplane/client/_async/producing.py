@@ -109,8 +109,12 @@ class Producer(AsyncIterator[T]):
     rows."""
 
     def __init__(self, handle: Handle, items: Iterable[T]) -> None:
-        self._caller: int | None = None
-        """The thread or task that works on an item."""
+        self._caller: tuple[str, int] | None = None
+        """The partition, and the thread or task that works on an item."""
+        if not isinstance(items, Iterable):
+            raise InvalidCall(
+                f"producing({items!r:.80}): expected an iterable, such as a list of prompts"
+            )
         self._handle = handle
         self._items = iter(items)
         self._over = False
@@ -120,15 +124,15 @@ class Producer(AsyncIterator[T]):
         self._leave()
         if not self._over and await takes_rows(self._handle):
             for item in self._items:
-                self._caller = caller()
-                self._handle.producers.add(self._caller)
+                self._caller = (self._handle.name, caller())
+                self._handle.session.producers.add(self._caller)
                 return item
         self._over = True
         raise StopAsyncIteration
 
     def _leave(self) -> None:
         if self._caller is not None:
-            self._handle.producers.discard(self._caller)
+            self._handle.session.producers.discard(self._caller)
             self._caller = None
 
     def __del__(self) -> None:

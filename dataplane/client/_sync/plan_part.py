@@ -58,6 +58,13 @@ class Part(Lease):
         """rows per message; halved when a message was too large"""
 
     def check(self) -> None:
+        if self.state == "acked":
+            raise LeaseExpired(
+                "this plan was acked, because its loop or `with` block ended or plan.ack() was "
+                "called, so its rows can no longer be read or changed: use each mini-batch inside "
+                "the loop",
+                stage=self.stage,
+            )
         if self.state != "leased":
             raise LeaseExpired(
                 self.why or f"this plan was {self.state}: call part.plan(…) again",

@@ -124,6 +124,8 @@ class Session:
         self.tally = Tally()
         self.spans = spans.of(self.plane)
         self.leases, self.permits = Holdings(), Holdings()
+        self.producers: set[tuple[str, int]] = set()
+        """Partitions with the threads and tasks in the body of a loop over `producing`."""
         self.closed: str | None = None
         self.peer_died = False
         self.farewell: PeerLost | None = None

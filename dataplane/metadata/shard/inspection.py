@@ -168,14 +168,17 @@ def lacks(state: State) -> list[tuple[str, str, int]]:
 
 def unfinished(state: State, group: Group, now: float) -> dict[str, Any]:
     """Why a group is not complete. lacks: field → (the stage that needs it, the stage that adds
-    it). of: how many rows it gets, 0 if it is closed, -1 if unknown."""
+    it, a similar field that rows have). of: how many rows it gets, 0 if it is closed, -1 if
+    unknown."""
     blocks: dict[int, Block] = {block.number: block for block in group.blocks}
-    lacks: dict[str, tuple[str, str]] = {}
+    lacks: dict[str, tuple[str, str, str]] = {}
     pending: dict[int, int] = {}
     for name, stage in state.stages.items():
         mine = {number: bits for number, block in blocks.items() if (bits := stage.pending(block))}
-        for field in _lacking(state, stage, mine):
-            lacks.setdefault(field, (name, _adder(state, field)))
+        lacking = _lacking(state, stage, mine)
+        near = _near_fields(state, lacking)
+        for field in lacking:
+            lacks.setdefault(field, (name, _adder(state, field), near.get(field, "")))
         pending |= mine
     return {
         "group": group.name,

@@ -183,9 +183,12 @@ def _lacking(facts: Facts, name: str, stage: str) -> str:
     )
     if name in facts.adders:
         said += f" and stage {facts.adders[name]!r} adds"
-    if near := facts.near_fields.get(name):
-        said += f"; rows have `{near}`, which no stage needs: is it a misspelling of `{name}`?"
-    return said
+    near = facts.near_fields.get(name)
+    return f"{said}; {_misspelt(name, near)}" if near else said
+
+
+def _misspelt(field: str, near: str) -> str:
+    return f"rows have `{near}`, which no stage needs: is it a misspelling of `{field}`?"
 
 
 def _nobody_claims(stage: str, rows: int, asked_s: float | None) -> str:
@@ -441,6 +444,8 @@ def of_admission(
         begun = version - told["lag"]
         parts.append(f"groups started at version {begun} are not complete yet")
     parts += [_slow(one) for one in slow]
+    near_fields = {field: near for one in slow for field, (_, _, near) in one["lacks"].items()}
+    parts += [_misspelt(field, near) for field, near in near_fields.items() if near]
     nobody = {stage: (stage, *more) for one in slow for stage, *more in one["idle"]}
     parts += [_nobody_claims(*one) for one in (*nobody.values(), *idle)]
     parts += _leases(leases, "", me)
@@ -461,7 +466,7 @@ def _slow(group: Mapping[str, Any]) -> str:
         return f"{name} has {size}: put the missing rows, or drop the group"
     lacks = [
         f"`{field}`, which stage {stage!r} needs" + (f" and stage {by!r} adds" if by else "")
-        for field, (stage, by) in group["lacks"].items()
+        for field, (stage, by, _) in group["lacks"].items()
     ]
     return f"{name} has all its rows, but lacks {' and '.join(lacks)}"
 

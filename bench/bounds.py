@@ -26,14 +26,10 @@ class Impossible(ValueError):
     """Options that are valid one by one, but not together."""
 
 
-class TooMuch(Impossible):
-    """Options that together exceed the limits of a run."""
-
-
 def check(prompts: int, steps: int) -> None:
-    """Raise TooMuch if a run of this size exceeds the limits."""
+    """Raise Impossible if a run of this size exceeds the limits."""
     if (groups := prompts * steps) > _GROUPS:
-        raise TooMuch(
+        raise Impossible(
             f"{steps} steps of {prompts} prompts are {groups} groups, over the limit of "
             f"{_GROUPS:,}, because every process of a run holds them all: reduce --steps "
             "or --prompts"

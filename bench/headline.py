@@ -64,18 +64,9 @@ def register(commands: Any) -> None:
                 "page."
             ),
         )
-        parser.add_argument(
-            "--link",
-            type=links.rate,
-            metavar="RATE",
-            help="rate of each host's link in each direction, in the notation of `run`",
-        )
-        parser.add_argument(
-            "--json",
-            type=outputs.report,
-            default=None,
-            help="write a JSON report to this file, and an HTML page next to it",
-        )
+        rate = "rate of each host's link in each direction, in the notation of `run`"
+        parser.add_argument("--link", type=links.rate, metavar="RATE", help=rate)
+        outputs.add_report(parser)
         parser.set_defaults(perform=perform)
 
 

@@ -7,9 +7,9 @@ They also refuse what no machine can hold: every number of things that are kept 
 from __future__ import annotations
 
 import re
-from argparse import ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Collection
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 _DAY_S = 86_400.0
@@ -17,6 +17,14 @@ _DIGITS = 18  # of a number, so that it fits 64 bits wherever it is kept
 _LEAST, _MOST = 1e-6, 1e9
 _MOST_BYTES = 1 << 50
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+def add(
+    parser: ArgumentParser, flag: str, parse: Callable[[str], Any], what: str, **more: Any
+) -> None:
+    """Add an option whose values `parse` converts or refuses. what: its line of help. more: as
+    `add_argument` takes it."""
+    parser.add_argument(flag, type=parse, help=what, **more)
 
 
 def names(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-from argparse import ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +18,12 @@ _ROOM_BYTES = 64 * 1024  # of a small report: on a full disk files can be made, 
 class NotWritten(RuntimeError):
     """A report cannot be written, although it could when the command started: the disk may be
     full."""
+
+
+def add_report(parser: ArgumentParser) -> None:
+    """Add the option `--json` of a command that writes a report and its page."""
+    what = "write a JSON report to this file, and an HTML page next to it"
+    parser.add_argument("--json", type=report, help=what)
 
 
 def output(text: str) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from msgspec.structs import asdict, replace
 from rich.console import Console
 
 from bench import bounds, links, machine, outputs, page, report
-from bench.options import names, positive, seconds, size, whole
+from bench.options import add, names, positive, seconds, size, whole
 from bench.planes import PLANES
 from bench.planes.base import Job
 from bench.run import Progress, execute
@@ -39,136 +38,75 @@ def register(commands: Any) -> None:
             f"{what.capitalize()}. Prints a table; --json also writes a report and an HTML page."
         ),
     )
-    _job_options(run)
-    _plane_options(run)
+    _add_work(run)
+    _add_planes(run)
     run.set_defaults(perform=_run)
 
 
-def _job_options(run: argparse.ArgumentParser) -> None:
-    """What is run, by how many, on which hosts."""
-    run.add_argument(
-        "--trace",
-        type=names(TASKS),
-        required=True,
-        help=f"tasks to run, separated by commas: {', '.join(TASKS)}",
-    )
-    run.add_argument(
+def _add_work(run: argparse.ArgumentParser) -> None:
+    """Add the options of the work: what is run, by how many workers, on which hosts."""
+    what = f"tasks to run, separated by commas: {', '.join(TASKS)}"
+    add(run, "--trace", names(TASKS), what, required=True)
+    add(
+        run,
         "--trace-file",
-        type=Path,
+        Path,
+        "replay this trace: a Parquet file written by `trace`, PolyTrace files, or a directory "
+        "written by `dataplane record` (which also sets the defaults of --hosts, --steps and "
+        "--staleness)",
         nargs="+",
         default=[],
-        help=(
-            "replay this trace: a Parquet file written by `trace`, PolyTrace files, or a directory "
-            "written by `dataplane record` (which also sets the defaults of --hosts, --steps and "
-            "--staleness)"
-        ),
     )
-    run.add_argument(
-        "--planes",
-        type=names(PLANES),
-        default=tuple(PLANES),
-        help=f"planes to run, separated by commas (default: {','.join(PLANES)})",
+    known = ",".join(PLANES)
+    what = f"planes to run, separated by commas (default: {known})"
+    add(run, "--planes", names(PLANES), what, default=tuple(PLANES))
+    add(run, "--hosts", bounds.hosts, "number of hosts, which share no memory (default: 2)")
+    what = "groups per step (default: 16, or the number in the trace file)"
+    add(run, "--prompts", bounds.prompts, what)
+    add(run, "--steps", bounds.steps, "number of steps to run (default: 1)")
+    what = "how many steps rollout may run ahead of training (default: 0, synchronous)"
+    add(run, "--staleness", bounds.staleness, what)
+    what = (
+        "rate of each host's link in each direction, in tc's notation, such as 400mbit; `none` "
+        "uses loopback without limits (default: 100 Gbit/s per 64 cores, scaled down to the cores "
+        "that each host gets on this machine)"
     )
-    run.add_argument(
-        "--hosts", type=bounds.hosts, help="number of hosts, which share no memory (default: 2)"
+    add(run, "--link", links.rate, what, metavar="RATE|none")
+    what = "seed of the trace; the same seed gives the same trace (default: 0)"
+    add(run, "--seed", whole, what, default=0)
+    add(run, "--trainers", bounds.trainers, "number of trainer ranks (default: one per host)")
+    what = (
+        "run rollout on the first half of the hosts and the other stages on the second half "
+        "(default: every host runs every stage)"
     )
-    run.add_argument(
-        "--prompts",
-        type=bounds.prompts,
-        help="groups per step (default: 16, or the number in the trace file)",
+    run.add_argument("--apart", action="store_true", help=what)
+    what = (
+        "start the other stages of a step only after its rollout has finished, as if they shared "
+        "GPUs with rollout"
     )
-    run.add_argument("--steps", type=bounds.steps, help="number of steps to run (default: 1)")
-    run.add_argument(
-        "--staleness",
-        type=bounds.staleness,
-        help="how many steps rollout may run ahead of training (default: 0, synchronous)",
-    )
-    run.add_argument(
-        "--link",
-        type=links.rate,
-        metavar="RATE|none",
-        help=(
-            "rate of each host's link in each direction, in tc's notation, such as 400mbit; "
-            "`none` uses loopback without limits (default: 100 Gbit/s per 64 cores, scaled down to "
-            "the cores that each host gets on this machine)"
-        ),
-    )
-    run.add_argument(
-        "--seed",
-        type=whole,
-        default=0,
-        help="seed of the trace; the same seed gives the same trace (default: 0)",
-    )
-    run.add_argument(
-        "--trainers", type=bounds.trainers, help="number of trainer ranks (default: one per host)"
-    )
-    run.add_argument(
-        "--apart",
-        action="store_true",
-        help=(
-            "run rollout on the first half of the hosts and the other stages on the second half "
-            "(default: every host runs every stage)"
-        ),
-    )
-    run.add_argument(
-        "--phased",
-        action="store_true",
-        help=(
-            "start the other stages of a step only after its rollout has finished, as if "
-            "they shared GPUs with rollout"
-        ),
-    )
-    run.add_argument(
-        "--pace",
-        type=positive,
-        default=0.0,
-        help="wait for the recorded durations, divided by this factor (default: do not wait)",
-    )
+    run.add_argument("--phased", action="store_true", help=what)
+    what = "wait for the recorded durations, divided by this factor (default: do not wait)"
+    add(run, "--pace", positive, what, default=0.0)
 
 
-def _plane_options(run: argparse.ArgumentParser) -> None:
-    """How the planes do it, and within which limits."""
-    run.add_argument(
-        "--dedup",
-        choices=("on", "off", "both"),
-        nargs="?",
-        const="on",
-        help=(
-            "whether to send the media of a group only once: on, off, or both in turn (default: on "
-            "for dataplane, both for the controller)"
-        ),
+def _add_planes(run: argparse.ArgumentParser) -> None:
+    """Add the options of the planes, of their limits and of the report."""
+    what = (
+        "whether to send the media of a group only once: on, off, or both in turn (default: on "
+        "for dataplane, both for the controller)"
     )
-    run.add_argument(
-        "--arena", type=size, default=None, help="arena size of each dataplane peer, such as 1GiB"
-    )
-    run.add_argument(
-        "--memory-limit",
-        type=size,
-        default=None,
-        help="memory limit of each host, such as 3GiB, set with a cgroup",
-    )
-    run.add_argument(
+    run.add_argument("--dedup", choices=("on", "off", "both"), nargs="?", const="on", help=what)
+    add(run, "--arena", size, "arena size of each dataplane peer, such as 1GiB", default=0)
+    what = "memory limit of each host, such as 3GiB, set with a cgroup"
+    add(run, "--memory-limit", size, what, default=0)
+    add(
+        run,
         "--timeout",
-        type=seconds,
+        seconds,
+        "time limit for each run, in seconds (default: 240)",
         default=240.0,
-        help="time limit for each run, in seconds (default: 240)",
     )
-    run.add_argument(
-        "--json",
-        type=outputs.report,
-        default=None,
-        help="write a JSON report to this file, and an HTML page next to it",
-    )
-
-
-def _prompts(options: argparse.Namespace) -> int:
-    """Groups of a step at most, also where nobody says how many. TraceError where a run cannot be
-    made of the files."""
-    if not options.trace_file:
-        return options.prompts or load.PROMPTS
-    files, steps = options.trace_file, options.steps
-    recorded = load.of_run(files, options.trace[0], options.seed, steps, options.prompts)
-    return max(Counter(prompt.step for prompt in recorded).values())
+    outputs.add_report(run)
 
 
 def _run(options: argparse.Namespace, command: str) -> int:
@@ -178,33 +116,56 @@ def _run(options: argparse.Namespace, command: str) -> int:
             options.trace_file[0],
             "files of PolyTrace and recordings hold one task each: pass exactly one --trace",
         )
-    _default(options, load.recorded_job(options.trace_file) if options.trace_file else None)
-    prompts = _prompts(options)
-    trainers = options.trainers or options.hosts
-    bounds.check(prompts, options.steps)
-    if options.apart and options.hosts < 2:
+    recording = load.recorded_job(options.trace_file) if options.trace_file else None
+    if recording is not None:
+        Console().print("\n".join(told(recording)), markup=False, highlight=False)
+    job = _job(options, recording or Recording("", hosts=2, staleness=0, phased=False, steps=[[]]))
+    bounds.check(job.prompts, job.steps)
+    if job.apart and job.hosts < 2:
         raise bounds.Impossible("--apart needs at least two hosts: pass --hosts 2 or more")
-    rate = None if options.link == links.NONE else options.link or links.fair_rate(options.hosts)
+    rate = None if options.link == links.NONE else options.link or links.fair_rate(job.hosts)
+    if rate is not None:
+        job = with_link(job, rate, options.no_links)
     plan = [
-        job if rate is None else with_link(job, rate, options.no_links)
-        for job in _jobs(options, prompts, trainers)
+        replace(job, trace=trace, plane=plane, dedup=way)
+        for trace in options.trace
+        for dedup in _DEDUP[options.dedup]
+        for plane in options.planes
+        for way in _ways(trace, plane, dedup)
     ]
     for name in options.planes if options.dedup == "on" else ():
         if True not in PLANES[name].dedup_variants:
             Console().print(f"{name} has no dedup, so it runs without it", markup=False)
-    return carry_out(plan, options.json, command, options.no_links if rate else None)
+    each_once = list(dict.fromkeys(plan))
+    return carry_out(each_once, options.json, command, options.no_links if rate else None)
 
 
-def _default(options: argparse.Namespace, recording: Recording | None) -> None:
-    """Options that are not given: as a job was recorded, and what a replay should say of it."""
-    recorded = recording or Recording("", hosts=2, staleness=0, phased=False, steps=[[]])
-    options.hosts = options.hosts or recorded.hosts
-    options.steps = options.steps or len(recorded.steps)
-    if options.staleness is None:
-        options.staleness = recorded.staleness
-    options.phased |= recorded.phased
-    if recording is not None:
-        Console().print("\n".join(told(recording)), markup=False, highlight=False)
+def _job(options: argparse.Namespace, recorded: Recording) -> Job:
+    """The first of the jobs that are asked for. What no option says is as it was recorded.
+    TraceError where a run cannot be made of the files."""
+    hosts = options.hosts or recorded.hosts
+    steps = options.steps or len(recorded.steps)
+    prompts = options.prompts or load.PROMPTS
+    if files := options.trace_file:
+        found = load.of_run(files, options.trace[0], options.seed, steps, options.prompts)
+        prompts = max(Counter(prompt.step for prompt in found).values())
+    return Job(
+        plane=options.planes[0],
+        trace=options.trace[0],
+        prompts=prompts,
+        seed=options.seed,
+        hosts=hosts,
+        trainers=options.trainers or hosts,
+        steps=steps,
+        staleness=recorded.staleness if options.staleness is None else options.staleness,
+        pace=options.pace,
+        apart=options.apart,
+        phased=options.phased or recorded.phased,
+        trace_files=tuple(map(str, files)),
+        arena_bytes=options.arena,
+        memory_limit_bytes=options.memory_limit,
+        timeout_s=options.timeout,
+    )
 
 
 def told(recording: Recording) -> list[str]:
@@ -298,34 +259,6 @@ def _expected(run: dict[str, Any]) -> set[str]:
 
 def _label(job: Job) -> str:
     return report.label(asdict(job))
-
-
-def _jobs(options: argparse.Namespace, prompts: int, trainers: int) -> list[Job]:
-    """The jobs that are asked for, each once."""
-    asked = itertools.product(options.trace, _DEDUP[options.dedup], options.planes)
-    jobs = [
-        Job(
-            plane=plane,
-            trace=trace,
-            dedup=way,
-            prompts=prompts,
-            seed=options.seed,
-            hosts=options.hosts,
-            trainers=trainers,
-            steps=options.steps,
-            staleness=options.staleness,
-            pace=options.pace,
-            apart=options.apart,
-            phased=options.phased,
-            trace_files=tuple(map(str, options.trace_file)),
-            arena_bytes=options.arena or 0,
-            memory_limit_bytes=options.memory_limit or 0,
-            timeout_s=options.timeout,
-        )
-        for trace, dedup, plane in asked
-        for way in _ways(trace, plane, dedup)
-    ]
-    return list(dict.fromkeys(jobs))
 
 
 def _ways(trace: str, plane: str, dedup: bool | None) -> tuple[bool, ...]:

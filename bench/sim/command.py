@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import machine, outputs
-from bench.bounds import TooMuch
-from bench.options import count, positive, several, up_to
+from bench.bounds import Impossible
+from bench.options import add, count, positive, several, up_to
 from bench.pace import recorded_seconds
 from bench.planes.base import Job
 from bench.report import progress
@@ -85,47 +85,27 @@ def register(commands: Any) -> None:
         "sim",
         help=("model larger clusters, with a model that is fitted and checked on this machine"),
     )
-    sizes = (8, 64, 512, 4096)
     hosts = up_to(
         _MOST_HOSTS, "4,096 hosts take minutes, and the time grows faster than the number of hosts"
     )
-    parser.add_argument(
-        "--hosts",
-        type=several(hosts),
-        default=sizes,
-        help="numbers of hosts to model (default: 8,64,512,4096)",
-    )
-    parser.add_argument(
-        "--trace",
-        choices=TASKS,
-        default="image",
-        help="task of the modelled clusters (default: image)",
-    )
-    parser.add_argument(
-        "--groups", type=count, default=2, help="groups per host and step (default: 2)"
-    )
-    parser.add_argument(  # not `link`: that is for commands whose hosts have links here
-        "--link",
-        dest="link_gbps",
-        type=positive,
-        default=200.0,
-        help="rate of each host's link in Gbit/s (default: 200)",
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="finish in a few seconds, with figures that are too inaccurate to quote",
-    )
-    parser.add_argument(
-        "--json", type=outputs.output, default=None, help="write the model to this file"
-    )
+    what = "numbers of hosts to model (default: 8,64,512,4096)"
+    add(parser, "--hosts", several(hosts), what, default=(8, 64, 512, 4096))
+    what = "task of the modelled clusters (default: image)"
+    parser.add_argument("--trace", choices=TASKS, default="image", help=what)
+    add(parser, "--groups", count, "groups per host and step (default: 2)", default=2)
+    what = "rate of each host's link in Gbit/s (default: 200)"
+    # Not `link`: that is for commands whose hosts have links here.
+    add(parser, "--link", positive, what, dest="link_gbps", default=200.0)
+    what = "finish in a few seconds, with figures that are too inaccurate to quote"
+    parser.add_argument("--quick", action="store_true", help=what)
+    add(parser, "--json", outputs.output, "write the model to this file")
     parser.set_defaults(perform=perform)
 
 
 def perform(options: argparse.Namespace, command: str) -> int:
     """0 when everything ran, whatever skill came out; 1 when a run failed."""
     if (groups := max(options.hosts) * options.groups) > _MOST_GROUPS:
-        raise TooMuch(
+        raise Impossible(
             f"{options.groups} groups on each of {max(options.hosts)} hosts are {groups}, "
             f"over the limit of {_MOST_GROUPS:,}, because the model holds them all: "
             "reduce --hosts or --groups"

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.options import up_to, whole
+from bench.options import add, up_to, whole
 from bench.outputs import output
 from bench.report import progress
 from bench.traces import info, load, parquet
@@ -24,30 +24,17 @@ def register(commands: Any) -> None:
     make.add_argument(
         "task", choices=tuple(TASKS), metavar="TASK", help=f"task: {', '.join(TASKS)}"
     )
-    make.add_argument(
-        "--steps", type=up_to(MOST_STEPS, room), default=1, help="steps to draw (default: 1)"
-    )
-    make.add_argument(
-        "--prompts", type=up_to(MOST_PROMPTS, room), help="prompts per step (default: the task's)"
-    )
-    make.add_argument("--seed", type=whole, default=0, help="seed of the trace (default: 0)")
+    add(make, "--steps", up_to(MOST_STEPS, room), "steps to draw (default: 1)", default=1)
+    add(make, "--prompts", up_to(MOST_PROMPTS, room), "prompts per step (default: the task's)")
+    add(make, "--seed", whole, "seed of the trace (default: 0)", default=0)
     make.add_argument(
         "-o", "--output", type=output, required=True, metavar="FILE", help="the file to write"
     )
     make.set_defaults(perform=_trace)
     look = commands.add_parser("trace-info", help="show what is in a trace file")
-    look.add_argument(
-        "file",
-        type=Path,
-        nargs="+",
-        help="a Parquet trace, files of PolyTrace, or a recording",
-    )
-    look.add_argument(
-        "--task",
-        choices=tuple(TASKS),
-        default=None,
-        help="task of PolyTrace files, which do not name it",
-    )
+    add(look, "file", Path, "a Parquet trace, files of PolyTrace, or a recording", nargs="+")
+    what = "task of PolyTrace files, which do not name it"
+    look.add_argument("--task", choices=tuple(TASKS), help=what)
     look.set_defaults(perform=_info)
 
 

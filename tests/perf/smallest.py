@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import bounds, machine, outputs
-from bench.bounds import TooMuch
+from bench.bounds import Impossible
 from bench.machine import memory_bytes
 from bench.options import names, seconds, several, size, whole
 from bench.planes import PLANES
@@ -162,7 +162,9 @@ def perform(options: argparse.Namespace, command: str) -> int:
     """
     console = Console()
     if options.least > options.most:
-        raise TooMuch(f"--least ({options.least} bytes) is more than --most ({options.most} bytes)")
+        raise Impossible(
+            f"--least ({options.least} bytes) is more than --most ({options.most} bytes)"
+        )
     bounds.check(max(options.prompts), 1)
     job = Job(
         plane=options.planes[0],

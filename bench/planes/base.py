@@ -166,10 +166,6 @@ class Batch(ABC):
     def column(self, field: str) -> Sequence[Array]:
         """One read-only array per row."""
 
-    def buffers(self, field: str) -> Sequence[Array]:
-        """The same values as contiguous arrays, as large as the plane has them."""
-        return self.column(field)
-
     @abstractmethod
     def add(self, columns: Columns) -> None:
         """Add new fields to these rows, once."""

@@ -14,8 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from bench.columns import DEDUP
 from bench.peers import free_ports, peer_command, token_file
 from bench.planes.base import (
@@ -115,27 +113,22 @@ def _connect(address: dict[str, Any]) -> Any:
 
 
 class DataplaneBatch(Batch):
-    """A claimed batch."""
+    """A claimed batch, as the client handed it out."""
 
     def __init__(self, batch: Any) -> None:
-        self._batch = batch
+        self.claimed = batch
         self.added = 0  # bytes
 
     def column(self, field: str) -> Sequence[Array]:
-        values: Sequence[Array] = self._batch[field]
+        values: Sequence[Array] = self.claimed[field]
         return values
 
-    def buffers(self, field: str) -> Sequence[Array]:
-        column = self._batch.numpy(field, view=True)
-        # Small values of rows lie row by row, at equal distances.
-        return column if isinstance(column, list) else [np.ascontiguousarray(column)]
-
     def add(self, columns: Columns) -> None:
-        self._batch.add(**columns)
+        self.claimed.add(**columns)
         self.added += sum(value.nbytes for values in columns.values() for value in values)
 
     def drop(self, prompts: Collection[int]) -> None:
-        self._batch.drop(groups=list(prompts))
+        self.claimed.drop(groups=list(prompts))
 
 
 class DataplaneEndpoint(Endpoint):

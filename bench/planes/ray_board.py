@@ -34,7 +34,6 @@ class Board:
     """
 
     def __init__(self, groups: Sequence[int], phases: Sequence[Sequence[str]]) -> None:
-        self._offers: asyncio.Queue[Any] = asyncio.Queue()
         self._over = asyncio.Event()
         self._phases = [list(stages) for stages in phases]
         self._expected = dict(enumerate(groups))  # of a step, dropped ones not counted
@@ -50,14 +49,6 @@ class Board:
     async def finished(self) -> None:
         """Answers when the job is over."""
         await self._over.wait()
-
-    async def offer(self, places: Any) -> None:
-        """Keep places of rows until a consumer takes them."""
-        self._offers.put_nowait(places)
-
-    async def take(self, count: int) -> list[Any]:
-        """The next `count` that were offered; waits until there are as many."""
-        return [await self._offers.get() for _ in range(count)]
 
     async def put(self, step: int, prompt: int, host: int, places: dict[str, Any]) -> None:
         """A new group, ready for the stages of the first phase."""

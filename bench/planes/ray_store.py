@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from bench.columns import DEDUP
 from bench.machine import memory_bytes
@@ -32,7 +31,6 @@ from bench.planes.base import (
 
 _SMALLEST_STORE = 80 << 20  # Ray takes no less than 75 MiB
 _OWN_SHARE = 0.3  # of a host's memory: what Ray's store takes by itself
-_WHOLE = "*"  # the place of all fields together
 
 
 def store_bytes(job: Job) -> int:
@@ -98,31 +96,10 @@ class RayStorePlane(RayPlane):
         return StoreEndpoint(worker)
 
 
-class Fetched(Mapping[str, Sequence[Array]]):
-    """A group's columns as they came; rows are made of one each time it is looked at."""
-
-    def __init__(self, columns: Mapping[str, Any]) -> None:
-        self.columns = columns
-
-    def __getitem__(self, field: str) -> Sequence[Array]:
-        """One array a row."""
-        raise NotImplementedError
-
-    def buffers(self, field: str) -> Sequence[Array]:
-        """The same values as contiguous arrays, as large as the plane has them."""
-        raise NotImplementedError
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.columns.keys())  # a TensorDict iterates over its rows
-
-    def __len__(self) -> int:
-        return len(self.columns.keys())
-
-
 class BoardEndpoint(Endpoint):
     """A worker whose groups are found through the board; subclasses know where values are.
 
-    `bench compare` stores, fetches and discards without the board's groups: it only measures bytes.
+    `bench compare` does the steps of a put and of a batch one by one, and times some of them.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -131,9 +108,12 @@ class BoardEndpoint(Endpoint):
         self._board = ray_cluster.attach(worker.address)
 
     def put(self, step: int, prompt: int, columns: Columns) -> None:
+        self.announce(step, prompt, self.store(step, prompt, columns))
+
+    def announce(self, step: int, prompt: int, places: dict[str, Any]) -> None:
+        """Say where the fields of a group are, so that stages get it."""
         import ray
 
-        places = self.store(step, prompt, columns)
         ray.get(self._board.put.remote(step, prompt, self._host, places))
 
     def finish(self, step: int) -> None:
@@ -143,9 +123,9 @@ class BoardEndpoint(Endpoint):
         import ray
 
         fields = self.job.stages()[stage]
-        while taken := ray.get(self._board.next.remote(step, stage, fields, self._host)):
+        while taken := self.next(step, stage, fields):
             prompt, places, unseen = taken
-            group = Group(prompt, dict(self.fetch(step, prompt, places, unseen)))
+            group = Group(prompt, self.columns(self.fetch(step, prompt, places, unseen)))
             del taken, places
             yield group
             added = {} if group.dropped else self.store(step, prompt, group.added)
@@ -154,34 +134,37 @@ class BoardEndpoint(Endpoint):
             if group.dropped:
                 ray.get(self._board.drop.remote(prompt))
             else:
-                ray.get(self._board.add.remote(stage, prompt, self._host, added))
+                self.finished(stage, prompt, added)
             del group
 
-    def offer(self, places: Sequence[dict[str, Any]]) -> None:
-        """Offer places of rows on the board, where a consumer takes them."""
+    def next(
+        self, step: int, stage: str, fields: Sequence[str]
+    ) -> tuple[int, dict[str, Any], int] | None:
+        """The next group of a stage, as the board says it; None once the stage has had all."""
         import ray
 
-        ray.get([self._board.offer.remote(one) for one in places])
-
-    def take(self, puts: int) -> list[dict[str, Any]]:
-        """The oldest places that nobody has taken; waits until there are as many."""
-        import ray
-
-        found: list[dict[str, Any]] = ray.get(self._board.take.remote(puts))
+        found: tuple[int, dict[str, Any], int] | None = ray.get(
+            self._board.next.remote(step, stage, list(fields), self._host)
+        )
         return found
 
-    def form(self, columns: Columns) -> Any:
-        """Columns in the form that this plane puts best. `compare` makes it beforehand."""
+    def finished(self, stage: str, prompt: int, added: dict[str, Any]) -> None:
+        """Say that a stage is done with a group, and where the fields are that it added."""
+        import ray
+
+        ray.get(self._board.add.remote(stage, prompt, self._host, added))
+
+    def store(self, step: int, prompt: int, columns: Columns) -> dict[str, Any]:
+        """Put a group's fields; returns their places."""
         raise NotImplementedError
 
-    def store(self, step: int, prompt: int, columns: Any) -> dict[str, Any]:
-        """Put a group's fields, as columns or in their best form; returns their places."""
+    def fetch(self, step: int, prompt: int, places: dict[str, Any], unseen: int) -> Any:
+        """A group's fields as the plane hands them out. `unseen`: bytes that no process of this
+        host has fetched or put."""
         raise NotImplementedError
 
-    def fetch(
-        self, step: int, prompt: int, places: dict[str, Any], unseen: int
-    ) -> Mapping[str, Sequence[Array]]:
-        """A group's fields. `unseen`: bytes that no process of this host has fetched or put."""
+    def columns(self, fetched: Any) -> dict[str, Sequence[Array]]:
+        """The same as one array per row and field."""
         raise NotImplementedError
 
     def discard(self, step: int, prompt: int) -> None:
@@ -196,17 +179,6 @@ class BoardEndpoint(Endpoint):
         ray.shutdown()
 
 
-class Packed(Fetched):
-    """Of each field the rows end to end, and where each ends: what Ray hands out uncopied."""
-
-    def __getitem__(self, field: str) -> Sequence[Array]:
-        values, ends = self.columns[field]
-        return [values[a:b] for a, b in zip(ends, ends[1:], strict=False)]
-
-    def buffers(self, field: str) -> Sequence[Array]:
-        return [self.columns[field][0]]
-
-
 class StoreEndpoint(BoardEndpoint):
     """A driver on its host's raylet."""
 
@@ -215,16 +187,9 @@ class StoreEndpoint(BoardEndpoint):
         self._copied_in = 0
         self._across = 0
 
-    def form(self, columns: Columns) -> Packed:
-        """One object for all fields: the best case of a reader that wants all of them."""
-        ends = {name: np.cumsum([0, *map(len, values)]) for name, values in columns.items()}
-        return Packed({name: (np.concatenate(columns[name]), ends[name]) for name in columns})
-
-    def store(self, step: int, prompt: int, columns: Any) -> dict[str, Any]:
+    def store(self, step: int, prompt: int, columns: Columns) -> dict[str, Any]:
         import ray
 
-        if isinstance(columns, Packed):
-            return {_WHOLE: (0, [ray.put(columns)])}
         places = {}
         for name, values in columns.items():
             form, nbytes = shareable(values, self.job.dedup and name in DEDUP)
@@ -232,17 +197,15 @@ class StoreEndpoint(BoardEndpoint):
             self._copied_in += nbytes
         return places
 
-    def fetch(
-        self, step: int, prompt: int, places: dict[str, Any], unseen: int
-    ) -> Mapping[str, Sequence[Array]]:
+    def fetch(self, step: int, prompt: int, places: dict[str, Any], unseen: int) -> Any:
         import ray
 
         self._across += unseen
-        if _WHOLE in places:
-            whole: Packed = ray.get(places[_WHOLE][1][0])
-            return whole
         found = ray.get([places[name][1][0] for name in places])
         return dict(zip(places, found, strict=True))
+
+    def columns(self, fetched: Any) -> dict[str, Sequence[Array]]:
+        return dict(fetched)
 
     def discard(self, step: int, prompt: int) -> None:
         """Objects go with the board's references."""

@@ -9,12 +9,12 @@ that the rows of a group share are stored for every row: it has no dedup.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from bench.planes import ray_cluster
 from bench.planes.base import Array, Columns, Endpoint, Moved, Service, Worker
-from bench.planes.ray_store import BoardEndpoint, Fetched, RayPlane, nodes_of
+from bench.planes.ray_store import BoardEndpoint, RayPlane, nodes_of
 
 UNITS_A_HOST = 2
 
@@ -40,17 +40,6 @@ class TransferQueuePlane(RayPlane):
         return TransferQueueEndpoint(worker)
 
 
-class Tensors(Fetched):
-    """A TensorDict of dense and jagged tensors, as TransferQueue hands it out."""
-
-    def __getitem__(self, field: str) -> Sequence[Array]:
-        return [row.numpy() for row in _rows(self.columns[field])]
-
-    def buffers(self, field: str) -> Sequence[Array]:
-        value = self.columns[field]
-        return [(value.values() if value.is_nested else value).numpy()]
-
-
 class TransferQueueEndpoint(BoardEndpoint):
     """A client."""
 
@@ -74,26 +63,24 @@ class TransferQueueEndpoint(BoardEndpoint):
         tensors = {name: _tensor(values) for name, values in columns.items()}
         return TensorDict(tensors, batch_size=[self.job.samples])
 
-    def store(self, step: int, prompt: int, columns: Any) -> dict[str, Any]:
-        if hasattr(columns, "batch_size"):  # in its best form
-            self._put(step, prompt, columns)
-            return dict.fromkeys(columns.keys(), (0,))
+    def store(self, step: int, prompt: int, columns: Columns) -> dict[str, Any]:
         if not columns:
             return {}
-        self._put(step, prompt, self.form(columns))
+        self.put_form(step, prompt, self.form(columns))
         sizes = {name: sum(v.nbytes for v in values) for name, values in columns.items()}
         self._put_bytes += sum(sizes.values())
         return {name: (nbytes,) for name, nbytes in sizes.items()}
 
-    def _put(self, step: int, prompt: int, fields: Any) -> None:
+    def put_form(self, step: int, prompt: int, fields: Any) -> None:
         self._queue.kv_batch_put(keys=self._keys(prompt), partition_id=f"{step}", fields=fields)
 
-    def fetch(
-        self, step: int, prompt: int, places: dict[str, Any], unseen: int
-    ) -> Mapping[str, Sequence[Array]]:
-        found = self._queue.kv_batch_get(self._keys(prompt), f"{step}", list(places))
+    def fetch(self, step: int, prompt: int, places: dict[str, Any], unseen: int) -> Any:
+        """A TensorDict of dense and jagged tensors."""
         self._got_bytes += sum(place[0] for place in places.values())
-        return Tensors(found)
+        return self._queue.kv_batch_get(self._keys(prompt), f"{step}", list(places))
+
+    def columns(self, fetched: Any) -> dict[str, Sequence[Array]]:
+        return {name: [row.numpy() for row in _rows(value)] for name, value in fetched.items()}
 
     def discard(self, step: int, prompt: int) -> None:
         self._queue.kv_clear(self._keys(prompt), f"{step}")

@@ -67,15 +67,6 @@ async def test_a_dropped_group_reaches_no_later_stage_and_nobody_waits_for_it() 
     await asyncio.wait_for(over, 5)
 
 
-async def test_who_takes_first_waits_until_there_is_enough() -> None:
-    board = Board([], ())
-    taking = asyncio.create_task(board.take(2))
-    await board.offer(1)
-    assert not taking.done()
-    await board.offer(3)
-    assert await taking == [1, 3]
-
-
 def test_a_store_has_what_a_peer_has_under_a_limit_and_else_what_ray_would_take() -> None:
     def store(**told: Any) -> int:
         job = Job(plane="ray-store", trace="video", dedup=False, prompts=2, **told)

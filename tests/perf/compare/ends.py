@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
+
+import numpy as np
 
 from bench.planes import PLANES
 from bench.planes.base import Endpoint, Worker
 from bench.planes.base import Job as _Job
-from bench.planes.ray_store import BoardEndpoint
 from tests.perf.compare.batch import FIELDS, Array, Columns
 
 NAMES = ("dataplane", "transfer_queue", "ray-store")
@@ -86,10 +87,9 @@ class End(ABC):
     def get(self) -> Any:
         """The next batch, oldest first: whatever this plane hands out, its columns in reach."""
 
+    @abstractmethod
     def buffers(self, held: Any) -> Iterator[Array]:
         """What was got as contiguous arrays, as large as the plane has them."""
-        for name in FIELDS:
-            yield from held.buffers(name)
 
     @abstractmethod
     def rows(self, held: Any) -> Columns:
@@ -120,6 +120,12 @@ class Claimed(End):
     def get(self) -> Any:
         return next(self._batches)
 
+    def buffers(self, held: Any) -> Iterator[Array]:
+        for name in FIELDS:
+            column = held.claimed.numpy(name, view=True)
+            # Small values of rows lie row by row, at equal distances.
+            yield from column if isinstance(column, list) else [np.ascontiguousarray(column)]
+
     def rows(self, held: Any) -> Columns:
         return {name: list(held.column(name)) for name in FIELDS}
 
@@ -131,38 +137,109 @@ class Claimed(End):
 class Placed(End):
     """Of a plane on Ray: its places go from the writer to the reader outside the timed part."""
 
-    def __init__(self, endpoint: BoardEndpoint) -> None:
-        self._endpoint = endpoint
+    fields: Sequence[str] = FIELDS
+
+    def __init__(self, endpoint: Any) -> None:
+        self.endpoint = endpoint
         self._numbers = count()
         self._form: Any = None
-        self._put: list[dict[str, Any]] = []
-        self._expected: deque[dict[str, Any]] = deque()
+        self._put: list[tuple[int, dict[str, Any]]] = []
+        self._expected: deque[tuple[int, dict[str, Any]]] = deque()
         self._got: deque[int] = deque()
 
+    @abstractmethod
+    def form(self, columns: Columns) -> Any:
+        """A batch in the form that this plane puts best."""
+
+    @abstractmethod
+    def store(self, number: int, form: Any) -> dict[str, Any]:
+        """Put it; returns the places of `fields`."""
+
+    @abstractmethod
+    def fetch(self, number: int, places: dict[str, Any]) -> Any:
+        """Get what was put."""
+
     def load(self, columns: Columns) -> None:
-        self._form = self._endpoint.form(columns)
+        self._form = self.form(columns)
 
     def put(self) -> None:
-        self._put.append(self._endpoint.store(_STEP, next(self._numbers), self._form))
+        number = next(self._numbers)
+        self._put.append((number, self.store(number, self._form)))
 
     def tell(self) -> None:
-        self._endpoint.offer(self._put)
+        for number, places in self._put:
+            self.endpoint.announce(_STEP, number, places)
         self._put.clear()
 
     def expect(self, puts: int) -> None:
-        self._expected.extend(self._endpoint.take(puts))
+        for _ in range(puts):
+            number, places, _ = self.endpoint.next(_STEP, _STAGE, self.fields)
+            self._expected.append((number, places))
 
     def get(self) -> Any:
-        self._got.append(next(self._numbers))
-        return self._endpoint.fetch(_STEP, self._got[-1], self._expected.popleft(), 0)
-
-    def rows(self, held: Any) -> Columns:
-        return {name: list(held[name]) for name in FIELDS}
+        number, places = self._expected.popleft()
+        self._got.append(number)
+        return self.fetch(number, places)
 
     def free(self) -> None:
-        self._endpoint.discard(_STEP, self._got.popleft())
+        number = self._got.popleft()
+        self.endpoint.discard(_STEP, number)
+        self.endpoint.finished(_STAGE, number, {})
+
+
+class Stored(Placed):
+    """Ray's store: one object for all fields, the best case of a reader that wants all of them. It
+    has of each field the rows end to end, and where each ends: Ray hands those out uncopied."""
+
+    fields = ("*",)
+
+    def form(self, columns: Columns) -> Any:
+        return {
+            name: (np.concatenate(values), np.cumsum([0, *map(len, values)]))
+            for name, values in columns.items()
+        }
+
+    def store(self, number: int, form: Any) -> dict[str, Any]:
+        import ray
+
+        return {"*": (0, [ray.put(form)])}
+
+    def fetch(self, number: int, places: dict[str, Any]) -> Any:
+        import ray
+
+        return ray.get(places["*"][1][0])
+
+    def buffers(self, held: Any) -> Iterator[Array]:
+        return (held[name][0] for name in FIELDS)
+
+    def rows(self, held: Any) -> Columns:
+        return {name: np.split(held[name][0], held[name][1][1:-1]) for name in FIELDS}
+
+
+class Queued(Placed):
+    """TransferQueue: a TensorDict."""
+
+    def form(self, columns: Columns) -> Any:
+        return self.endpoint.form(columns)
+
+    def store(self, number: int, form: Any) -> dict[str, Any]:
+        self.endpoint.put_form(_STEP, number, form)
+        return dict.fromkeys(FIELDS, (0,))
+
+    def fetch(self, number: int, places: dict[str, Any]) -> Any:
+        return self.endpoint.fetch(_STEP, number, places, 0)
+
+    def buffers(self, held: Any) -> Iterator[Array]:
+        for value in (held[name] for name in FIELDS):
+            yield (value.values() if value.is_nested else value).numpy()
+
+    def rows(self, held: Any) -> Columns:
+        return self.endpoint.columns(held)
+
+
+_ENDS = {"ray-store": Stored, "transfer_queue": Queued}
 
 
 def end(worker: Worker) -> End:
-    endpoint = PLANES[worker.job.plane].attach(worker)
-    return Placed(endpoint) if isinstance(endpoint, BoardEndpoint) else Claimed(endpoint)
+    plane = worker.job.plane
+    return _ENDS.get(plane, Claimed)(PLANES[plane].attach(worker))

@@ -7,28 +7,130 @@ time.
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from bench import pace
+from bench.columns import rollout_fields
 from bench.events import emit
-from bench.planes.base import Array, Batch, Columns, Endpoint, Worker
-from bench.rollout import rollout
+from bench.media import Source, digest
+from bench.pace import Pace
+from bench.planes.base import Array, Batch, Columns, Endpoint, Job, Worker
 from bench.traces import Prompt
-from bench.work import Work, digests
 
 _LOG_PROB_OF_TOKEN = np.float32(-1e-5)
 _NEVER_ZERO = 1e-6  # keeps a group of equal rewards at advantage 0
 
 
+class Clock:
+    """Seconds by activity, elapsed and of processors.
+
+    Time that no other activity claims belongs to the plane: putting, waiting, acking.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.cpu_seconds: dict[str, float] = defaultdict(float)  # of all threads meanwhile
+        self.spans_ms: dict[str, list[float]] = defaultdict(list)  # one a time; a few a group
+
+    @contextmanager
+    def timing(self, activity: str) -> Iterator[None]:
+        start, cpu_start = time.monotonic(), time.process_time()
+        try:
+            yield
+        finally:
+            seconds = time.monotonic() - start
+            self.seconds[activity] += seconds
+            self.cpu_seconds[activity] += time.process_time() - cpu_start
+            self.spans_ms[activity].append(round(seconds * 1e3, 3))
+
+
+class Orders:
+    """What the runner tells a worker, a line at a time on stdin: `policy N` when the trainers have
+    finished N steps, `rolled N` when rollout has finished step N."""
+
+    def __init__(self) -> None:
+        self._version = self._rolled = -1
+
+    def wait_for_policy(self, version: int) -> None:
+        """Wait until the trainers have finished `version` steps; 0 is the start of the run."""
+        while self._version < version:
+            self._hear()
+
+    def wait_for_rollout(self, step: int) -> None:
+        """Wait until all rollout workers have finished the step."""
+        while self._rolled < step:
+            self._hear()
+
+    def _hear(self) -> None:
+        line = sys.stdin.readline()
+        if not line:
+            raise SystemExit("the runner has ended")
+        match line.split():
+            case ["policy", version]:
+                self._version = int(version)
+            case ["rolled", step]:
+                self._rolled = int(step)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A worker and its tools."""
+
+    worker: Worker
+    endpoint: Endpoint
+    pace: Pace
+    clock: Clock = field(default_factory=Clock)
+    orders: Orders = field(default_factory=Orders)
+
+    @property
+    def job(self) -> Job:
+        return self.worker.job
+
+    def spend(self, recorded: float, came: float) -> None:
+        """Work on a batch that takes so much recorded time. Where a job was recorded, that is from
+        the lease to the ack: what the bench did since the batch came is part of it."""
+        self.pace.spend(recorded, came if self.job.is_recorded else None)
+
+    def batches(self, step: int) -> Iterator[Batch]:
+        """The stage's batches. The wait for each counts as `claim`."""
+        if self.job.phased:
+            with self.clock.timing("phase"):
+                self.orders.wait_for_rollout(step)
+        batches = self.endpoint.batches(step, self.worker.role)
+        while True:
+            with self.clock.timing("claim"):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+            del batch  # a plane may hold its bytes for as long as anybody has it
+
+
+def digests(values: Sequence[Array]) -> list[int]:
+    """One digest per row. Rows that share their memory (address, shape, dtype) are read once."""
+    read: dict[tuple[int, tuple[int, ...], str], int] = {}
+    found = []
+    for value in values:
+        place = (value.ctypes.data, value.shape, value.dtype.str)
+        if place not in read:
+            read[place] = digest(value)
+        found.append(read[place])
+    return found
+
+
 def main(worker: Worker, attach: Callable[[Worker], Endpoint]) -> None:
     """Run a worker: attach, wait for the start, work, and report."""
     roles = {"rollout": rollout, "reward": reward, "reference": reference, "train": train}
-    work = Work(worker, attach(worker), pace.Pace(worker.job.pace))
+    work = Work(worker, attach(worker), Pace(worker.job.pace))
     body = roles[worker.role](work)
     next(body)  # what it needs is made here, before the start
     emit("ready")
@@ -42,6 +144,39 @@ def main(worker: Worker, attach: Callable[[Worker], Endpoint]) -> None:
     clock = work.clock
     spent = {name: dict(getattr(clock, name)) for name in ("seconds", "cpu_seconds", "spans_ms")}
     emit("done", start=start, end=end, moved=moved, **spent)
+
+
+def rollout(work: Work) -> Iterator[None]:
+    """Make the groups of this worker's share of the prompts, and put each when its slowest row is
+    done. All rows of a worker are written at once, as an engine with continuous batching does.
+
+    A step starts when the trainers are at most `staleness` steps behind it.
+    """
+    job = work.job
+    mine = [p for p in job.generate() if p.index % job.hosts == work.worker.rank]
+    mine.sort(key=lambda prompt: prompt.rollout_seconds)
+    fields = rollout_fields(job.task)
+    source = Source(job.seed, max((prompt.media_bytes for prompt in mine), default=0))
+    yield
+    for step in range(job.steps):
+        with work.clock.timing("policy"):
+            work.orders.wait_for_policy(step - job.staleness)
+        work.pace.restart()
+        emit("rolling", step=step, at=time.monotonic())
+        for prompt in (prompt for prompt in mine if prompt.step == step):
+            with work.clock.timing("rollout"):
+                work.pace.until(prompt.rollout_seconds)
+            with work.clock.timing("generate"):
+                columns = {field.name: source.column(field, prompt) for field in fields}
+            with work.clock.timing("digest"):
+                told = {name: digests(values) for name, values in columns.items()}
+            with work.clock.timing("put"):
+                work.endpoint.put(step, prompt.index, columns)
+            rows = [(prompt.index, sample) for sample in range(len(prompt.samples))]
+            emit("produced", rows=rows, digests=told)
+        with work.clock.timing("finish"):
+            work.endpoint.finish(step)
+        emit("rolled", step=step)
 
 
 def reward(work: Work) -> Iterator[None]:

@@ -260,7 +260,8 @@ def _called(run: Run) -> str:
 
 
 def _steady(run: Run) -> float:
-    return report.steady_seconds(run) or 0.0 if run["status"] == "ok" else 0.0
+    took = report.steady(run) if run["status"] == "ok" else None
+    return took.median if took else 0.0
 
 
 def _seconds(value: float) -> str:

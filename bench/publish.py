@@ -17,12 +17,12 @@ from typing import Any
 from rich.console import Console
 
 from bench import outputs
+from bench.bounds import Impossible
 from bench.figures import others_cores
 from bench.headline import CALLED, OURS
-from bench.links import rated
 from bench.page import document
-from bench.page.runs import Report, Run, figures, gib
-from bench.report import steady_range, steady_seconds
+from bench.page.runs import Report, figures, gib
+from bench.report import Run, limits_of_links, placement, steady
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = "docs/pictures/report.json"
@@ -44,18 +44,17 @@ def register(commands: Any) -> None:
 
 def _perform(options: argparse.Namespace, command: str) -> int:
     console = Console(stderr=True)
+    told = document.load(options.report)
+    if "headline" not in told or not told.get("runs"):
+        raise Impossible(
+            f"{options.report} is not a report of `headline`: pass the JSON file of "
+            "`python -m bench headline`"
+        )
     try:
-        told = document.load(options.report)
-        if "headline" not in told or not told.get("runs"):
-            raise ValueError(
-                f"{options.report} is not a report of `headline`: pass the "
-                "JSON file of `python -m bench headline`"
-            )
         for path in publish(ROOT, told):
             console.print(f"wrote {path.relative_to(ROOT)}", markup=False)
     except (OSError, ValueError, LookupError, TypeError) as exc:
-        console.print(f"python -m bench: {exc}", markup=False, soft_wrap=True)
-        return 2
+        raise Impossible(str(exc)) from exc
     return 0
 
 
@@ -115,20 +114,19 @@ def _steps(runs: Sequence[Run]) -> str:
 
 
 def _job(run: Run) -> str:
-    where = "rollout apart" if run["apart"] else "every stage on every host"
-    link = f"{rated(run['link'])} links" if run["link"] else "no link limit"
     dedup = "" if run["dedup"] else ", dedup off"
     prompts = f"{run['prompts']} prompts × {run['samples']}"
-    return f"{run['trace']}, {run['hosts']} hosts, {prompts}, {link}, {where}{dedup}"
+    where = f"{limits_of_links(run)}, {placement(run)}"
+    return f"{run['trace']}, {run['hosts']} hosts, {prompts}, {where}{dedup}"
 
 
 def _step(run: Run) -> str:
-    median, ends = steady_seconds(run), steady_range(run)
-    if run["status"] != "ok" or median is None or ends is None:
+    took = steady(run)
+    if run["status"] != "ok" or took is None:
         return str(run["status"])
     link = run["busiest_link"]
     full = f"; link {link['busy_share']:.0%}" if link and link["busy_share"] is not None else ""
-    return f"{median:.2f} s ({ends[0]:.2f}–{ends[1]:.2f}){full}"
+    return "{:.2f} s ({:.2f}–{:.2f})".format(*took) + full
 
 
 def _savings(runs: Sequence[Run]) -> str:
@@ -141,9 +139,9 @@ def _savings(runs: Sequence[Run]) -> str:
     for run in full:
         jobs.setdefault((run["trace"], run["apart"], run["hosts"]), {})[run["plane"]] = run
     lines: dict[tuple[str, bool], list[str]] = {}
-    for (trace, apart, hosts), here in sorted(jobs.items(), key=lambda job: job[0][2]):
+    for (trace, apart, _), here in sorted(jobs.items(), key=lambda job: job[0][2]):
         if len(here) == len(planes) > 1 and OURS in here:
-            lines[trace, apart] = _saved(trace, apart, hosts, [here[p] for p in planes])
+            lines[trace, apart] = _saved([here[p] for p in planes])
     rates = {f"{run['full_step']['link_bits_per_second'] / 1e9:g} Gbit/s" for run in full}
     head = f"full step, {' or '.join(sorted(rates))} a host"
     head_row = [head, "rollout and training", *(CALLED.get(p, p) for p in planes), "saved"]
@@ -151,15 +149,14 @@ def _savings(runs: Sequence[Run]) -> str:
     return _table(head_row, [lines[job] for job in in_order if job in lines])
 
 
-def _saved(trace: str, apart: bool, hosts: int, runs: Sequence[Run]) -> list[str]:
+def _saved(runs: Sequence[Run]) -> list[str]:
     """A line of `_savings`: seconds for which the busiest link is busy, per plane."""
     busy = {run["plane"]: run["full_step"]["link_seconds"] for run in runs}
-    step = runs[0]["full_step"]
+    run, step = runs[0], runs[0]["full_step"]
     saved = min(busy[plane] for plane in busy if plane != OURS) - busy[OURS]
     share = saved / step["recorded_seconds"]
-    where = "rollout apart" if apart else "every stage on every host"
     return [
-        f"{trace}, {step['prompts']} prompts, {hosts} hosts, {where}",
+        f"{run['trace']}, {step['prompts']} prompts, {run['hosts']} hosts, {placement(run)}",
         f"{step['recorded_seconds']:.0f} s",
         *(f"{seconds:.2f} s" if seconds >= 0.005 else "under 0.01 s" for seconds in busy.values()),
         f"{saved:.2f} s, {share:.1%}" if share >= 0.001 else f"{saved:.2f} s, under 0.1%",

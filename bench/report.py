@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.console import Console
@@ -14,22 +14,25 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from bench import outputs
+from bench.links import rated
 from bench.run import Progress as Report
 
 _GB = 1e9
 Run = dict[str, Any]
 
 
-def steady_seconds(run: Run) -> float | None:
-    """The median step after the first; None where there was only one step."""
-    steady = run["step_seconds"][1:]
-    return statistics.median(steady) if steady else None
+class Steady(NamedTuple):
+    """Seconds of the steps after the first, which is cold."""
+
+    median: float
+    fastest: float
+    slowest: float
 
 
-def steady_range(run: Run) -> tuple[float, float] | None:
-    """The fastest and the slowest step after the first."""
-    steady = run["step_seconds"][1:]
-    return (min(steady), max(steady)) if steady else None
+def steady(run: Run) -> Steady | None:
+    """None where there was only one step."""
+    steps = run["step_seconds"][1:]
+    return Steady(statistics.median(steps), min(steps), max(steps)) if steps else None
 
 
 def table(runs: list[Run], machine: dict[str, Any]) -> Table:
@@ -56,13 +59,13 @@ def table(runs: list[Run], machine: dict[str, Any]) -> Table:
 
 def cells(run: Run) -> dict[str, str]:
     """The cells of a run in the table, by column."""
-    nbytes = max(run["peak_memory_bytes"].values(), default=0)
+    took, nbytes = steady(run), max(run["peak_memory_bytes"].values(), default=0)
     link = run["busiest_link"] or {}
     share = link.get("busy_share")
     return {
         "run": label(run),
         "status": run["status"],
-        "steady step s": _steady(run),
+        "steady step s": "–" if took is None else "{:.2f} ({:.2g}–{:.2g})".format(*took),
         "cold step s": _or_dash(next(iter(run["step_seconds"]), None), ".2f"),
         "link GB": _or_dash(link["bytes"] / _GB if link else None, ".2f"),
         "link full %": _or_dash(None if share is None else 100 * share, ".0f"),
@@ -70,20 +73,8 @@ def cells(run: Run) -> dict[str, str]:
     }
 
 
-def _steady(run: Run) -> str:
-    """The median and the range."""
-    median, ends = steady_seconds(run), steady_range(run)
-    if median is None or ends is None:
-        return "–"
-    return f"{median:.2f} ({ends[0]:.2g}–{ends[1]:.2g})"
-
-
 def _or_dash(figure: float | None, form: str) -> str:
     return "–" if figure is None else format(figure, form)
-
-
-def _switch(on: bool) -> str:
-    return "on" if on else "off"
 
 
 def show(console: Console, runs: list[Run], headline: list[str], machine: dict[str, Any]) -> None:
@@ -132,11 +123,23 @@ def _flow(run: dict[str, Any]) -> Iterator[str]:
 def label(run: Mapping[str, Any]) -> str:
     """The name of a run in a report, or of a job."""
     where = "apart, " if run["apart"] else "phased, " if run["phased"] else ""
-    dedup = f"dedup {_switch(run['dedup'])}"
     link = f"{run['link']} links" if run["link"] else "no link limit"
     limit = run["memory_limit_bytes"]
     under = f", {limit / (1 << 30):g} GiB a host" if limit else ""
-    return f"{run['trace']}/{run['plane']} ({run['hosts']} hosts, {where}{dedup}, {link}{under})"
+    settings = f"{run['hosts']} hosts, {where}{dedup(run)}, {link}{under}"
+    return f"{run['trace']}/{run['plane']} ({settings})"
+
+
+def dedup(run: Mapping[str, Any]) -> str:
+    return f"dedup {'on' if run['dedup'] else 'off'}"
+
+
+def placement(run: Run) -> str:
+    return "rollout apart" if run["apart"] else "every stage on every host"
+
+
+def limits_of_links(run: Run) -> str:
+    return f"{rated(run['link'])} links" if run["link"] else "no link limit"
 
 
 def first_line(error: str) -> str:

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
+from bench.bounds import Impossible
+from bench.options import add
 from bench.outputs import output
 from bench.page.document import load, write
 
@@ -15,38 +15,24 @@ from bench.page.document import load, write
 def register(commands: Any) -> None:
     """Add `report` to the command line."""
     parser = commands.add_parser("report", help="make one HTML page from JSON reports")
-    parser.add_argument(
-        "files", type=Path, nargs="+", help="JSON reports of headline, links or run"
-    )
-    parser.add_argument(
-        "-o", "--output", type=output, required=True, help="the page to write, such as report.html"
-    )
-    parser.set_defaults(perform=perform)
+    add(parser, "files", Path, "JSON reports of headline, links or run", nargs="+")
+    what = "the page to write, such as report.html"
+    parser.add_argument("-o", "--output", type=output, required=True, help=what)
+    parser.set_defaults(perform=_perform)
 
 
-def perform(options: argparse.Namespace, command: str) -> int:
-    """Return 0 if the page was written, and 2 for a file that is no report, or a page that would
-    replace a report."""
-    told = _perform(options)
-    if told:
-        Console(stderr=True).print(f"python -m bench: {told}", markup=False, soft_wrap=True)
-    return 2 if told else 0
-
-
-def _perform(options: argparse.Namespace) -> str:
-    """What is wrong, or nothing."""
+def _perform(options: argparse.Namespace, command: str) -> int:
+    """Write the page. Impossible for a file that is no report, or a page that would replace one."""
     if options.output.resolve() in map(Path.resolve, options.files):
-        return f"{options.output} is one of the reports: choose another file for the page"
-    try:
-        write(options.output, [load(path) for path in options.files])
-    except OSError as exc:
-        return f"{exc.filename}: {exc.strerror}"
-    except ValueError as exc:  # a file that is no JSON is one too
-        return str(exc)
-    except (LookupError, TypeError, AttributeError, ArithmeticError) as exc:
-        told = f"{type(exc).__name__}: {exc}"
-        return (
-            "cannot make a page, because one of the files is not a complete report of "
-            f"this version ({told}): run that report again"
+        raise Impossible(
+            f"{options.output} is one of the reports: choose another file for the page"
         )
-    return ""
+    reports = [load(path) for path in options.files]
+    try:
+        write(options.output, reports)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as exc:
+        raise Impossible(
+            "cannot make a page, because one of the files is not a complete report of this "
+            f"version ({type(exc).__name__}: {exc}): run that report again"
+        ) from exc
+    return 0

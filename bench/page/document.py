@@ -9,10 +9,11 @@ from pathlib import Path
 from string import Template
 
 from bench import outputs
+from bench.bounds import Impossible
 from bench.page import drawing
 from bench.page.drawing import Figure
-from bench.page.runs import Report, Run, figures, gib
-from bench.report import cells, label
+from bench.page.runs import Report, figures, gib
+from bench.report import Run, cells, label
 
 _FIRST = 3
 """Sentences of a headline that a reader sees first."""
@@ -29,15 +30,17 @@ _PAGE = Template("""<!doctype html>
 
 
 def load(path: Path) -> Report:
-    """Load a report that a command of the bench wrote. Raises ValueError for any other file."""
+    """Load a report that a command of the bench wrote. Raises Impossible for any other file."""
     try:
         told = json.loads(path.read_text(), parse_constant=_no_figure)
+    except OSError as exc:
+        raise Impossible(f"cannot read {path}: {exc.strerror}. Pass another file") from exc
     except ValueError as exc:
-        raise ValueError(
+        raise Impossible(
             f"{path} is not valid JSON ({exc}): pass a report of `headline`, `links` or `run`"
         ) from exc
     if not isinstance(told, dict) or {"machine", "command", "runs"} - told.keys():
-        raise ValueError(
+        raise Impossible(
             f"{path} has no runs, so it is not a report of `headline`, "
             "`links` or `run`: pass such a report"
         )

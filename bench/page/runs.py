@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from bench.links import rated
 from bench.page import drawing
 from bench.page.drawing import LIGHT, Bar, Figure, Line, Scale, number
-from bench.report import steady_range, steady_seconds
+from bench.report import Run, dedup, limits_of_links, placement, steady
 
 Report = Mapping[str, Any]
-Run = dict[str, Any]
 GIB = 1 << 30
 
 _WORK = (
@@ -34,10 +32,6 @@ def colour(plane: str) -> str:
     return plane if plane in LIGHT else "other"
 
 
-def switch(on: bool) -> str:
-    return "on" if on else "off"
-
-
 def gib(nbytes: float) -> str:
     if nbytes < GIB:
         return f"{nbytes / (1 << 20):.0f} MiB"
@@ -48,20 +42,20 @@ def label(run: Run, among: Sequence[Run]) -> str:
     """The plane, and those settings in which the runs differ."""
     parts = [run["plane"]]
     if differ(among, "dedup"):
-        parts.append(f"dedup {switch(run['dedup'])}")
+        parts.append(dedup(run))
     return ", ".join([*parts, *_settings(run, among)])
 
 
 def _settings(run: Run, among: Sequence[Run], told: Collection[str] = ()) -> list[str]:
     """Of what makes a job, that in which the runs differ; `told` are said elsewhere."""
-    limit, link = run["memory_limit_bytes"], run["link"]
+    limit = run["memory_limit_bytes"]
     shown = {name: f"{run[name]} {name}" for name in _COUNTED}
     if run["steps"] == 1:
         shown["steps"] = "one step"
     shown |= {name: f"{name} {run[name]}" for name in ("staleness", "seed", "pace")}
-    shown["apart"] = "rollout apart" if run["apart"] else "every stage on every host"
+    shown["apart"] = placement(run)
     shown["phased"] = "no stage overlaps rollout" if run["phased"] else "stages overlap"
-    shown["link"] = f"{rated(link)} links" if link else "no link limit"
+    shown["link"] = limits_of_links(run)
     shown["memory_limit_bytes"] = f"{gib(limit)} a host" if limit else "no memory limit"
     return [text for name, text in shown.items() if name not in told and differ(among, name)]
 
@@ -96,8 +90,8 @@ def step(run: Run) -> tuple[float, str] | None:
     """The seconds of a step, and which step: a steady one, else the first, which is cold."""
     if run["status"] != "ok":
         return None
-    steady = steady_seconds(run)
-    return (run["step_seconds"][0], "cold") if steady is None else (steady, "steady")
+    took = steady(run)
+    return (took.median, "steady") if took else (run["step_seconds"][0], "cold")
 
 
 def _families(runs: Sequence[Run]) -> list[list[Run]]:
@@ -115,18 +109,17 @@ def _over_hosts(family: Sequence[Run]) -> Iterator[tuple[list[Run], str]]:
     found = [m for m in grouped(family, ("plane", "dedup")) if differ(m, "hosts")]
     ways = {members[0]["dedup"] for members in found}
     for members in found:
-        dedup = f"\ndedup {switch(members[0]['dedup'])}" if len(ways) > 1 else ""
-        yield sorted(members, key=lambda run: int(run["hosts"])), members[0]["plane"] + dedup
+        way = f"\n{dedup(members[0])}" if len(ways) > 1 else ""
+        yield sorted(members, key=lambda run: int(run["hosts"])), members[0]["plane"] + way
 
 
 def _family(run: Run) -> str:
-    link, limit = run["link"], run["memory_limit_bytes"]
-    a_host = run["prompts"] / run["hosts"]
+    limit, a_host = run["memory_limit_bytes"], run["prompts"] / run["hosts"]
     return (
         f"{run['trace']}, "
         + ("rollout on half of the hosts, " if run["apart"] else "every stage on every host, ")
         + f"{a_host:g} prompt{'' if a_host == 1 else 's'} a host, "
-        + (f"{rated(link)} links" if link else "no link limit")
+        + limits_of_links(run)
         + (f", {gib(limit)} a host" if limit else "")
     )
 
@@ -158,7 +151,7 @@ def hosts(runs: Sequence[Run]) -> Figure | None:
             points = [(n, s[0]) for n, s in timed]
             told = "\n".join([name, *said])
             dashed, kind = name.endswith("off"), colour(members[0]["plane"])
-            band = [steady_range(run) or (s[0], s[0]) for run in members if (s := step(run))]
+            band = [(steady(r) or (s[0],) * 3)[1:] for r in members if (s := step(r))]
             drawn.append(Line(told, kind, points, dashed, True, cold, died, band))
         panels.append(drawing.lines(_family(family[0]), drawn, _sizes(family), Scale("seconds")))
     sentence = (
@@ -185,8 +178,8 @@ def share(runs: Sequence[Run]) -> Figure | None:
             parts = [("work", recorded), (colour(run["plane"]), seconds)]
             told = f"{number(seconds)} s, {seconds / (recorded + seconds):.0%}"
             content.append(Bar(run["plane"], told, parts))
-        dedup = ", dedup off" if not members[0]["dedup"] else ""
-        title = _job(members[0], linked) + dedup
+        way = ", dedup off" if not members[0]["dedup"] else ""
+        title = _job(members[0], linked) + way
         panels.append(drawing.bars(title, content, "seconds of a step"))
     sentence = (
         "Grey: recorded rollout and training of the same step; these runs did not wait for it. "
@@ -272,14 +265,12 @@ def _memory_sentence(runs: Sequence[Run]) -> str:
     ours = [r for r in job if r["plane"] == "dataplane" and r["status"] == "ok"]
     same = [r for r in ours if r["dedup"] == run["dedup"]]
     said = (
-        f"With {gib(run['memory_limit_bytes'])} a host, {run['plane']} (dedup "
-        f"{switch(run['dedup'])}) fills its host until the kernel kills it."
+        f"With {gib(run['memory_limit_bytes'])} a host, {run['plane']} ({dedup(run)}) "
+        "fills its host until the kernel kills it."
     )
     if same:
         peak = gib(max(same[0]["peak_host_bytes"] or [0]))
-        said += (
-            f" With the same bytes, dataplane (dedup {switch(run['dedup'])}) needs at most {peak}."
-        )
+        said += f" With the same bytes, dataplane ({dedup(run)}) needs at most {peak}."
     return said
 
 

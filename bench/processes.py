@@ -140,8 +140,7 @@ class Crew:
         """The processes that were stopped by SIGSTOP or a debugger, and the ends of all logs."""
         stopped = [name for name, pid in self.pids().items() if _state(pid) in ("T", "t")]
         told = [f"\n{name} is suspended, and nothing has resumed it" for name in stopped]
-        told += [f"\n{m.name}:\n{tail}" for m in self.members.values() if (tail := m.tail())]
-        return "".join(told)
+        return "".join(told) + _logs(self.members.values())
 
     def endings(self) -> list[str]:
         """A sentence for each process that exited early, or with an exit code other than 0."""
@@ -184,13 +183,10 @@ class Crew:
         for member in ended:
             code = member.process.returncode
             if code or not member.done:
-                raise ProcessDied(member.name, code, member.tail(), self._service_logs(member))
+                # A worker's error often has its cause in what the plane's services logged.
+                services = [m for m in self.members.values() if not m.speaks and m is not member]
+                raise ProcessDied(member.name, code, member.tail(), _logs(services))
         return said
-
-    def _service_logs(self, dead: Member) -> str:
-        """What the plane's services logged: a worker's error often has its cause there."""
-        services = [m for m in self.members.values() if not m.speaks and m is not dead]
-        return "".join(f"\n{m.name}:\n{tail}" for m in services if (tail := m.tail()))
 
     def _read(self, member: Member) -> list[tuple[str, dict[str, Any]]]:
         stdout = member.process.stdout
@@ -226,6 +222,10 @@ class Crew:
                     with suppress(BrokenPipeError):
                         stream.close()
         self._selector.close()
+
+
+def _logs(members: Iterable[Member]) -> str:
+    return "".join(f"\n{m.name}:\n{tail}" for m in members if (tail := m.tail()))
 
 
 def _state(pid: int) -> str:

@@ -8,14 +8,14 @@ lines. The logs of a run that ends with `error` are kept.
 
 from __future__ import annotations
 
-import itertools
+import operator
 import os
 import shutil
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,11 @@ from bench.processes import Crew, ProcessDied, run_folder
 _MIB = 1 << 20
 _ROOMY = 4  # groups that an arena of automatic size holds
 _REFUSED_MEMORY = ("MemoryError", "Cannot allocate memory")  # by an rlimit, not by the kernel
+_SETTINGS = (
+    "plane", "trace", "dedup", "hosts", "trainers", "prompts", "samples", "steps", "staleness",
+    "apart", "phased", "seed", "pace", "arena_bytes",
+)  # fmt: skip
+"""Of a job, as the report has them."""
 _TOO_LARGE = "dataplane.errors.ValueTooLarge:"  # a group that the arena can never hold
 
 Said = dict[str, dict[str, Any]]
@@ -80,6 +85,17 @@ def execute(job: Job, progress: Progress) -> dict[str, Any]:
         if status == "error":
             problems += [*run.endings, *_kept(folder)]
         return run.result(status, "\n".join(problems))
+
+
+def execute_again(job: Job, progress: Progress, failed: Callable[[str], None]) -> dict[str, Any]:
+    """Execute one run, and repeat it once if it fails. The report keeps what went wrong the first
+    time under `failed_before`, and `failed` is told at once."""
+    first = execute(job, progress)
+    if first["status"] not in ("error", "disturbed"):
+        return first
+    failed(f"the first attempt ended with {first['status']!r}: {first['error']}")
+    before = {name: first[name] for name in ("status", "error", "step_seconds")}
+    return execute(job, progress) | {"failed_before": before}
 
 
 def _kept(folder: Path) -> list[str]:
@@ -153,50 +169,46 @@ class _Run:
 
     def perform(self) -> None:
         """The whole run, under the limits that the job asks for."""
-        self._plane = PLANES[self._job.plane](self._job)
-        if not self._job.memory_limit_bytes:
-            self._perform()
-            return
-        with limited_hosts(self._job.hosts, self._job.memory_limit_bytes) as self._limits:
-            self._perform()
+        job, crew = self._job, Crew(Path(self._job.folder))
+        self._plane = PLANES[job.plane](job)
+        limit = job.memory_limit_bytes
+        with limited_hosts(job.hosts, limit) if limit else nullcontext([]) as self._limits:
+            self._sampler = Sampler(crew.pids, self._limits)
+            with crew, self._sampler:
+                self._perform(crew)
 
-    def _perform(self) -> None:
-        crew = Crew(Path(self._job.folder))
-        self._sampler = Sampler(crew.pids, self._limits)
-        with crew, self._sampler:
-            try:
-                self._services(crew)
-                workers = self._workers(crew)
-                self._sampler.sample()  # a run may be over before the sampler looks again
-                before, busy = self._cpu_of_services(crew), cpu.machine_seconds()
-                self._sampled_before_s = self._sampler.sampling_seconds
-                counted = self._plane.messages()
-                with Traffic(self.network) if self.network else nullcontext() as self._traffic:
-                    self._started = time.monotonic()
-                    for worker in workers:
-                        crew.tell(worker, "policy 0")
-                    self._listen(
-                        crew, "the workers to finish", lambda: self._done.keys() >= workers
-                    )
-                self._ended = max(self._done[worker]["end"] for worker in workers)
-                self._cpu_seconds = cpu.between(before, self._cpu_of_services(crew))
-                self._cpu_seconds["machine"] = cpu.machine_seconds() - busy
-                speaking = {s.name for s in self._plane.services() if s.speaks}
-                self._listen(crew, "the plane to finish", lambda: self._done.keys() >= speaking)
-                self._moved = self._plane.moved(self._done)
-                self._messages = self._per_group(counted, self._plane.messages())
+    def _perform(self, crew: Crew) -> None:
+        try:
+            self._services(crew)
+            workers = self._workers(crew)
+            self._sampler.sample()  # a run may be over before the sampler looks again
+            before, busy = self._cpu_of_services(crew), cpu.machine_seconds()
+            self._sampled_before_s = self._sampler.sampling_seconds
+            counted = self._plane.messages()
+            with Traffic(self.network) if self.network else nullcontext() as self._traffic:
+                self._started = time.monotonic()
+                for worker in workers:
+                    crew.tell(worker, "policy 0")
+                self._listen(crew, "the workers to finish", lambda: self._done.keys() >= workers)
+            self._ended = max(self._done[worker]["end"] for worker in workers)
+            self._cpu_seconds = cpu.between(before, self._cpu_of_services(crew))
+            self._cpu_seconds["machine"] = cpu.machine_seconds() - busy
+            speaking = {name for name, one in crew.members.items() if one.speaks}
+            self._listen(crew, "the plane to finish", lambda: self._done.keys() >= speaking)
+            self._moved = self._plane.moved(self._done)
+            self._messages = self._per_group(counted, self._plane.messages())
+            check_limits(self._limits)
+        except Exception as exc:
+            self.endings = crew.endings()
+            if not isinstance(exc, ProcessDied | RunTimeout):  # these have the logs' ends
+                self.endings += crew.account().splitlines()
+            self.killed = self._killed(crew)
+            if not self.killed:  # a kill below the limit explains what else went wrong
                 check_limits(self._limits)
-            except Exception as exc:
-                self.endings = crew.endings()
-                if not isinstance(exc, ProcessDied | RunTimeout):  # these have the logs' ends
-                    self.endings += crew.account().splitlines()
-                self.killed = self._killed(crew)
-                if not self.killed:  # a kill below the limit explains what else went wrong
-                    check_limits(self._limits)
-                raise
-            finally:
-                self._ended = self._ended or time.monotonic()
-                self._plane.close()
+            raise
+        finally:
+            self._ended = self._ended or time.monotonic()
+            self._plane.close()
 
     def _cpu_of_services(self, crew: Crew) -> cpu.Spent:
         """Processor seconds so far of whom nobody else counts: those that speak count their own."""
@@ -294,14 +306,13 @@ class _Run:
         job, sampler = self._job, self._sampler
         seconds = (self._ended - self._started) if self._ended and self._started else None
         return {
-            "plane": job.plane,
-            "trace": job.trace,
+            **{name: getattr(job, name) for name in _SETTINGS},
             "status": status,
             "error": error,
             "rows": self._ledger.trained_rows,
             "rows_expected": self._ledger.expected_rows,
             "rows_filtered": self._ledger.filtered_rows,
-            "bytes_unique": sum(self._unique_bytes()),
+            "bytes_unique": self._unique_bytes(),
             "bytes_moved": self._moved.total,
             "moved": {
                 k: v
@@ -310,7 +321,8 @@ class _Run:
             },
             "pulled_bytes": self._moved.pulled,  # by host
             "seconds": seconds,
-            "step_seconds": self._step_seconds(),
+            # From the end of the step before. The first is cold.
+            "step_seconds": list(map(operator.sub, self._step_ends, [0.0, *self._step_ends])),
             "link": self.network.rate if self.network else None,
             "busiest_link": self._traffic.busiest() if self._traffic else None,
             "computed_link": self._computed_link(),
@@ -327,17 +339,6 @@ class _Run:
             "memory_limit_bytes": job.memory_limit_bytes or None,
             "memory_curve": sampler.curve(self._started or self._opened),
             "killed": self.killed,
-            "dedup": job.dedup,
-            "hosts": job.hosts,
-            "trainers": job.trainers,
-            "prompts": job.prompts,
-            "steps": job.steps,
-            "staleness": job.staleness,
-            "apart": job.apart,
-            "phased": job.phased,
-            "samples": job.samples,
-            "seed": job.seed,
-            "arena_bytes": job.arena_bytes,
             "workers": {
                 name: figures.worker_times(event, self._started or 0.0)
                 for name, event in self._done.items()
@@ -349,10 +350,6 @@ class _Run:
             ),
             "memory_samples": sampler.samples,
         }
-
-    def _step_seconds(self) -> list[float]:
-        """Of each step, from the end of the one before. The first is cold."""
-        return [end - before for before, end in itertools.pairwise([0.0, *self._step_ends])]
 
     def _groups(self) -> int:
         return self._ledger.trained_rows // self._job.samples
@@ -403,10 +400,10 @@ class _Run:
         """The plane's share: what is not recorded time, the bench's own work included."""
         ideal = ideal_seconds(self._job)
         share = max(0.0, 1 - ideal / seconds) if ideal and seconds else None
-        return {"pace": self._job.pace, "paced_seconds": ideal, "plane_share": share}
+        return {"paced_seconds": ideal, "plane_share": share}
 
-    def _unique_bytes(self) -> Iterator[int]:
+    def _unique_bytes(self) -> int:
         """Of the groups that are trained."""
         fields = all_fields(self._job.task)
         trained = filter(self._job.is_trained, self._job.generate())
-        return (group_bytes(fields, prompt, dedup=True) for prompt in trained)
+        return sum(group_bytes(fields, prompt, dedup=True) for prompt in trained)

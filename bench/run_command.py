@@ -16,7 +16,7 @@ from bench import bounds, links, machine, outputs, page, report
 from bench.options import add, names, positive, seconds, size, whole
 from bench.planes import PLANES
 from bench.planes.base import Job
-from bench.run import Progress, execute
+from bench.run import execute_again
 from bench.traces import TASKS, load
 from bench.traces.parquet import TraceError
 from bench.traces.recording import Recording
@@ -226,8 +226,14 @@ def carry_out(
         )
     try:
         for job in plan:
-            with report.progress(console, _label(job)) as bar:
-                runs.append(_carried_out(job, bar, console))
+            name = report.label(asdict(job))
+
+            def repeated(why: str, name: str = name) -> None:
+                said = f"{name}: {why}\nThe bench repeats this run once."
+                console.print(said, markup=False, highlight=False)
+
+            with report.progress(console, name) as bar:
+                runs.append(execute_again(job, bar, repeated))
             if file:  # after each run: what is known survives a later failure
                 report.write(file, runs, headline(runs), described, command)
     finally:  # also where it is stopped, or the disk is full
@@ -240,25 +246,8 @@ def carry_out(
     return 0 if all(run["status"] in _expected(run) for run in runs) else 1
 
 
-def _carried_out(job: Job, bar: Progress, console: Console) -> dict[str, Any]:
-    """One run. A run that fails is repeated once; the report keeps what went wrong the first time
-    under `failed_before`."""
-    first = execute(job, bar)
-    if first["status"] not in ("error", "disturbed"):
-        return first
-    told = f"{_label(job)}: the first attempt ended with {first['status']!r}: {first['error']}"
-    console.print(f"{told}\nThe bench repeats this run once.", markup=False, highlight=False)
-    again = execute(job, bar)
-    before = {name: first[name] for name in ("status", "error", "step_seconds")}
-    return again | {"failed_before": before}
-
-
 def _expected(run: dict[str, Any]) -> set[str]:
     return {"ok", "not installed"} | ({"oom", "refused"} if run["memory_limit_bytes"] else set())
-
-
-def _label(job: Job) -> str:
-    return report.label(asdict(job))
 
 
 def _ways(trace: str, plane: str, dedup: bool | None) -> tuple[bool, ...]:

@@ -8,7 +8,7 @@ their speed when many senders meet at one receiver (incast).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,18 +26,17 @@ _ROUND_TRIP_S = 50e-6
 _COPIERS = 8  # cores that move a host's bytes
 _CROWD = 16
 _INCAST = {"low": 0.9, "middle": 0.7, "high": 0.4}
+_PACE = 1.0
 VARIANTS = (("dataplane", True), ("controller", True), ("controller", False))
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What is asked: sizes, and what a host has and does."""
+    """What a host has and does."""
 
-    sizes: Sequence[int]
     trace: str
     groups_per_host: int
     link_gbps: float
-    pace: float = 1.0
 
     def job(self, plane: str, hosts: int, dedup: bool) -> Job:
         prompts = hosts * self.groups_per_host
@@ -48,7 +47,7 @@ class Cluster:
             prompts=prompts,
             hosts=hosts,
             trainers=hosts,
-            pace=self.pace,
+            pace=_PACE,
         )
 
     def place(self, kind: str) -> Place:
@@ -68,7 +67,7 @@ class Cluster:
             "trace": self.trace,
             "groups_per_host": self.groups_per_host,
             "link_gbps": self.link_gbps,
-            "pace": self.pace,
+            "pace": _PACE,
             "round_trip_s": _ROUND_TRIP_S,
             "copy_cores_per_host": _COPIERS,
             "incast_from_senders": _CROWD,
@@ -77,33 +76,29 @@ class Cluster:
 
 
 def carry(
-    cluster: Cluster, costs: Mapping[str, Costs], spread: Mapping[str, tuple[float, float]]
+    cluster: Cluster,
+    hosts: int,
+    costs: Mapping[str, Costs],
+    spread: Mapping[str, tuple[float, float]],
 ) -> Iterator[dict[str, Any]]:
-    """A result for each size and variant; `spread`: by plane, factors on costs for the band."""
-    for hosts in cluster.sizes:
-        for plane, dedup in VARIANTS:
-            job = cluster.job(plane, hosts, dedup)
-            plan = Plan(job)
-            low, high = spread[plane]
-            factors = {"low": low, "middle": 1.0, "high": high}
-            runs = {
-                kind: _outcome(plan, costs[plane], factor, cluster.place(kind), plane)
-                for kind, factor in factors.items()
-            }
-            yield _told(job, plane, runs)
+    """A result for each variant; `spread`: by plane, factors on costs for the band."""
+    for plane, dedup in VARIANTS:
+        job = cluster.job(plane, hosts, dedup)
+        plan, (low, high) = Plan(job), spread[plane]
+        runs = {}
+        for kind, factor in (("low", low), ("middle", 1.0), ("high", high)):
+            prices = msgspec.structs.replace(costs[plane], factor=factor)
+            runs[kind] = Model(plan, prices, cluster.place(kind), DESIGNS[plane]).run()
+        yield _told(job, runs)
 
 
-def _outcome(plan: Plan, costs: Costs, factor: float, place: Place, plane: str) -> Outcome:
-    return Model(plan, msgspec.structs.replace(costs, factor=factor), place, DESIGNS[plane]).run()
-
-
-def _told(job: Job, plane: str, runs: Mapping[str, Outcome]) -> dict[str, Any]:
+def _told(job: Job, runs: Mapping[str, Outcome]) -> dict[str, Any]:
     recorded = ideal_seconds(job) / job.steps
     middle = runs["middle"]
     claims = sum(middle.peers.values())
     return {
         "model": True,  # nobody ran this
-        "plane": plane,
+        "plane": job.plane,
         "dedup": job.dedup,
         "hosts": job.hosts,
         "groups": job.prompts,

@@ -10,7 +10,7 @@ import argparse
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from statistics import mean
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from bench.options import add, count, positive, several, up_to
 from bench.pace import recorded_seconds
 from bench.planes.base import Job
 from bench.report import progress
-from bench.run import Progress, execute
+from bench.run import Progress, execute_again
 from bench.sim.cluster import VARIANTS, Cluster, carry
 from bench.sim.fit import DESIGNS, Seen, check, fit
 from bench.sim.model import Costs
@@ -40,7 +40,6 @@ Case = tuple[str, int, int]
 _QUIET = 0.2
 """Share of the cores that others may take before the skill says more about them."""
 _FIT, _CHECK = "fit", "check"
-_TRIES = 2
 _MOST_HOSTS = 16_384
 _MOST_GROUPS = 65_536
 
@@ -114,9 +113,9 @@ def perform(options: argparse.Namespace, command: str) -> int:
     size = _QUICK if options.quick else _FULL
     told: dict[str, Any] = {"machine": machine.describe(), "command": command}
     told["quick"] = options.quick
-    cluster = Cluster(options.hosts, options.trace, options.groups, options.link_gbps)
+    cluster = Cluster(options.trace, options.groups, options.link_gbps)
     try:
-        for part in _simulate(size, cluster, partial(progress, console)):
+        for part in _simulate(size, options.hosts, cluster, partial(progress, console)):
             told |= part
             if options.json:  # after each part: what is known survives a later failure
                 outputs.write_json(options.json, told)
@@ -127,10 +126,12 @@ def perform(options: argparse.Namespace, command: str) -> int:
     return 0
 
 
-def _simulate(size: Size, cluster: Cluster, bar: Bar) -> Iterator[dict[str, Any]]:
+def _simulate(
+    size: Size, sizes: Sequence[int], cluster: Cluster, bar: Bar
+) -> Iterator[dict[str, Any]]:
     """The parts of the report, each as it is known."""
-    cores, observer = machine.describe()["cores"], Observer(bar)
-    runs = _observe(size, observer)
+    cores, failed = machine.describe()["cores"], list[str]()
+    runs = _observe(size, bar, failed)
     seen = {p: [run for case in size.fits for run in runs[_FIT, case, p]] for p in DESIGNS}
     costs, rivals = fit(seen, cores)
     yield {"fitted_on": size.fits, "costs": msgspec.to_builtins(costs), "rivals": rivals}
@@ -139,20 +140,21 @@ def _simulate(size: Size, cluster: Cluster, bar: Bar) -> Iterator[dict[str, Any]
         for plane in DESIGNS:
             job = paced(plane, *told, size.steps, size.step_s)
             cases.append(check(job, costs[plane], cores, rivals, runs[_CHECK, told, plane]))
-    yield {"cases": cases, "failed_runs": observer.failed, **_accuracy(cases, cores)}
+    yield {"cases": cases, "failed_runs": failed, **_accuracy(cases, cores)}
     factors = _factors(costs, cases)
     assumed = {"cost_factors": factors, **cluster.assumed()}
     model: list[dict[str, Any]] = []
-    for hosts in cluster.sizes:
+    for hosts in sizes:
         with bar(f"a model of {hosts} hosts", "designs") as shown:
-            for result in carry(replace(cluster, sizes=(hosts,)), costs, factors):
+            for result in carry(cluster, hosts, costs, factors):
                 model.append(result)
                 shown(len(model) % len(VARIANTS) or len(VARIANTS), len(VARIANTS))
         yield {"assumed": assumed, "model": model}
 
 
-def _observe(size: Size, observer: Observer) -> dict[tuple[str, Case, str], list[Seen]]:
-    """All runs, by what they are for, case and plane."""
+def _observe(size: Size, bar: Bar, failed: list[str]) -> dict[tuple[str, Case, str], list[Seen]]:
+    """All runs, by what they are for, case and plane. `failed` gets what went wrong in runs that
+    were repeated. Raises RunFailed when the second try fails too."""
     fits = [(_FIT, case, plane) for case in size.fits for plane in DESIGNS]
     checks = [(_CHECK, case, plane) for case in size.checks for plane in DESIGNS]
     order = in_turn(fits, checks * size.times)
@@ -160,7 +162,13 @@ def _observe(size: Size, observer: Observer) -> dict[tuple[str, Case, str], list
     for number, run in enumerate(order):
         _, case, plane = run
         job = paced(plane, *case, size.steps, size.step_s)
-        runs[run].append(observer.observe(job, f"run {number + 1} of {len(order)}"))
+        several = "s" if job.hosts > 1 else ""
+        label = f"{job.trace} / {job.plane}, {job.hosts} host{several}"
+        with bar(f"{label} (run {number + 1} of {len(order)})") as shown:
+            told = execute_again(job, shown, lambda why, of=label: failed.append(f"{of}: {why}"))
+        if told["status"] != "ok":
+            raise RunFailed(f"{label}: {told['status']}: {told['error']}")
+        runs[run].append(Seen(job, told))
     return runs
 
 
@@ -282,9 +290,6 @@ def _model(results: Sequence[Mapping[str, Any]], assumed: Mapping[str, Any]) -> 
     return shown
 
 
-# real runs
-
-
 class RunFailed(Exception):
     """A run that the model needs was not ok; the message says why. Nothing can be said without."""
 
@@ -301,24 +306,3 @@ def in_turn(*runs: Sequence[T]) -> list[T]:
     minutes meets what is fitted on and what is judged alike."""
     placed = [((n + 0.5) / len(some), run) for some in runs for n, run in enumerate(some)]
     return [run for _, run in sorted(placed, key=lambda pair: pair[0])]
-
-
-class Observer:
-    """Makes real runs. One that fails is made once more, and both are in the report."""
-
-    def __init__(self, bar: Bar) -> None:
-        self._bar = bar
-        self.failed: list[str] = []  # what went wrong in runs that were made again
-
-    def observe(self, job: Job, nth: str) -> Seen:
-        """A run. nth: which of how many, for those who wait. Raises RunFailed when the second try
-        fails too."""
-        several = "s" if job.hosts > 1 else ""
-        label = f"{job.trace} / {job.plane}, {job.hosts} host{several}"
-        for _ in range(_TRIES):
-            with self._bar(f"{label} ({nth})") as shown:
-                run = execute(job, shown)
-            if run["status"] == "ok":
-                return Seen(job, run)
-            self.failed.append(f"{label}: {run['status']}: {run['error']}")
-        raise RunFailed(self.failed[-1])

@@ -104,28 +104,11 @@ def priced(seen: Sequence[Seen], plane: str, cores: int) -> Costs:
     return Costs(activities, *least_squares(columns, wanted), watch)
 
 
-def predict(job: Job, costs: Costs, plane: str, cores: int, rivals: float = 0.0) -> float:
-    """Seconds of a step when the job runs on this machine, all hosts on the same cores: the mean
-    over several draws of which hosts serve which step, where there is a choice.
-
-    rivals: strangers beside it who want a core all the time.
-    """
-    return mean(run.step_s for run in _draws(job, costs, plane, cores, rivals))
-
-
-def _draws(job: Job, costs: Costs, plane: str, cores: int, rivals: float) -> list[Outcome]:
-    draws = _DRAWS if job.hosts > 2 and plane == "dataplane" else 1
-    return [simulate(job, costs, plane, cores, rivals, seed) for seed in range(draws)]
-
-
 def simulate(
-    job: Job,
-    costs: Costs,
-    plane: str,
-    cores: int,
-    rivals: float = 0.0,
-    seed: int = 0,
+    job: Job, costs: Costs, plane: str, cores: int, rivals: float = 0.0, seed: int = 0
 ) -> Outcome:
+    """The job on this machine, all hosts on the same cores. rivals: strangers beside it who want a
+    core all the time. seed: of which hosts serve which step."""
     services = job.hosts if plane == "dataplane" else 1
     taken = costs.watch + costs.idle * services
     place = Place(cores=cores, one_machine=True, rivals=rivals).less(taken)
@@ -139,9 +122,11 @@ def check(
     rivals: float,
     runs: Sequence[Seen],
 ) -> dict[str, Any]:
-    """What the model says beside what these runs took, of which it knows nothing. `rivals`: as many
-    as the runs had that it was fitted on."""
-    drawn = _draws(job, costs, job.plane, cores, rivals)
+    """What the model says beside what these runs took, of which it knows nothing: the mean over
+    several draws of which hosts serve which step, where there is a choice. `rivals`: as many as the
+    runs had that it was fitted on."""
+    draws = _DRAWS if job.hosts > 2 and job.plane == "dataplane" else 1
+    drawn = [simulate(job, costs, job.plane, cores, rivals, seed) for seed in range(draws)]
     predicted = mean(run.step_s for run in drawn)
     seen = [run.step_s for run in runs]
     middle, recorded = median(seen), ideal_seconds(job) / job.steps

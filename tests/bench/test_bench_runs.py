@@ -284,7 +284,7 @@ def test_a_run_that_fails_is_repeated_once_and_its_logs_are_shown_once(
     why = "peer-host0 ended with signal 9; its last log lines:\n  dropped the call"
     failed = {**ok, "status": "error", "error": why, "step_seconds": []}
     attempts = [failed, ok]
-    monkeypatch.setattr("bench.run_command.execute", lambda job, bar: attempts.pop(0))
+    monkeypatch.setattr("bench.run.execute", lambda job, bar: attempts.pop(0))
     path = tmp_path / "r.json"
     math = ["run", "--trace", "math", "--planes", "controller", "--link", "none"]
     assert main([*math, "--json", str(path)]) == 0

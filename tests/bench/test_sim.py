@@ -16,7 +16,7 @@ from bench.planes.base import Job
 from bench.sim.central import Central
 from bench.sim.command import _FULL, in_turn
 from bench.sim.decentral import Decentral
-from bench.sim.fit import Seen, fit, least_squares, predict, priced
+from bench.sim.fit import Seen, fit, least_squares, priced, simulate
 from bench.sim.model import Costs, Design, Model, Outcome, Place, Plan, Price, Work
 from bench.sim.share import Loop, Shared
 
@@ -192,7 +192,7 @@ def test_the_runner_takes_as_much_of_the_cores_whatever_it_watches() -> None:
     assert priced(seen, "controller", 2).watch == pytest.approx(0.5)
     for hosts in (1, 8):
         told = job(hosts=hosts, trainers=hosts)
-        watched = predict(told, replace(dear, watch=0.5), "controller", cores=2)
+        watched = simulate(told, replace(dear, watch=0.5), "controller", cores=2).step_s
         beside = replace_place(ONE_MACHINE, cores=1.5)
         assert watched == run(told, Central, beside, dear).step_s
 

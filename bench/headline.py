@@ -256,7 +256,8 @@ def _computed(placements: list[list[Run]]) -> str:
 
 
 def _called(run: Run) -> str:
-    return CALLED.get(run["plane"], run["plane"])
+    plane: str = run["plane"]
+    return CALLED.get(plane, plane)
 
 
 def _steady(run: Run) -> float:

@@ -123,8 +123,12 @@ class HostLimit:
 
 @contextmanager
 def limited_hosts(hosts: int, limit_bytes: int) -> Iterator[list[HostLimit]]:
-    """One cgroup per host, removed at the end. Raises NoLimits if the machine allows none."""
+    """One cgroup per host, removed at the end; none where there is no limit. Raises NoLimits if the
+    machine allows none."""
     limits: list[HostLimit] = []
+    if not limit_bytes:
+        yield limits
+        return
     try:
         try:
             parent, files = _parent()

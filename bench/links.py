@@ -160,6 +160,10 @@ class Network:
     def heal(self, host: int) -> None:
         _run("ip", "link", "set", _port(host), "up")
 
+    def on(self, host: int, *argv: str) -> None:
+        """Run a command on a host. Raises NoNamespaces, with what it said, if it fails."""
+        _run(*self.wrap(host, argv))
+
     def carried(self) -> list[tuple[int, int]]:
         """The bytes that arrived at each host over its link, and that left it, with headers."""
         counted: dict[str, tuple[int, int]] = {}
@@ -179,16 +183,13 @@ class Network:
         port = _port(host)
         _run("ip", "link", "add", port, "type", "veth", "peer", "eth0", "netns", str(holder.pid))
         _run("ip", "link", "set", port, "master", _BRIDGE, "up")
-        self._on(host, "ip", "link", "set", "lo", "up")
-        self._on(host, "ip", "address", "add", f"{self.address(host)}/24", "dev", "eth0")
-        self._on(host, "ip", "link", "set", "eth0", "up")
+        self.on(host, "ip", "link", "set", "lo", "up")
+        self.on(host, "ip", "address", "add", f"{self.address(host)}/24", "dev", "eth0")
+        self.on(host, "ip", "link", "set", "eth0", "up")
         if self.rate:
             limit = ("root", "tbf", "rate", self.rate, "burst", _BURST, "latency", _QUEUE)
             _run("tc", "qdisc", "add", "dev", port, *limit)
-            self._on(host, "tc", "qdisc", "add", "dev", "eth0", *limit)
-
-    def _on(self, host: int, *argv: str) -> str:
-        return _run(*self.wrap(host, argv))
+            self.on(host, "tc", "qdisc", "add", "dev", "eth0", *limit)
 
     def _end(self) -> None:
         # Of a namespace that ended the kernel takes the links some time later: not before a next
@@ -267,8 +268,7 @@ def _await_namespace(holder: subprocess.Popen[bytes]) -> None:
         time.sleep(0.005)
 
 
-def _run(*argv: str) -> str:
+def _run(*argv: str) -> None:
     done = subprocess.run(argv, capture_output=True, text=True)
     if done.returncode:
         raise NoNamespaces(f"{' '.join(argv)}: {done.stderr.strip() or done.returncode}")
-    return done.stdout

@@ -171,8 +171,7 @@ class _Run:
         """The whole run, under the limits that the job asks for."""
         job, crew = self._job, Crew(Path(self._job.folder))
         self._plane = PLANES[job.plane](job)
-        limit = job.memory_limit_bytes
-        with limited_hosts(job.hosts, limit) if limit else nullcontext([]) as self._limits:
+        with limited_hosts(job.hosts, job.memory_limit_bytes) as self._limits:
             self._sampler = Sampler(crew.pids, self._limits)
             with crew, self._sampler:
                 self._perform(crew)

@@ -255,7 +255,8 @@ def _sheet(panel: Panel, theme: Theme, heading: str = "") -> Sheet:
 
 
 def _style(theme: Theme, **more: Any) -> Any:
-    return matplotlib.rc_context({**_STYLE, "text.color": theme["ink"], **more})
+    settings: Any = {**_STYLE, "text.color": theme["ink"], **more}
+    return matplotlib.rc_context(settings)
 
 
 def inline(panel: Panel, name: str) -> str:

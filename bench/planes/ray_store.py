@@ -9,7 +9,7 @@ without it every row's value is stored.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -59,7 +59,7 @@ def nodes_of(job: Job, storage_units: int = 0) -> ray_cluster.Nodes:
 class RayPlane(Plane):
     """The runner's side of whatever runs on a Ray cluster."""
 
-    packages = ("ray",)
+    packages: ClassVar[tuple[str, ...]] = ("ray",)
     _cluster = ""
 
     def services(self) -> list[Service]:

@@ -164,8 +164,12 @@ def _observe(size: Size, bar: Bar, failed: list[str]) -> dict[tuple[str, Case, s
         job = paced(plane, *case, size.steps, size.step_s)
         several = "s" if job.hosts > 1 else ""
         label = f"{job.trace} / {job.plane}, {job.hosts} host{several}"
+
+        def repeated(why: str, label: str = label) -> None:
+            failed.append(f"{label}: {why}")
+
         with bar(f"{label} (run {number + 1} of {len(order)})") as shown:
-            told = execute_again(job, shown, lambda why, of=label: failed.append(f"{of}: {why}"))
+            told = execute_again(job, shown, repeated)
         if told["status"] != "ok":
             raise RunFailed(f"{label}: {told['status']}: {told['error']}")
         runs[run].append(Seen(job, told))
@@ -190,8 +194,8 @@ def _accuracy(cases: Sequence[Mapping[str, Any]], cores: int) -> dict[str, Any]:
 def _skill(cases: Sequence[Mapping[str, Any]]) -> float:
     """How much better transfers are predicted than by saying that there are none: 1 is exact, 0 no
     better than that, less is worse. A transfer is what a step takes beyond its recorded time."""
-    errors = sum(abs(case["predicted_step_s"] - case["median_step_s"]) for case in cases)
-    naive = sum(abs(case["recorded_step_s"] - case["median_step_s"]) for case in cases)
+    errors: float = sum(abs(c["predicted_step_s"] - c["median_step_s"]) for c in cases)
+    naive: float = sum(abs(c["recorded_step_s"] - c["median_step_s"]) for c in cases)
     return 1 - errors / max(naive, 1e-9)
 
 

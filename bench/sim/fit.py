@@ -64,8 +64,8 @@ class Seen:
 
     def messages(self) -> float:
         """That peers sent each other, but for those sent by the clock."""
-        told = (self.run["messages"] or {}).get("between", {})
-        groups = self.run["rows"] / self.job.samples
+        told: dict[str, float] = (self.run["messages"] or {}).get("between", {})
+        groups: float = self.run["rows"] / self.job.samples
         by_the_clock = sum(told.get(kind, 0.0) for kind in _BY_THE_CLOCK)
         return (sum(told.values()) - by_the_clock - told.get("Confirm", 0.0)) * groups
 
@@ -92,7 +92,7 @@ def priced(seen: Sequence[Seen], plane: str, cores: int) -> Costs:
     whatever they took; with more prices (of a link, of bytes apart) ten runs fit their own noise.
     """
     activities, watch = _activities(seen), float(np.median([_watched(each) for each in seen]))
-    free = Costs(activities, *[0.0] * 4, watch)
+    free = Costs(activities, 0.0, 0.0, 0.0, 0.0, watch)
     columns, wanted = [], []
     for each in seen:
         did, took = simulate(each.job, free, plane, cores), each.service_cpu_s()
@@ -101,7 +101,8 @@ def priced(seen: Sequence[Seen], plane: str, cores: int) -> Costs:
         counts = (did.operations, did.messages, did.copied_bytes, idle)
         columns.append([count * weight for count in counts])
         wanted.append(took * weight)
-    return Costs(activities, *least_squares(columns, wanted), watch)
+    operation, message, byte, idle = least_squares(columns, wanted)
+    return Costs(activities, operation, message, byte, idle, watch)
 
 
 def simulate(

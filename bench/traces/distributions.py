@@ -81,9 +81,9 @@ class Quantiles:
 
     def at(self, normals: Floats) -> Floats:
         shares, values = np.array(self.points).T
-        if self.logarithmic:
-            return np.exp(np.interp(uniform(normals), shares, np.log(values)))
-        return np.interp(uniform(normals), shares, values)
+        values = np.log(values) if self.logarithmic else values
+        found: Floats = np.interp(uniform(normals), shares, values)
+        return np.exp(found) if self.logarithmic else found
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,17 +70,23 @@ def cut() -> dict[str, Any]:
         }
 
 
+def _black_hole(network: Network, change: str) -> None:
+    """Add or delete the routes by which the two hosts do not reach each other."""
+    for here, there in ((_NEAR, _CUT), (_CUT, _NEAR)):
+        network.on(here, "ip", "route", change, "blackhole", f"{network.address(there)}/32")
+
+
 def parted() -> dict[str, Any]:
     """Two hosts do not reach each other: calls between them end, and all is well when they do."""
     with Network(HOSTS) as network, peers(network) as running:
         one, other = running.of(_NEAR), running.of(_CUT)
         part = one.partition("p", {"s": ["x"]}, group_size=ROWS, replicas=2, free="drop")
         _put(other.partition("p"), "far")
-        network.sever(_NEAR, _CUT)
+        _black_hole(network, "add")
         began = time.monotonic()
         outcome = _read(part)
         ended_s = time.monotonic() - began
-        network.mend(_NEAR, _CUT)
+        _black_hole(network, "del")
         healed = time.monotonic()
         until(lambda: len(members(one)) == HOSTS, "all are members again", PATIENCE_S)
         until(

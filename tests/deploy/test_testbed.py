@@ -42,6 +42,13 @@ def test_a_host_whose_cable_is_pulled_loses_nothing_and_returns_empty() -> None:
 
 @pytest.mark.needs("ip")
 @pytest.mark.timeout(280)
+def test_a_call_between_hosts_that_do_not_reach_each_other_ends_in_time() -> None:
+    found = on_hosts("parted")
+    assert found["call_across"] != "read"
+
+
+@pytest.mark.needs("ip")
+@pytest.mark.timeout(280)
 def test_workers_of_torchrun_on_two_hosts_become_one_plane() -> None:
     assert on_hosts("torchrun")["seconds"] > 0
 

@@ -133,7 +133,7 @@ def test_figures_that_cannot_be_written_are_shown(
         path.mkdir()  # no report can take its place
         return told
 
-    monkeypatch.setattr("bench.run_command.execute", measured)
+    monkeypatch.setattr("bench.run.execute", measured)
     monkeypatch.setattr("tests.perf.hot_path.measure", measured)
     assert main([*command, "--json", str(path)]) == 1
     said = capsys.readouterr()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich import box
@@ -13,7 +12,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from bench import outputs
 from bench.links import rated
 from bench.run import Progress as Report
 
@@ -157,11 +155,3 @@ def progress(console: Console, label: str, unit: str = "rows") -> Iterator[Repor
     with Progress(*columns, TextColumn(unit), TimeElapsedColumn(), console=console) as bar:
         task = bar.add_task(label, total=None)
         yield lambda rows, expected: bar.update(task, completed=rows, total=expected)
-
-
-def write(
-    path: Path, runs: list[Run], headline: list[str], machine: dict[str, Any], command: str
-) -> None:
-    """Write the same as JSON, with the command that made it."""
-    told = {"headline": headline, "runs": runs, "machine": machine, "command": command}
-    outputs.write_json(path, told)

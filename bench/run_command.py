@@ -218,6 +218,7 @@ def carry_out(
     console = Console()
     runs: list[dict[str, Any]] = []
     described = machine.describe() | {"no_links": no_links}
+    told = {"runs": runs, "machine": described, "command": command}
     if no_links:
         console.print(
             f"Hosts have no links of their own on this machine ({no_links}). All bytes go over "
@@ -235,7 +236,7 @@ def carry_out(
             with report.progress(console, name) as bar:
                 runs.append(execute_again(job, bar, repeated))
             if file:  # after each run: what is known survives a later failure
-                report.write(file, runs, headline(runs), described, command)
+                outputs.write_json(file, {"headline": headline(runs), **told})
     finally:  # also where it is stopped, or the disk is full
         if runs:
             report.show(console, runs, headline(runs), described)

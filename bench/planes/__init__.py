@@ -15,5 +15,3 @@ PLANES: dict[str, type[Plane]] = {
     "ray-store": RayStorePlane,
     "transfer_queue": TransferQueuePlane,
 }
-
-__all__ = ["PLANES", "Plane"]

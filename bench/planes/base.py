@@ -227,7 +227,6 @@ class Endpoint(ABC):
 class Plane(ABC):
     """The runner's side of a plane, for one run."""
 
-    name: ClassVar[str]
     packages: ClassVar[tuple[str, ...]] = ()  # optional ones, without which it cannot run
     dedup_variants: ClassVar[tuple[bool, ...]]  # what runs where --dedup is not given
 
@@ -262,8 +261,7 @@ class Plane(ABC):
         """Messages so far by kind, between services and at their local doors, if it counts them."""
         return None
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  # of many planes it holds nothing
         """Release what the runner itself holds of this plane."""
 
     @classmethod

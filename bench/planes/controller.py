@@ -53,7 +53,7 @@ from bench.planes.frames import (
     Frame,
     Landing,
     pack,
-    receive_payload,
+    receive_into,
     receive_table,
     send,
     unpack,
@@ -76,7 +76,6 @@ def _reserve(job: Job, fields: Sequence[Field], prompts: Sequence[Prompt]) -> in
 class ControllerPlane(Plane):
     """The runner's side: one service, on the first host."""
 
-    name = "controller"
     barriers: ClassVar[bool] = True
     dedup_variants = (False, True)
     _port = 0
@@ -87,8 +86,9 @@ class ControllerPlane(Plane):
 
     def services(self) -> list[Service]:
         job = msgspec.json.encode(self.job).decode()
-        order = _BARRIERS if self.barriers else "stream"
-        argv = [sys.executable, "-m", "bench.planes.controller", job, self._path, order]
+        argv = [sys.executable, "-m", "bench.planes.controller", job, self._path]
+        if self.barriers:
+            argv.append(_BARRIERS)
         return [Service("controller", argv, speaks=True)]
 
     def reachable(self, ready: Mapping[str, dict[str, Any]]) -> bool:
@@ -104,9 +104,6 @@ class ControllerPlane(Plane):
     def moved(self, done: Mapping[str, dict[str, Any]]) -> Moved:
         return msgspec.convert(done["controller"]["moved"], Moved)
 
-    def close(self) -> None:
-        """The runner holds nothing of it."""
-
     @classmethod
     def attach(cls, worker: Worker) -> Endpoint:
         return ControllerEndpoint(worker)
@@ -115,7 +112,6 @@ class ControllerPlane(Plane):
 class StreamingControllerPlane(ControllerPlane):
     """The same without barriers."""
 
-    name = "controller-stream"
     barriers = False
 
 
@@ -149,8 +145,7 @@ class ControllerEndpoint(Endpoint):
             frame, nbytes = receive_table(self._sock)
             if frame.kind == "end":
                 return
-            room = self._landing.reuse(nbytes)
-            receive_payload(self._sock, room)
+            room = receive_into(self._sock, self._landing.reuse(nbytes))
             batch = Group(frame.prompt, unpack(frame, room))
             yield batch
             if batch.dropped:
@@ -415,14 +410,10 @@ class Controller:
                 case "drop":
                     stock.drop(frame.prompt)
                 case "rows":
-                    self._merge(worker, frame, nbytes, stock)
+                    room = receive_into(worker.sock, stock.keep(nbytes))
+                    worker.received += sum(frame.parts)
+                    stock.merge(frame.prompt, unpack(frame, room))
             self._events.put(Event(worker.role, frame.step, frame.prompt))
-
-    def _merge(self, worker: Connection, frame: Frame, nbytes: int, stock: Stock) -> None:
-        room = stock.keep(nbytes)
-        receive_payload(worker.sock, room)
-        worker.received += sum(frame.parts)
-        stock.merge(frame.prompt, unpack(frame, room))
 
     def _post(self, worker: Connection) -> None:
         """Send one worker what is put into its outbox."""
@@ -452,17 +443,17 @@ class Controller:
         )
 
 
-def main(job_json: str, path: str, order: str) -> None:
+def main(job_json: str, path: str, *order: str) -> None:
     """The controller's process: all steps, then its counters, then the end."""
     from bench.processes import die_with
 
     job = msgspec.json.decode(job_json, type=Job)
     die_with(job.parent)
-    controller = Controller(job, path, order == _BARRIERS)
+    controller = Controller(job, path, barriers=_BARRIERS in order)
     moved = msgspec.to_builtins(controller.run())
     Path(path).unlink(missing_ok=True)
     emit("done", moved=moved, cpu_seconds={"controller": controller.cpu_seconds})
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4])
+    main(*sys.argv[1:])

@@ -2,7 +2,7 @@
 
 Several peers on one machine stand for several hosts: they share no memory, and bytes between them
 go over TCP. Only the public surface is used; `dataplane` is imported where it is needed, so that
-the bench runs without it.
+workers of other planes do not load it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ def _host_name(host: int) -> str:
 class DataplanePlane(Plane):
     """The runner's side: `dataplane peer` processes, and a client of each for its counters."""
 
-    name = "dataplane"
     dedup_variants = (True, False)
 
     def __init__(self, job: Job) -> None:

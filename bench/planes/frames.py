@@ -142,20 +142,17 @@ def _send_all(sock: socket.socket, views: list[memoryview]) -> None:
 
 def receive_table(sock: socket.socket) -> tuple[Frame, int]:
     """The next frame's table and the bytes of the payload that follows. EOFError at the end."""
-    magic, table_bytes, payload = _HEADER.unpack(_exactly(sock, bytearray(_HEADER.size)))
+    magic, table_bytes, payload = _HEADER.unpack(receive_into(sock, bytearray(_HEADER.size)))
     if magic != _MAGIC or table_bytes > _MAX_TABLE_BYTES:
         raise ValueError("the received data is not a frame")
-    frame = _decoder.decode(_exactly(sock, bytearray(table_bytes)))
+    frame = _decoder.decode(receive_into(sock, bytearray(table_bytes)))
     if payload != sum(aligned(n) for n in frame.parts):
         raise ValueError(f"a payload of {payload} bytes does not match its table")
     return frame, payload
 
 
-def receive_payload(sock: socket.socket, room: Buffer) -> None:
-    _exactly(sock, room)
-
-
-def _exactly(sock: socket.socket, room: Any) -> Any:
+def receive_into(sock: socket.socket, room: Any) -> Any:
+    """Fill this memory with what comes next, and return it. EOFError at the end."""
     view = memoryview(room)
     while view.nbytes:
         n = sock.recv_into(view)

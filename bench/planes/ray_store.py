@@ -81,14 +81,10 @@ class RayPlane(Plane):
             copied_out=sum(moved.copied_out for moved in told),
         )
 
-    def close(self) -> None:
-        """The runner holds nothing of it."""
-
 
 class RayStorePlane(RayPlane):
     """References passed directly."""
 
-    name = "ray-store"
     dedup_variants = (False, True)
 
     @classmethod

@@ -27,7 +27,6 @@ def environment() -> dict[str, str]:
 class TransferQueuePlane(RayPlane):
     """Its storage units on every host."""
 
-    name = "transfer_queue"
     packages = ("TransferQueue", "ray", "tensordict", "torch")
     dedup_variants = (False,)
 

@@ -16,8 +16,6 @@ _AT = 0  # the controller's host
 class Central(Design):
     """One controller; see bench/planes/controller.py, whose steps these are."""
 
-    name = "controller"
-
     def __init__(self, model: Model) -> None:
         super().__init__(model)
         self._rolled = Counter[int]()

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import simpy
@@ -236,8 +236,6 @@ class Outcome:
 
 class Design(ABC):
     """A plane, as a model."""
-
-    name: ClassVar[str]
 
     def __init__(self, model: Model) -> None:
         self.plan, self.job = model.plan, model.job

@@ -13,7 +13,6 @@ from bench.outputs import output
 from bench.report import progress
 from bench.traces import info, load, parquet
 from bench.traces.generator import MOST_PROMPTS, MOST_STEPS, drawn
-from bench.traces.parquet import TraceError
 from bench.traces.tasks import TASKS
 
 
@@ -56,7 +55,5 @@ def _trace(options: argparse.Namespace, command: str) -> int:
 
 
 def _info(options: argparse.Namespace, command: str) -> int:
-    if options.task is None and not load.names_task(options.file[0]):
-        raise TraceError(options.file[0], "this file does not name its task: pass --task TASK")
     info.show(Console(), *load.load(options.file, options.task))
     return 0

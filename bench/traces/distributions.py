@@ -26,14 +26,6 @@ class Distribution(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Constant:
-    value: float
-
-    def at(self, normals: Floats) -> Floats:
-        return np.full(normals.shape, self.value)
-
-
-@dataclass(frozen=True, slots=True)
 class Normal:
     mean: float
     sigma: float

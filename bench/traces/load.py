@@ -48,9 +48,7 @@ def load(paths: Sequence[Path], task: str | None, seed: int = 0) -> tuple[str, l
             )
         return name, prompts
     if task is None:
-        raise TraceError(
-            first, "this file does not name its task: write it again with `python -m bench trace`"
-        )
+        raise TraceError(first, "this file does not name its task: pass --task TASK")
     prompts = _recorded(paths, TASKS[task], seed)
     if not prompts:
         raise TraceError(
@@ -79,11 +77,6 @@ def _check_replay(path: Path, task: Task, recording: Recording) -> None:
             f"{task.name} trains on all groups: pass --trace math_open"
         )
         raise TraceError(path, why)
-
-
-def names_task(path: Path) -> bool:
-    """Whether a file names its task, or needs none. Raises TraceError."""
-    return recordings.is_recording(path) or is_parquet(path)
 
 
 def is_parquet(path: Path) -> bool:

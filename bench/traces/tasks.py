@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass
 
 from bench.traces.distributions import (
-    Constant,
     Distribution,
     Gamma,
     Lognormal,
@@ -143,11 +142,11 @@ _VIDEO = Task(
     number=1,
     prompts=64,
     samples=8,
-    prompt=Tokens(Constant(1), cap=1),  # its cluster says it
+    prompt=Tokens(Normal(1, 0), cap=1),  # its cluster says it
     response=Tokens(Lognormal(math.exp(5.06), 0.35), cap=16_000),
     between=0.11,
     tails=(
-        Tail(0, 0.0003, Constant(16_000)),  # they never stop by themselves
+        Tail(0, 0.0003, Normal(16_000, 0)),  # they never stop by themselves
         # From step 21 on p99 is 2,400 (M): the median of 2 % of the responses. Its spread is A.
         Tail(21, 0.02, Lognormal(2_400, 0.6)),
     ),

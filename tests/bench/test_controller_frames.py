@@ -16,7 +16,7 @@ import pytest
 from bench.columns import all_fields
 from bench.planes.base import Job, Worker
 from bench.planes.controller import Connection, Controller, ControllerEndpoint
-from bench.planes.frames import Frame, Landing, pack, receive_payload, receive_table, send, unpack
+from bench.planes.frames import Frame, Landing, pack, receive_into, receive_table, send, unpack
 from bench.run import prepared
 
 Pair = tuple[socket.socket, socket.socket]
@@ -35,7 +35,7 @@ def transfer(pair: Pair, columns: dict[str, list[np.ndarray]], dedup: bool) -> t
     sender.start()
     received, nbytes = receive_table(pair[1])
     room = Landing(1).keep(nbytes)
-    receive_payload(pair[1], room)
+    receive_into(pair[1], room)
     sender.join()
     return received, unpack(received, room)
 

@@ -39,10 +39,10 @@ def names(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
     return parse
 
 
-def count(text: str) -> int:
+def count(text: str, least: int = 1) -> int:
     """A number of at least 1."""
-    if not text.isdecimal() or not text.strip("0"):
-        raise ArgumentTypeError(f"{text!r} is not valid: use a whole number of at least 1")
+    if not text.isdecimal() or (least and not text.strip("0")):
+        raise ArgumentTypeError(f"{text!r} is not valid: use a whole number of at least {least}")
     if len(text) > _DIGITS:
         raise ArgumentTypeError(
             f"{text!r} has more than {_DIGITS} digits, the maximum: use a smaller number"
@@ -66,7 +66,7 @@ def up_to(most: int, why: str, parse: Callable[[str], int] | None = None) -> Cal
 
 def whole(text: str) -> int:
     """A number of at least 0."""
-    return 0 if text == "0" else count(text)
+    return count(text, 0)
 
 
 def size(text: str) -> int:

@@ -7,7 +7,7 @@ import json
 import os
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ def add_report(parser: ArgumentParser) -> None:
 
 
 def output(text: str) -> Path:
-    """A file that can be written, in a folder that is created if missing."""
+    """A file that can be written, also in a folder that does not exist yet."""
     path = Path(text)
     _try(path)
     return path
@@ -53,17 +53,17 @@ def write_json(path: Path, told: dict[str, Any]) -> None:
 def write(path: Path, text: str) -> None:
     """Write a whole file. An interrupted write leaves the previous file. Raises NotWritten."""
     with replacing(path) as partial:
-        partial.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(text)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file to write, which replaces `path` when the body ends. A body that raises leaves
-    nothing behind. Raises NotWritten."""
+    """A file to write, which replaces `path` when the body ends, in a folder that is created if
+    missing. A body that raises leaves no file behind. Raises NotWritten."""
     special = _special(path)
     partial = path if special else _partial(path)
     try:
+        partial.parent.mkdir(parents=True, exist_ok=True)
         yield partial
         if not special:
             partial.replace(path.resolve())  # where it is a link, the link stays
@@ -88,7 +88,8 @@ def _partial(path: Path) -> Path:
 
 def _try(path: Path) -> None:
     """Open it for writing, and fill what takes its place. What was not there before is not there
-    afterwards."""
+    afterwards: another option may be refused."""
+    missing = [folder for folder in path.parents if not folder.exists()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         there = path.exists()
@@ -100,14 +101,17 @@ def _try(path: Path) -> None:
             _fill(_partial(path))
     except FileExistsError:
         raise ArgumentTypeError(
-            f"cannot write {str(path)!r}, because "
-            f"{str(path.parent)!r} is not a directory: choose another "
-            "file"
+            f"cannot write {str(path)!r}, because {str(path.parent)!r} is not a directory: choose "
+            "another file"
         ) from None
     except OSError as exc:
         raise ArgumentTypeError(
             f"cannot write {str(path)!r}: {exc.strerror}. Choose another file"
         ) from None
+    finally:
+        for folder in missing:
+            with suppress(OSError):  # what lies above was missing too, or nothing was created
+                folder.rmdir()
 
 
 def _fill(path: Path) -> None:

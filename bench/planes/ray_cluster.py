@@ -15,8 +15,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -71,19 +69,6 @@ def services(nodes: Nodes, env: dict[str, str] | None = None) -> list[Service]:
         name = f"ray-host{host}" if host else "ray"
         started.append(Service(name, argv, settings, speaks=host == 0, host=host))
     return started
-
-
-@contextmanager
-def cluster(nodes: Nodes) -> Iterator[str]:
-    """The first node, and this process as a driver on it; yields when all nodes are there."""
-    address = f"{nodes.place(0)}:{nodes.port}"
-    node = _node(nodes, address)
-    try:
-        _connected(nodes, address, node)
-        yield address
-    finally:
-        node.kill()  # what is below a node has asked the kernel to end with it
-        node.wait()
 
 
 def _node(nodes: Nodes, address: str) -> subprocess.Popen[bytes]:
@@ -169,31 +154,38 @@ def _init(address: str, place: str) -> None:
 
 def main(nodes: Nodes) -> None:
     """A service's life: a node; on the first host also the board and perhaps TransferQueue."""
+    address = f"{nodes.place(0)}:{nodes.port}"
     if nodes.host:
         _await_port(nodes, time.monotonic() + _START_S)
-        raise SystemExit(_node(nodes, f"{nodes.place(0)}:{nodes.port}").wait())
+        raise SystemExit(_node(nodes, address).wait())
+    node = _node(nodes, address)
+    try:
+        _lead(nodes, address, node)
+    finally:
+        node.kill()  # what is below a node has asked the kernel to end with it
+        node.wait()
+
+
+def _lead(nodes: Nodes, address: str, node: subprocess.Popen[bytes]) -> None:
+    """The first host's part: the actors, until the job is over."""
     import ray
 
     from bench.planes.ray_board import Board
 
-    with cluster(nodes) as address:
-        actor = ray.remote(Board).options(name=BOARD, num_cpus=0)
-        board = actor.remote(nodes.groups, nodes.phases)
-        ray.get(board.ready.remote())
-        if nodes.storage_units:
-            _start_transfer_queue(nodes.storage_units)
-        emit("ready", cluster=address)
-        ray.get(board.finished.remote())
-        emit("done")
-        threading.Event().wait()  # workers still say goodbye; the runner ends this after them
+    _connected(nodes, address, node)
+    actor = ray.remote(Board).options(name=BOARD, num_cpus=0)
+    board = actor.remote(nodes.groups, nodes.phases)
+    ray.get(board.ready.remote())
+    if nodes.storage_units:
+        import transfer_queue
+        from omegaconf import OmegaConf
 
-
-def _start_transfer_queue(units: int) -> None:
-    import transfer_queue
-    from omegaconf import OmegaConf
-
-    backend = {"SimpleStorage": {"num_data_storage_units": units}}
-    transfer_queue.init(OmegaConf.create({"backend": backend}))
+        backend = {"SimpleStorage": {"num_data_storage_units": nodes.storage_units}}
+        transfer_queue.init(OmegaConf.create({"backend": backend}))
+    emit("ready", cluster=address)
+    ray.get(board.finished.remote())
+    emit("done")
+    threading.Event().wait()  # workers still say goodbye; the runner ends this after them
 
 
 if __name__ == "__main__":

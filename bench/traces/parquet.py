@@ -11,7 +11,7 @@ whole, so there only so many rows are taken.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any
@@ -37,18 +37,19 @@ def _several(values: pyarrow.DataType) -> pyarrow.DataType:
     return pyarrow.list_(*_whole(element=values))
 
 
-_TURN = pyarrow.struct(
-    _whole(
-        tokens=pyarrow.int64(),
-        seconds=pyarrow.float64(),
-        tool_seconds=pyarrow.float64(),
-        tool_tokens=pyarrow.int64(),
-    )
-)
-_MEDIUM = pyarrow.struct(_whole(content=pyarrow.int64(), grid=_several(pyarrow.int64())))
-_TIMES = pyarrow.struct(
-    _whole(reference=pyarrow.float64(), train=pyarrow.float64(), optimiser=pyarrow.float64())
-)
+_COLUMNS = {
+    "int": pyarrow.int64(),
+    "float": pyarrow.float64(),
+    "tuple[int, int, int]": _several(pyarrow.int64()),
+}
+
+
+def _of(dataclass: type) -> pyarrow.DataType:
+    """Several of these, with the fields that the dataclass has."""
+    columns = {field.name: _COLUMNS[str(field.type)] for field in fields(dataclass)}
+    return _several(pyarrow.struct(_whole(**columns)))
+
+
 SCHEMA = pyarrow.schema(
     _whole(
         step=pyarrow.int64(),
@@ -56,11 +57,11 @@ SCHEMA = pyarrow.schema(
         sample=pyarrow.int64(),
         prompt_tokens=pyarrow.int64(),
         response_tokens=pyarrow.int64(),
-        turns=_several(_TURN),
-        media=_several(_MEDIUM),
+        turns=_of(Turn),
+        media=_of(Medium),
         reward=pyarrow.float64(),
         reward_seconds=pyarrow.float64(),
-        times=_several(_TIMES),
+        times=_of(StageTimes),
     )
 )
 
@@ -81,8 +82,8 @@ def write(
     prompts: Iterable[Prompt],
     tick: Callable[[int], None] = lambda rows: None,
 ) -> None:
-    """Write a trace. An existing file is replaced once the new one is complete. The folder must
-    exist. tick(rows): called with the number of rows written. Raises NotWritten."""
+    """Write a trace. An existing file is replaced once the new one is complete. tick(rows): called
+    with the number of rows written. Raises NotWritten."""
     metadata = {b"bench.trace": _FORMAT, b"task": task.encode(), b"seed": str(seed).encode()}
     schema = SCHEMA.with_metadata(metadata)
     with (
@@ -130,7 +131,8 @@ def read(path: Path) -> tuple[str, list[Prompt]]:
         table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as exc:  # damaged pages or names
         raise TraceError(
-            path, f"not a readable Parquet file: {exc}. Write it again with `python -m bench trace`"
+            path,
+            f"not a readable Parquet file ({exc}): write it again with `python -m bench trace`",
         ) from exc
     metadata = table.schema.metadata or {}
     task = metadata.get(b"task", b"").decode(errors="replace")

@@ -17,10 +17,12 @@ from bench.planes.base import Job
 from bench.planes.dataplane_plane import DataplanePlane
 
 
-def test_a_folder_is_made_and_a_file_that_was_not_there_is_not_left(tmp_path: Path) -> None:
+def test_a_folder_is_made_with_its_report_and_not_left_before(tmp_path: Path) -> None:
     path = tmp_path / "new" / "report.json"
     assert outputs.report(str(path)) == path
-    assert path.parent.is_dir() and not any(path.parent.iterdir())
+    assert list(tmp_path.iterdir()) == []
+    outputs.write_json(path, {})
+    assert list(path.parent.iterdir()) == [path]
 
 
 def test_a_report_that_is_there_stays_until_there_is_another(tmp_path: Path) -> None:
@@ -138,3 +140,18 @@ def test_figures_that_cannot_be_written_are_shown(
     assert main([*command, "--json", str(path)]) == 1
     said = capsys.readouterr()
     assert "no-such-package" in said.out and f"cannot write {path}" in said.err
+
+
+def test_a_command_that_is_refused_leaves_no_folder_behind(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        main(["trace", "math", "-o", str(tmp_path / "a" / "b" / "t.parquet"), "--steps", "0"])
+    assert list(tmp_path.iterdir()) == []
+    path = tmp_path / "a" / "b" / "t.parquet"
+    assert main(["trace", "math", "--prompts", "1", "-o", str(path)]) == 0
+    assert path.is_file()
+
+
+def test_an_option_that_may_be_0_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--trace", "math", "--seed", "x"])
+    assert "use a whole number of at least 0" in " ".join(capsys.readouterr().err.split())

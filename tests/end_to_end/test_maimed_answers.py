@@ -1,5 +1,5 @@
-"""Answers of a shard at another peer whose chunks have no valid owner: the reader's own peer refuses
-them, and goes on."""
+"""Answers of a shard at another peer whose chunks have no valid owner: the reader's own peer
+refuses them, and goes on."""
 
 from __future__ import annotations
 

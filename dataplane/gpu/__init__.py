@@ -2,7 +2,8 @@
 
 | idea | file |
 |---|---|
-| interface of a device; CUDA; installed kinds of devices | device, cuda, registry |
+| interface of a device; CUDA; what is loaded by name | device, cuda, registry |
 | memory of a host with device arenas, in the peer | host_memory |
 | copies from the page-locked arena to a GPU, in a client | direct |
+| device arenas that a client opened, and columns there | client |
 """

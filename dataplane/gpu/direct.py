@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import DeviceMissing
+from dataplane.gpu import registry
 from dataplane.gpu.device import Device, Event
 from dataplane.memory.mapping import ReadMap
 
@@ -127,6 +128,11 @@ class DirectCopies:
         except DeviceMissing as exc:
             self._refuse(exc.message)
             return None
+
+    def tensors(self, *asked: Any) -> Any | None:
+        """See `client.columns.copied`."""
+        copied = registry.client_module("columns").copied
+        return copied(self, *asked)
 
     def copy(self, runs: Runs, target: int, landing: Landing, keep: object) -> bool:
         """Queue the copies. keep: the object that pins the bytes in the arena. Return False,

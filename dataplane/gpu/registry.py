@@ -1,4 +1,4 @@
-"""The kinds of devices: CUDA's GPUs, and those that other packages bring.
+"""What is loaded by name: kinds of devices, and a client's side of them.
 
 A package publishes its subclass of `Device` under the entry point group `dataplane.devices`. The
 entry point's name is the kind, which a peer names to its clients with each pool. Tests bring a kind
@@ -7,12 +7,56 @@ that is host memory.
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+
 from dataplane import plugins
-from dataplane.errors import DeviceMissing
+from dataplane.errors import DeviceMissing, InvalidCall
 from dataplane.gpu.device import Device, PoolHandle
+
+if TYPE_CHECKING:
+    from dataplane.gpu.client.pools import Devices
 
 GROUP = "dataplane.devices"
 CUDA = "cuda"
+
+Mode = Literal["auto", "required", "off"]
+
+
+class Wish(NamedTuple):
+    """How a client wants to use its peer's device arenas. gpu: the number of the GPU that is
+    current in the thread that connects; None if torch and cupy use none there."""
+
+    mode: Mode = "auto"
+    gpu: int | None = None
+
+
+AUTO = Wish()
+
+
+def wish_of(mode: Any) -> Wish:
+    """Return the wish of the thread that connects. mode: None for "auto". Raise InvalidCall for an
+    unknown mode."""
+    mode = mode or "auto"
+    if mode not in get_args(Mode):
+        raise InvalidCall(f"devices={mode!r:.40}: expected 'auto', 'required' or 'off'")
+    from dataplane.gpu.cuda import current_gpu
+
+    return Wish(mode, current_gpu())
+
+
+def client_devices(wish: Wish, offered: bool) -> Devices | None:
+    """Return what a client session opens device arenas with. None if it will open none. offered:
+    whether its peer has any."""
+    if wish.mode != "required" and (wish.mode == "off" or not offered):
+        return None
+    devices: Devices = client_module("pools").Devices(wish)
+    return devices
+
+
+def client_module(name: str) -> Any:
+    """Return a module of `dataplane.gpu.client`, which needs the client and is loaded on use."""
+    return import_module(f"dataplane.gpu.client.{name}")
 
 
 def names() -> list[str]:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from dataplane.client.session.devices import AUTO, Devices
 from dataplane.errors import DeviceMissing
+from dataplane.gpu.client.pools import Devices
+from dataplane.gpu.registry import AUTO
 
 
 def test_what_a_device_that_fails_may_still_read_stays_held_and_is_asked_for_again(

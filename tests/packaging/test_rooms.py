@@ -73,6 +73,20 @@ def test_rooms_import_one_way() -> None:
     assert not wrong
 
 
+def test_the_client_loads_what_it_has_on_devices_by_name() -> None:
+    """`gpu/client` needs the client, so an import in the other direction would be a cycle. A client
+    without device arenas loads nothing of it."""
+    plug_in = HOUSE / "gpu" / "client"
+    wrong = [
+        path.relative_to(HOUSE)
+        for path in HOUSE.rglob("*.py")
+        if plug_in not in path.parents
+        for node in _run(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dataplane.gpu.client")
+    ]
+    assert not wrong
+
+
 def test_every_room_has_its_place() -> None:
     for folder, order in ORDER.items():
         if folder:

@@ -9,24 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dataplane.client._async.backend import offload
 from dataplane.client._async.write import give_back, needed, room_for
 from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
-from dataplane.client.session.devices import Devices, Opened
 from dataplane.client.session.session import Session
 from dataplane.client.write.chunks import Chunk, Piece, Unit, spaces_of
 from dataplane.client.write.columns import ValueColumn, check_lengths, checked_name, spec_of
 from dataplane.errors import InvalidCall, InvalidRows
-from dataplane.gpu.device import Copy, Located
 from dataplane.wire.limits import MAX_RANK
+
+if TYPE_CHECKING:
+    from dataplane.gpu.client.pools import Devices, Opened
+    from dataplane.gpu.device import Copy, Located
 
 _OFF_LOOP_BYTES = 64 << 20
 """Added to the size of a copy, so that a thread waits for the device and not the event loop."""
 
-Columns = dict[str, list[Located]]
+Columns: TypeAlias = "dict[str, list[Located]]"
 
 
 @dataclass(frozen=True, slots=True)

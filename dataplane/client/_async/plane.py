@@ -20,10 +20,11 @@ from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
 from dataplane.client.ref import Ref
 from dataplane.client.requests import definition_of
-from dataplane.client.session.devices import wish_of
 from dataplane.client.session.housekeeping import Housekeeper
 from dataplane.client.session.opening import open_session, reconnect
 from dataplane.events.merge import Event
+from dataplane.gpu.registry import wish_of
+from dataplane.launch import settings
 from dataplane.timeline.why import figures
 
 
@@ -57,7 +58,8 @@ def connect(
     PeerNotFound, PeerAmbiguous, SeedsMissing, RunMissing, RunInUse or another ConnectError, and
     InvalidCall if `fresh` is not possible.
     """
-    return Connecting(Plane, partial(open_session, name, run, fresh, wish_of(devices)))
+    wish = wish_of(devices or settings.of_variable("devices"))
+    return Connecting(Plane, partial(open_session, name, run, fresh, wish))
 
 
 class Plane:

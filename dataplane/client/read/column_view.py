@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.client.read.chunk_columns import ChunkColumn, Memory
-from dataplane.client.read.ragged import Ragged, ragged_of
+from dataplane.client.read.ragged import Offsets, Padding, Ragged, ragged_of
 from dataplane.client.write.parallel import carry_out
 from dataplane.errors import DataplaneError, FieldUnknown, ProtocolError
 from dataplane.wire import objects
@@ -244,6 +244,19 @@ class ColumnView(Sequence[Any]):
             return Ragged(dtype, shape[:axis], shape[axis + 1 :], list(chain.from_iterable(own)))
         axes = [shape.index(OPEN) for shape in shapes if OPEN in shape]
         return ragged_of(dtype, [form[1] for form in self.forms()], max(axes, default=0))
+
+    # where the rows are
+
+    def on_host(self) -> ColumnView:
+        """Return the same rows in host memory: this view, unless a plug-in keeps them elsewhere."""
+        return self
+
+    def tensors_in_place(
+        self, layout: str, padding: Padding, view: bool, device: str, offsets: Offsets
+    ) -> Any | None:
+        """Return the rows as torch tensors on `device`, as `tensors.to_torch` does, if that needs
+        no host memory; else None."""
+        return None
 
     # bytes
 

@@ -12,7 +12,6 @@ import numpy as np
 
 from dataplane.client.read.chunk_columns import Memory
 from dataplane.client.read.column_view import ColumnView, arrays_of
-from dataplane.client.read.devices import DeviceColumn
 from dataplane.wire.arrays import Array, is_torch
 
 if TYPE_CHECKING:
@@ -27,9 +26,7 @@ def to_numpy(column: ColumnView, view: bool = False) -> Array | list[Any]:
     Python numbers of one kind become bool, int64 or float64; ints among floats become floats where
     a float holds them exactly, and the column stays a list otherwise.
     """
-    if isinstance(column, DeviceColumn):
-        column = column.on_host()
-    column = arrays_of(column)
+    column = arrays_of(column.on_host())
     if column.uniform is not None:
         dense = column.dense() if view else None
         return _dense(column) if dense is None else dense
@@ -45,7 +42,7 @@ def to_numpy(column: ColumnView, view: bool = False) -> Array | list[Any]:
 def as_it_lies(column: ColumnView) -> Array | None:
     """What `to_numpy(column, view=True)` gives where rows lie side by side in host memory: there is
     nothing to be done for it. None elsewhere."""
-    return None if isinstance(column, DeviceColumn) else column.dense()
+    return column.dense()
 
 
 def _owned(value: Any) -> Any:

@@ -16,7 +16,6 @@ import numpy.typing as npt
 from dataplane.client.handle import Handle
 from dataplane.client.read import convert
 from dataplane.client.read.column_view import ColumnView
-from dataplane.client.read.devices import DeviceTableReader
 from dataplane.client.read.ragged import RIGHT, Offsets, Padding, Side
 from dataplane.client.read.table import NOWHERE, TableReader
 from dataplane.client.read.tensors import (
@@ -257,10 +256,7 @@ class Selection:
         """Take the table's fields in. Its rows are those here, or some of them."""
         arena = pin if pin.number else NOWHERE
         devices = self._handle.session.devices
-        if devices is not None and devices.in_place:
-            reader: TableReader = DeviceTableReader(table, arena, devices)
-        else:
-            reader = TableReader(table, arena)
+        reader = TableReader(table, arena) if devices is None else devices.reader(table, arena)
         if table.rows.keys != self._rows.keys:
             reader = reader.part(_rows_in(table, self._rows.keys))
         for field in reader.fields:

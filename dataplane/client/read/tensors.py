@@ -12,13 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Literal, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 
 import numpy as np
 
 from dataplane.client.read.column_view import ColumnView, arrays_of
 from dataplane.client.read.convert import numbers_of, packed
-from dataplane.client.read.devices import DeviceColumn, copied, tensors_of
 from dataplane.client.read.ragged import (
     RIGHT,
     Offsets,
@@ -30,8 +29,10 @@ from dataplane.client.read.ragged import (
     unlike,
 )
 from dataplane.errors import InvalidCall, InvalidValue, counted
-from dataplane.gpu.direct import DirectCopies
 from dataplane.wire.arrays import Array, is_torch, kind_of, shown, tensor_over
+
+if TYPE_CHECKING:
+    from dataplane.gpu.direct import DirectCopies
 
 Layout = Literal["auto", "dense", "padded", "jagged", "list"]
 _LAYOUTS = ("auto", "dense", "padded", "jagged", "list")
@@ -68,16 +69,16 @@ def to_torch(
     if holds_arrays:
         _check_dtypes(column)
     offsets = offsets or Offsets()
-    if isinstance(column, DeviceColumn):
-        if column.device_kind == "cuda" and str(device).startswith("cuda"):
-            return tensors_of(column, layout, padding, view, device, offsets)
-        column, direct = column.on_host(), None
+    tensors = column.tensors_in_place(layout, padding, view, device, offsets)
+    if tensors is not None:
+        return tensors
+    column = column.on_host()
     if not holds_arrays:
         return _object_tensors(column, layout, view, device)
     if view:
         return _views(column, layout, device)
     if direct is not None:
-        tensors = copied(column, layout, padding, device, direct, offsets)
+        tensors = direct.tensors(column, layout, padding, device, offsets)
         if tensors is not None:
             return tensors
     uniform = None if layout == "jagged" else column.uniform

@@ -10,15 +10,15 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from msgspec.structs import replace
 
 from dataplane.client.deadline import Deadline
 from dataplane.client.session.connection import Connections, Opener, frame_of
-from dataplane.client.session.devices import AUTO, Devices, Wish
 from dataplane.client.session.handshake import (
     HANDSHAKE_S,
     QueueFull,
@@ -30,12 +30,16 @@ from dataplane.client.session.handshake import (
 from dataplane.client.session.housekeeping import Housekeeper, own_sessions
 from dataplane.client.session.session import Session
 from dataplane.errors import DataplaneError, InvalidCall, PeerLost, PeerNotFound, ProtocolError
+from dataplane.gpu.registry import AUTO, Wish, client_devices
 from dataplane.launch import processes, rundir, settings
 from dataplane.launch.embedded import attach
 from dataplane.launch.ending import Client, FreshStart
 from dataplane.launch.rundir import LivingPeer
 from dataplane.memory.mapping import ReadMap, WriteMaps
-from dataplane.wire.messages import HelloDone, Stats, StatsDone
+from dataplane.wire.messages import HelloDone, Stats, StatsDone, Welcome
+
+if TYPE_CHECKING:
+    from dataplane.gpu.client.pools import Devices
 
 log = logging.getLogger(__name__)
 
@@ -202,26 +206,31 @@ def _connected(path: str, limit_s: float) -> socket.socket:
 def join(opener: Opener, wish: Wish = AUTO, limit_s: float = HANDSHAKE_S) -> Housekeeper:
     """A new session over the sockets that `opener` makes."""
     processes.open_standard_descriptors()
-    devices = Devices(wish)
-    try:
+    devices: Devices | None = None
+
+    def greet(welcome: Welcome) -> list[int]:
+        nonlocal devices
+        devices = client_devices(wish, bool(welcome.pools))
+        return [] if devices is None else devices.greet(welcome)
+
+    def close_devices() -> None:
+        if devices is not None:
+            devices.close()
+
+    with ExitStack() as undone:
+        undone.callback(close_devices)
         anchor, welcome, done, (readable, writable) = open_connection(
-            opener, limit_s=limit_s, greet=devices.greet
+            opener, limit_s=limit_s, greet=greet
         )
-    except BaseException:
-        devices.close()
-        raise
-    try:
-        reads = ReadMap(readable, welcome.arena_bytes)
+        undone.callback(anchor.close)
+        undone.callback(os.close, writable)
+        try:
+            reads = ReadMap(readable, welcome.arena_bytes)
+        finally:
+            os.close(readable)
         writes = WriteMaps(writable)
-    except BaseException:
-        anchor.close()
-        os.close(writable)
-        devices.close()
-        raise
-    finally:
-        os.close(readable)
-    offered = devices if devices.offered else None
-    session = Session(welcome, done, Connections(opener), reads, writes, offered)
+        undone.pop_all()
+    session = Session(welcome, done, Connections(opener), reads, writes, devices)
     # The arena is mapped from it for as long as anybody writes.
     session.close_arena = end = weakref.finalize(writes, os.close, writable)
     end.atexit = False

@@ -15,11 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from queue import Empty, SimpleQueue
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from dataplane.client.session import spans
 from dataplane.client.session.connection import Connection, Connections
-from dataplane.client.session.devices import Devices
 from dataplane.client.session.slabs import DEVICE_AHEAD, IDLE_S, Slabs
 from dataplane.client.session.tally import Tally
 from dataplane.errors import ClientClosed, PeerLost, counted, few
@@ -38,6 +37,9 @@ from dataplane.wire.messages import (
 )
 from dataplane.wire.records import KEY
 from dataplane.wire.tables import Owner
+
+if TYPE_CHECKING:
+    from dataplane.gpu.client.pools import Devices
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable
 from itertools import accumulate
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -28,12 +28,14 @@ from dataplane.client.read.ragged import (
     unlike,
 )
 from dataplane.client.read.table import TableReader
-from dataplane.client.session.devices import Devices, Opened
 from dataplane.errors import DeviceMissing, InvalidValue, ProtocolError
 from dataplane.gpu.direct import DirectCopies, Runs
 from dataplane.memory.mapping import Pin
 from dataplane.wire.arrays import Array, dtype_name
 from dataplane.wire.tables import Table
+
+if TYPE_CHECKING:
+    from dataplane.gpu.client.pools import Devices, Opened
 
 FETCH_S = 60.0
 """How long a device may take to copy a column to the host."""
@@ -138,14 +140,21 @@ class DeviceColumn(ColumnView):
     def _on_device(self) -> list[tuple[RowSpan, DeviceChunkColumn]]:
         return [(run, run.column) for run in self.runs if isinstance(run.column, DeviceChunkColumn)]
 
-    @property
-    def device_kind(self) -> str | None:
-        """Of the device where all entries are; None where some are in host memory, or absent."""
+    def dense(self) -> None:
+        """None: the rows are not all in host memory."""
+
+    def tensors_in_place(
+        self, layout: str, padding: Padding, view: bool, device: str, offsets: Offsets
+    ) -> Any | None:
+        """See `ColumnView.tensors_in_place`. InvalidValue where torch has no such dtype or
+        layout."""
         on_device = self._on_device()
-        if not on_device or len(on_device) < len(self.runs):
+        if not str(device).startswith("cuda") or not 0 < len(on_device) == len(self.runs):
             return None
         run, column = on_device[0]
-        return column.device_memory(run.first, run.last).opened.device.kind
+        if column.device_memory(run.first, run.last).opened.device.kind != "cuda":
+            return None
+        return _tensors_of(self, layout, padding, view, device, offsets)
 
     def on_host(self) -> ColumnView:
         """The same column with a private copy of what is on a device. DeviceMissing where the
@@ -187,11 +196,10 @@ class DeviceColumn(ColumnView):
         return found
 
 
-def tensors_of(
+def _tensors_of(
     column: DeviceColumn, layout: str, padding: Padding, view: bool, device: str, offsets: Offsets
 ) -> Any:
-    """As `tensors.to_torch`, of entries that all are on one GPU. InvalidValue where torch has no
-    such dtype or layout."""
+    """As `tensors.to_torch`, of entries that are all on GPUs."""
     runs = column.tensors()
     if view and layout in ("dense", "padded", "jagged"):
         raise no_view(column.field, layout)
@@ -207,11 +215,11 @@ def tensors_of(
 
 
 def copied(
+    direct: DirectCopies,
     column: ColumnView,
     layout: str,
     padding: Padding,
     device: str,
-    direct: DirectCopies,
     offsets: Offsets,
 ) -> Any | None:
     """As `tensors.to_torch`, by copies from the arena to the GPU that nobody has waited for yet.

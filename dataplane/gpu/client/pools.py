@@ -10,49 +10,29 @@ streams of its own, when the last view of a value is gone: so what ends there is
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from queue import Empty, SimpleQueue
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any
 
-from dataplane.errors import DeviceMissing, InvalidCall, ProtocolError
+from dataplane.client.read.table import TableReader
+from dataplane.errors import DeviceMissing, ProtocolError
 from dataplane.gpu import registry
+from dataplane.gpu.client.columns import DeviceTableReader
 from dataplane.gpu.device import Device, Located, Pool, PoolHandle
-from dataplane.launch import settings
+from dataplane.gpu.registry import Wish
 from dataplane.memory.extents import Extent
 from dataplane.wire.messages import Welcome
+from dataplane.wire.tables import Table
 
 log = logging.getLogger(__name__)
 
-Mode = Literal["auto", "required", "off"]
 MAX_TOLD = 64
 """Fields that the log is told of."""
 FINISH_S = 1.0
 """How long the housekeeper waits for a device before it looks again."""
-
-
-class Wish(NamedTuple):
-    """What a client wants of its peer's device arenas. gpu: the number of the GPU that is current
-    in the thread that connects, where torch or cupy work with one; looking starts nothing there."""
-
-    mode: Mode = "auto"
-    gpu: int | None = None
-
-
-AUTO = Wish()
-
-
-def wish_of(given: str | None, environ: Mapping[str, str] = os.environ) -> Wish:
-    """What is given, else DATAPLANE_DEVICES, else auto. InvalidCall for another word."""
-    mode: Any = given or settings.of_variable("devices", environ) or "auto"
-    if mode not in get_args(Mode):
-        raise InvalidCall(f"devices={mode!r:.40}: expected 'auto', 'required' or 'off'")
-    from dataplane.gpu.cuda import current_gpu
-
-    return Wish(mode, current_gpu())
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,20 +78,14 @@ class Devices:
         opened = ", ".join(self._handles[n - 1].device for n in sorted(self._opened)) or "none"
         return f"<Devices of {len(self._handles)} pools, open: {opened}>"
 
-    @property
-    def offered(self) -> bool:
-        """Whether the peer has device arenas, and this client wants to know of them."""
-        return bool(self._handles)
-
     def greet(self, welcome: Welcome) -> list[int]:
         """Told what there is: the pools that are read in place, opened now. DeviceMissing where
         that is required and cannot be."""
         self.arena_bytes = welcome.arena_bytes
-        if self.mode != "off":
-            self._handles = list(welcome.pools)
-            sizes = accumulate((pool.nbytes for pool in self._handles), initial=self.arena_bytes)
-            self._bases = list(sizes)[:-1]
-            self._kinds = [self._kind(n) for n in range(1, len(self._handles) + 1)]
+        self._handles = list(welcome.pools)
+        sizes = accumulate((pool.nbytes for pool in self._handles), initial=self.arena_bytes)
+        self._bases = list(sizes)[:-1]
+        self._kinds = [self._kind(n) for n in range(1, len(self._handles) + 1)]
         for number in range(1, len(self._handles) + 1):
             if self._is_used(number) and self._open(number) is not None:
                 self.in_place.append(number)
@@ -202,6 +176,10 @@ class Devices:
             opened = self._open(number) if len(located) == len(values) else None
             return None if opened is None else (opened, located)
         return None
+
+    def reader(self, table: Table, pin: object) -> TableReader:
+        """A reader of the table's chunks, some of which may be in a pool that is read in place."""
+        return DeviceTableReader(table, pin, self) if self.in_place else TableReader(table, pin)
 
     def tell_of_host_copies(self, columns: Mapping[str, Any], why: str) -> None:
         """Says in the log, once a field, that values on a device are copied to the host arena.

@@ -83,7 +83,6 @@ class Operation(msgspec.Struct, frozen=True):
     """
 
     message: type[Body]
-    reply: type[Body]
     client: Callable[[Peer], ClientHandler] | None = None
     peer: Callable[[Peer], PeerHandler] | None = None
     sender: Sender = Sender.IN_STEP
@@ -98,11 +97,10 @@ class Operation(msgspec.Struct, frozen=True):
         return bool(body.partition) if self.held is None else self.held  # type: ignore[attr-defined]
 
 
-def _change(message: type[Body], reply: type[Body] = m.Done) -> Operation:
+def _change(message: type[Body]) -> Operation:
     """A change that moves no bytes."""
     return Operation(
         message,
-        reply,
         client=lambda peer: peer.changes.change,
         peer=lambda peer: peer.changes.change_here,
         once=Once.ANSWER,
@@ -113,7 +111,6 @@ _TABLE = (
     # partitions
     Operation(
         m.Define,
-        m.Defined,
         client=lambda peer: peer.directory.define,
         peer=lambda peer: peer.partitions.define_here,
         waits=Waits.DEADLINE,
@@ -123,33 +120,21 @@ _TABLE = (
     _change(m.Reset),
     # room in the arena
     Operation(
-        m.Reserve,
-        m.Reserved,
-        client=lambda peer: peer.grants.reserve,
-        once=Once.ANSWER,
-        waits=Waits.DEADLINE,
+        m.Reserve, client=lambda peer: peer.grants.reserve, once=Once.ANSWER, waits=Waits.DEADLINE
     ),
-    Operation(
-        m.GiveBack,
-        m.Done,
-        client=lambda peer: peer.grants.give_back,
-        held=False,
-        once=Once.ANSWER,
-    ),
-    Operation(m.Unpin, m.Done, client=lambda peer: peer.grants.unpin, held=False),
+    Operation(m.GiveBack, client=lambda peer: peer.grants.give_back, held=False, once=Once.ANSWER),
+    Operation(m.Unpin, client=lambda peer: peer.grants.unpin, held=False),
     # rows
     Operation(
         m.Put,
-        m.PutDone,
         client=lambda peer: peer.writing.put,
         peer=lambda peer: peer.writing.put_here,
         once=Once.ANSWER,
     ),
     _change(m.Tag),
-    _change(m.Drop, m.Dropped),
+    _change(m.Drop),
     Operation(
         m.Read,
-        m.ReadDone,
         client=lambda peer: peer.reading.read,
         peer=lambda peer: peer.reading.read_here,
         once=Once.PIN,
@@ -157,7 +142,6 @@ _TABLE = (
     # leases
     Operation(
         m.Claim,
-        m.Claimed,
         client=lambda peer: peer.claims.claim,
         peer=lambda peer: peer.calls.claim,
         once=Once.LEASE,
@@ -165,14 +149,12 @@ _TABLE = (
     ),
     Operation(
         m.Fetch,
-        m.Fetched,
         client=lambda peer: peer.reading.fetch,
         peer=lambda peer: peer.reading.fetch_here,
         once=Once.PIN,
     ),
     Operation(
         m.Finish,
-        m.PutDone,
         client=lambda peer: peer.finishing.finish,
         peer=lambda peer: peer.finishing.finish_here,
         once=Once.ANSWER,
@@ -180,36 +162,29 @@ _TABLE = (
     # waits and permits
     Operation(
         m.Wait,
-        m.Done,
         client=lambda peer: peer.waits.wait,
         peer=lambda peer: peer.calls.wait,
         waits=Waits.TIMEOUT,
     ),
     Operation(
         m.Losses,
-        m.LossesDone,
         client=lambda peer: peer.partitions.losses,
         peer=lambda peer: peer.partitions.losses_here,
         waits=Waits.TIMEOUT,
     ),
     Operation(
         m.Admit,
-        m.Admitted,
         client=lambda peer: peer.waits.admit,
         peer=lambda peer: peer.calls.admit,
         waits=Waits.TIMEOUT,
     ),
     Operation(
-        m.Withdraw,
-        m.Done,
-        client=lambda peer: peer.waits.withdraw,
-        peer=lambda peer: peer.calls.withdraw,
+        m.Withdraw, client=lambda peer: peer.waits.withdraw, peer=lambda peer: peer.calls.withdraw
     ),
     _change(m.Advance),
     # looking
     Operation(
         m.Stats,
-        m.StatsDone,
         client=lambda peer: peer.reporting.stats,
         peer=lambda peer: peer.reporting.stats_here,
         sender=Sender.ANYBODY,
@@ -217,7 +192,6 @@ _TABLE = (
     ),
     Operation(
         e.Events,
-        e.EventsDone,
         client=lambda peer: peer.timeline.events,
         peer=lambda peer: peer.timeline.events_here,
         sender=Sender.MEMBER,
@@ -226,41 +200,32 @@ _TABLE = (
     # checkpoints
     Operation(
         c.Census,
-        c.CensusDone,
         client=lambda peer: peer.checkpoints.census,
         peer=lambda peer: peer.checkpoints.census_here,
     ),
     Operation(
         c.Survey,
-        c.SurveyDone,
         client=lambda peer: peer.checkpoints.survey,
         peer=lambda peer: peer.checkpoints.survey_here,
     ),
     Operation(
         c.Save,
-        c.SaveDone,
         client=lambda peer: peer.checkpoints.save,
         peer=lambda peer: peer.checkpoints.save_here,
         once=Once.PIN,
     ),
     Operation(
         c.Restore,
-        m.PutDone,
         client=lambda peer: peer.checkpoints.restore,
         peer=lambda peer: peer.checkpoints.restore_here,
         once=Once.ANSWER,
     ),
     # what peers ask each other: who is there
     Operation(
-        p.PeerHello,
-        p.PeerHello,
-        peer=lambda peer: peer.mesh.hello_here,
-        sender=Sender.ANYBODY,
-        held=False,
+        p.PeerHello, peer=lambda peer: peer.mesh.hello_here, sender=Sender.ANYBODY, held=False
     ),
     Operation(
         p.Beat,
-        p.Rostered,
         peer=lambda peer: peer.membership.beat_here,
         sender=Sender.ANYBODY,
         held=False,
@@ -268,7 +233,6 @@ _TABLE = (
     ),
     Operation(
         p.Rostered,
-        m.Done,
         peer=lambda peer: peer.membership.rostered_here,
         sender=Sender.ANYBODY,
         held=False,
@@ -276,28 +240,20 @@ _TABLE = (
     ),
     Operation(
         p.Confirm,
-        m.Done,
         peer=lambda peer: peer.replicas.confirm,
         sender=Sender.ANYBODY,
         held=False,
         control=True,
     ),
     Operation(
-        p.Identify,
-        p.Identified,
-        peer=lambda peer: peer.directory.identify,
-        sender=Sender.MEMBER,
-        held=False,
+        p.Identify, peer=lambda peer: peer.directory.identify, sender=Sender.MEMBER, held=False
     ),
     # backups
-    Operation(p.Append, m.Done, peer=lambda peer: peer.replicas.append, held=False, control=True),
-    Operation(
-        p.Duplicate, m.Done, peer=lambda peer: peer.replicas.duplicate, held=False, control=True
-    ),
+    Operation(p.Append, peer=lambda peer: peer.replicas.append, held=False, control=True),
+    Operation(p.Duplicate, peer=lambda peer: peer.replicas.duplicate, held=False, control=True),
     # values of other hosts
     Operation(
         p.Pull,
-        p.Pulled,
         peer=lambda peer: peer.pulls.pull_here,
         sender=Sender.MEMBER,
         held=False,
@@ -305,34 +261,24 @@ _TABLE = (
         bulky=True,
     ),
     Operation(
-        p.Inherited,
-        m.Done,
-        peer=lambda peer: peer.references.inherited,
-        sender=Sender.HEIR,
-        control=True,
+        p.Inherited, peer=lambda peer: peer.references.inherited, sender=Sender.HEIR, control=True
     ),
     Operation(
-        p.Release,
-        m.Done,
-        peer=lambda peer: peer.references.release_here,
-        sender=Sender.HEIR,
-        control=True,
+        p.Release, peer=lambda peer: peer.references.release_here, sender=Sender.HEIR, control=True
     ),
     Operation(
         journal.Settle,
-        p.Settled,
         peer=lambda peer: peer.references.settle_here,
         sender=Sender.MEMBER,
         control=True,
     ),
     Operation(
         p.Sample,
-        p.Sampled,
         peer=lambda peer: peer.pulls.sampling.sample_here,
         sender=Sender.MEMBER,
         held=False,
     ),
-    Operation(p.CanFree, p.Activity, peer=lambda peer: peer.standstill.can_free, control=True),
+    Operation(p.CanFree, peer=lambda peer: peer.standstill.can_free, control=True),
 )
 
 OPERATIONS: dict[type[Body], Operation] = {one.message: one for one in _TABLE}

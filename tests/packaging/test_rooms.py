@@ -82,7 +82,8 @@ def test_the_client_loads_what_it_has_on_devices_by_name() -> None:
         for path in HOUSE.rglob("*.py")
         if plug_in not in path.parents
         for node in _run(ast.parse(path.read_text()))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dataplane.gpu.client")
+        if isinstance(node, ast.ImportFrom)
+        and (node.module or "").startswith("dataplane.gpu.client")
     ]
     assert not wrong
 

@@ -58,13 +58,16 @@ def all_fields(task: Task) -> tuple[Field, ...]:
     return (*rollout_fields(task), *_REWARD, *_REFERENCE)
 
 
-def stage_fields(task: Task) -> dict[str, list[str]]:
+def stage_fields(task: Task, has_reference: bool = True) -> dict[str, list[str]]:
     """The fields that each stage reads."""
     everything = [field.name for field in all_fields(task)]
+    if not has_reference:
+        everything = [name for name in everything if name != _REFERENCE[0].name]
     model = [field.name for field in rollout_fields(task) if field.name != "old_log_probs"]
     if task.survive is not None:  # it waits for the groups that the reward stage leaves
         model.append("reward")
-    return {"reward": list(_REWARD_NEEDS), "reference": model, "train": everything}
+    stages = {"reward": list(_REWARD_NEEDS), "reference": model, "train": everything}
+    return stages if has_reference else {s: f for s, f in stages.items() if s != "reference"}
 
 
 def shape_of(field: Field, prompt: Prompt, sample: int) -> Shape:

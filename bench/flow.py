@@ -164,12 +164,12 @@ def rollout(work: Work) -> Iterator[None]:
         work.pace.restart()
         emit("rolling", step=step, at=time.monotonic())
         for prompt in (prompt for prompt in mine if prompt.step == step):
-            with work.clock.timing("rollout"):
-                work.pace.until(prompt.rollout_seconds)
             with work.clock.timing("generate"):
                 columns = {field.name: source.column(field, prompt) for field in fields}
             with work.clock.timing("digest"):
                 told = {name: digests(values) for name, values in columns.items()}
+            with work.clock.timing("rollout"):  # the bench's own work above is part of it
+                work.pace.until(prompt.rollout_seconds)
             with work.clock.timing("put"):
                 work.endpoint.put(step, prompt.index, columns)
             rows = [(prompt.index, sample) for sample in range(len(prompt.samples))]
@@ -253,8 +253,11 @@ def train(work: Work) -> Iterator[None]:
     job = work.job
     prompts = job.generate()
     fields = job.stages()["train"]
+    replay = job.replay_of("train")
+    together = replay.least if replay else 1  # groups that a recorded trainer works on at once
     yield
     for step in range(job.steps):
+        seconds, groups, came = 0.0, 0, time.monotonic()
         for batch in work.batches(step):
             came = time.monotonic()
             with work.clock.timing("check"):
@@ -265,12 +268,17 @@ def train(work: Work) -> Iterator[None]:
                 weights = advantages(rewards)
                 masks = (m.astype(np.float32) for m in batch.column("response_mask"))
                 tokens = [w * m for w, m in zip(weights, masks, strict=True)]
-            with work.clock.timing("train"):
-                work.spend(pace.train_seconds(prompts[rows[0][0]]), came)
+            seconds, groups = seconds + pace.train_seconds(prompts[rows[0][0]]), groups + 1
+            if groups >= together:
+                with work.clock.timing("train"):
+                    work.spend(seconds, came)
+                seconds, groups = 0.0, 0
             size = sum(map(len, tokens))
             emit("trained", rows=rows, digests=told, tokens=size)
             del batch, masks  # as above
         with work.clock.timing("train"):
+            if groups:  # the last ones
+                work.spend(seconds, came)
             work.pace.spend(pace.optimiser_seconds(job.of_step(step)))
         emit("stepped", step=step, at=time.monotonic())
 

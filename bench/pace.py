@@ -88,7 +88,12 @@ def recorded_seconds(job: Job) -> float:
     Each step's rollout starts on every host when its last one is finished and the policy is out;
     groups go through the stages in the order in which they become ready.
     """
-    reward, reference, train = (_Servers(n) for n in (job.hosts, job.hosts, job.trainers))
+    crowd = job.crowd()
+    reward, reference, train = (
+        _Servers(crowd.get(role, 1)) for role in ("reward", "reference", "train")
+    )
+    replay = job.replay_of("train")
+    together = replay.least if replay else 1
     rolled = [0.0] * job.hosts
     trained: list[float] = []
     for step in range(job.steps):
@@ -102,10 +107,15 @@ def recorded_seconds(job: Job) -> float:
             scored = reward.serve(ready, reward_seconds(prompt))
             if not job.is_trained(prompt):
                 continue
-            after = scored if job.task.survive is not None else ready
-            referred = reference.serve(after, reference_seconds(prompt))
+            referred = scored if job.task.survive is not None else ready
+            if job.has_reference:
+                referred = reference.serve(referred, reference_seconds(prompt))
             done.append((max(scored, referred), train_seconds(prompt)))
-        ends = [train.serve(ready, seconds) for ready, seconds in sorted(done)]
+        done.sort()
+        ends = []
+        for at in range(0, len(done), together):
+            groups = done[at : at + together]
+            ends.append(train.serve(groups[-1][0], sum(seconds for _, seconds in groups)))
         trained.append(max([*ends, *rolled]) + optimiser_seconds(prompts))
     return trained[-1]
 

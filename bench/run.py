@@ -125,7 +125,8 @@ def _arena(job: Job) -> int:
     if job.memory_limit_bytes:  # what a peer takes by itself
         return job.memory_limit_bytes // 4
     largest = group_bytes(rollout_fields(job.task), job.largest_group(), job.dedup)
-    return max(256 * _MIB, -(-_ROOMY * largest // (64 * _MIB)) * 64 * _MIB)
+    groups = _ROOMY + sum(one.most * one.workers for one in job.recorded if one.role != "train")
+    return max(256 * _MIB, -(-groups * largest // (64 * _MIB)) * 64 * _MIB)
 
 
 def _outcome(exc: Exception, kills_before: int) -> str:
@@ -236,8 +237,6 @@ class _Run:
 
     def _workers(self, crew: Crew) -> set[str]:
         job = self._job
-        crowd = dict.fromkeys(("rollout", "reward", "reference"), job.hosts)
-        crowd["train"] = job.trainers
         workers = [
             Worker(
                 job=job,
@@ -246,7 +245,7 @@ class _Run:
                 host=job.host_of(role, rank),
                 address=self._plane.address(job.host_of(role, rank)),
             )
-            for role, count in crowd.items()
+            for role, count in job.crowd().items()
             for rank in range(count)
         ]
         for worker in workers:
@@ -403,6 +402,7 @@ class _Run:
 
     def _unique_bytes(self) -> int:
         """Of the groups that are trained."""
-        fields = all_fields(self._job.task)
+        train = self._job.stages()["train"]
+        fields = tuple(f for f in all_fields(self._job.task) if f.name in train)
         trained = filter(self._job.is_trained, self._job.generate())
         return sum(group_bytes(fields, prompt, dedup=True) for prompt in trained)

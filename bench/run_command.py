@@ -20,6 +20,7 @@ from bench.run import execute_again
 from bench.traces import TASKS, load
 from bench.traces.parquet import TraceError
 from bench.traces.recording import Recording
+from bench.traces.sample import StageReplay
 
 _DEDUP: dict[str | None, tuple[bool | None, ...]] = {
     None: (None,),  # as each plane says
@@ -149,22 +150,32 @@ def _job(options: argparse.Namespace, recorded: Recording) -> Job:
     if files := options.trace_file:
         found = load.of_run(files, options.trace[0], options.seed, steps, options.prompts)
         prompts = max(Counter(prompt.step for prompt in found).values())
+    stages = _stages(recorded, hosts)
+    trainers = next((one.workers for one in stages if one.role == "train"), hosts)
     return Job(
         plane=options.planes[0],
         trace=options.trace[0],
         prompts=prompts,
         seed=options.seed,
         hosts=hosts,
-        trainers=options.trainers or hosts,
+        trainers=options.trainers or trainers,
         steps=steps,
         staleness=recorded.staleness if options.staleness is None else options.staleness,
         pace=options.pace,
         apart=options.apart,
         phased=options.phased or recorded.phased,
         trace_files=tuple(map(str, files)),
+        recorded=stages,
         arena_bytes=options.arena,
         memory_limit_bytes=options.memory_limit,
         timeout_s=options.timeout,
+    )
+
+
+def _stages(recording: Recording, hosts: int) -> tuple[StageReplay, ...]:
+    """The stages of a recorded job on so many hosts, each of which has what a recorded one had."""
+    return tuple(
+        replace(one, workers=-(-one.workers * hosts // recording.hosts)) for one in recording.stages
     )
 
 

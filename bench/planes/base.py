@@ -24,6 +24,7 @@ from bench.columns import group_bytes, rollout_fields, stage_fields
 from bench.links import address
 from bench.machine import version
 from bench.traces import TASKS, Prompt, Task, generate
+from bench.traces.sample import StageReplay
 
 Array = NDArray[Any]
 Columns = Mapping[str, Sequence[Array]]
@@ -46,6 +47,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     apart: bool = False  # rollout on the first half of the hosts, all other stages on the others
     phased: bool = False  # stages begin a step when rollout has finished it
     trace_files: tuple[str, ...] = ()  # without them the trace is generated
+    recorded: tuple[StageReplay, ...] = ()  # the stages of a recorded job, on all of `hosts`
     arena_bytes: int = 0  # 0: as large as the job needs
     memory_limit_bytes: int = 0  # of each host; 0: none
     timeout_s: float = 240.0
@@ -83,9 +85,25 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     def phases(self) -> tuple[tuple[str, ...], ...]:
         """Stages that can work at the same time, in order: where groups are filtered by their
         rewards, the reference model sees only those that are left."""
-        if self.task.survive is not None:
-            return (("reward",), ("reference",), ("train",))
-        return (("reward", "reference"), ("train",))
+        reference = ("reference",) if self.has_reference else ()
+        if self.task.survive is None:
+            return (("reward", *reference), ("train",))
+        return (("reward",), reference, ("train",)) if reference else (("reward",), ("train",))
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether there is a reference model. A recorded job may have none."""
+        return not self.recorded or any(one.role == "reference" for one in self.recorded)
+
+    def replay_of(self, stage: str) -> StageReplay | None:
+        """How a stage of a recorded job runs. None: the job was not recorded."""
+        return next((one for one in self.recorded if one.role == stage), None)
+
+    def crowd(self) -> dict[str, int]:
+        """How many workers each role has."""
+        crowd = {"rollout": self.hosts} | dict.fromkeys(self.stages(), self.hosts)
+        crowd |= {one.role: one.workers for one in self.recorded}
+        return crowd | {"train": self.trainers}
 
     def host_of(self, role: str, rank: int) -> int:
         """Apart, the first half of the hosts roll out."""
@@ -98,7 +116,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return address(host) if self.link else "127.0.0.1"
 
     def stages(self) -> dict[str, list[str]]:
-        return stage_fields(self.task)
+        return stage_fields(self.task, self.has_reference)
 
     def largest_group(self) -> Prompt:
         fields = rollout_fields(self.task)

@@ -300,7 +300,7 @@ class Controller:
         emit("ready", port=self._tcp.getsockname()[1])
         for listener in (self._unix, self._tcp):
             self._thread(self._greet, listener)
-        absent = 3 * self._job.hosts + self._job.trainers
+        absent = sum(self._job.crowd().values())
         while absent:
             if (event := self._event()).kind == "hello":
                 absent -= 1

@@ -140,6 +140,7 @@ class DataplaneEndpoint(Endpoint):
         self._partitions: dict[int, Any] = {}
         self._dedup = [name for name in DEDUP if job.dedup]
         self._copied = 0
+        self._partition(0)  # the start signal comes when all workers have attached to it
 
     def _partition(self, step: int) -> Any:
         if step not in self._partitions:
@@ -159,14 +160,20 @@ class DataplaneEndpoint(Endpoint):
         """Nothing to do: the runner seals the partition when all workers have finished."""
 
     def batches(self, step: int, stage: str) -> Iterator[Batch]:
-        # A full batch of a reward worker may never fit into the arena: from one group on.
-        groups = max(1, _REWARD_ROWS // self._job.samples) if stage == "reward" else 1
-        for batch in self._partition(step).stream(stage, groups=groups, min=1):
+        for batch in self._partition(step).stream(stage, **self._claim(stage)):
             taken = DataplaneBatch(batch)
             del batch  # what is not held any more makes room while the next one is waited for
             yield taken
             self._copied += taken.added
             del taken
+
+    def _claim(self, stage: str) -> dict[str, int]:
+        replay = self._job.replay_of(stage)
+        if replay is not None and stage != "train":  # it takes one group at a time, see `flow`
+            return {"groups": replay.most, "min": replay.least}
+        # A full batch of a reward worker may never fit into the arena: from one group on.
+        groups = max(1, _REWARD_ROWS // self._job.samples) if stage == "reward" else 1
+        return {"groups": groups, "min": 1}
 
     def moved(self) -> Moved:
         return Moved(copied_in=self._copied)

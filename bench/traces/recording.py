@@ -2,8 +2,9 @@
 
 A group is as large as it was, as rows of text that are equally long: the recording has bytes, not
 tokens. Rollout begins a step where the recording shows that it could: when the step before was
-rolled out, and the last stage had finished the step that many before. A worker of the bench works
-as fast as all workers of its stage on one host did together.
+rolled out, and the last stage had finished the step that many before. A stage has as many workers
+as it had, up to MOST_WORKERS a host; beyond that each works as fast as several did together. A
+claim takes as many groups as it did.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ import pyarrow
 import pyarrow.parquet
 
 from bench.traces.parquet import MOST_ROWS, TraceError
-from bench.traces.sample import Prompt, Sample, StageTimes, Turn
+from bench.traces.sample import Prompt, Sample, StageReplay, StageTimes, Turn
 
 INDEX = "recording.json"
 NEAR_S = 0.05
 """Clocks of hosts differ a little."""
+MOST_WORKERS = 4
+"""Of a stage on a host: each is a process on this machine."""
 _FORMAT = 1
 _TOKEN_BYTES = 44  # of a response's token, in all columns that rollout writes
 _ROW_BYTES = 16  # its uid
@@ -47,6 +50,7 @@ class _Step(msgspec.Struct, frozen=True):
     pause_s: Seconds
     hosts: Some
     workers: dict[str, Count]
+    claims: dict[str, tuple[Some, Some]]
     stages: list[str]
     last_stage: str
 
@@ -79,7 +83,8 @@ class Recording:
     """hosts, staleness, phased: as recorded. step_seconds: from the end of the step before to its
     own. ended: why the recording ended; None if the recorder still runs or was killed. folded:
     stages that are replayed as `reference`. untrained: groups that the last stage did not ack.
-    lost_peers: the peers that the recorder lost while it asked them."""
+    lost_peers: the peers that the recorder lost while it asked them. stages: how they are replayed
+    on as many hosts."""
 
     run: str
     hosts: int
@@ -91,6 +96,7 @@ class Recording:
     folded: list[str] = field(default_factory=list)
     untrained: int = 0
     lost_peers: list[str] = field(default_factory=list)
+    stages: tuple[StageReplay, ...] = ()
 
 
 def is_recording(path: Path) -> bool:
@@ -117,24 +123,22 @@ def read(folder: Path) -> Recording:
     starts = _starts(steps, staleness, optimiser)
     ends = [step.ended + seconds for step, seconds in zip(steps, optimiser, strict=True)]
     hosts = index.hosts
+    had = _workers(steps)
+    workers = _replayed(steps, had, hosts)
     made, number, folded, untrained = list[list[Prompt]](), 0, dict[str, None](), 0
     for at, step in enumerate(steps):
-        reward, others = _roles(step)
+        _, others = _roles(step)
         folded |= dict.fromkeys(others if len(others) > 1 else [])
         groups = _in_turn(_groups(folder / f"step-{step.number:06}.parquet"), hosts)
         prompts = []
         for group in groups:
             put = max(0.0, step.began + group.put_seconds - starts[at])
-            spent = {
-                one.stage: one.seconds * hosts / max(1, step.workers.get(one.stage, 1))
-                for one in group.stages
-            }
-            times = StageTimes(
-                sum(spent.get(stage, 0.0) for stage in others),
-                spent.get(step.last_stage, 0.0),
-                optimiser[at],
-            )
-            prompts.append(_prompt(group, number, at, put, spent.get(reward, 0.0), times))
+            spent = dict.fromkeys(("reward", "reference", "train"), 0.0)
+            for one in group.stages:
+                role = _role(step, one.stage)
+                spent[role] += one.seconds * workers[role] / had.get(one.stage, 1)
+            times = StageTimes(spent["reference"], spent["train"], optimiser[at])
+            prompts.append(_prompt(group, number, at, put, spent["reward"], times))
             number += 1
             untrained += not group.trained
         made.append(prompts)
@@ -151,6 +155,10 @@ def read(folder: Path) -> Recording:
         list(folded),
         untrained,
         index.lost_peers,
+        tuple(
+            StageReplay(role, many, *_claim(steps, role, had, many))
+            for role, many in workers.items()
+        ),
     )
 
 
@@ -228,6 +236,43 @@ def _roles(step: _Step) -> tuple[str, list[str]]:
     others = [stage for stage in step.stages if stage != step.last_stage]
     reward = next((stage for stage in others if "reward" in stage), next(iter(others), ""))
     return reward, [stage for stage in others if stage != reward]
+
+
+def _role(step: _Step, stage: str) -> str:
+    if stage == step.last_stage:
+        return "train"
+    return "reward" if stage == _roles(step)[0] else "reference"
+
+
+def _workers(steps: Sequence[_Step]) -> dict[str, int]:
+    """How many workers each stage had: in some steps some had nothing to do."""
+    had = dict[str, int]()
+    for step in steps:
+        for stage, many in step.workers.items():
+            had[stage] = max(1, many, had.get(stage, 1))
+    return had
+
+
+def _replayed(steps: Sequence[_Step], had: dict[str, int], hosts: int) -> dict[str, int]:
+    """How many workers replay each stage. There is always one of `reward`."""
+    workers = {"reward": 1}
+    for step in steps:
+        for stage in step.stages:
+            role, many = _role(step, stage), min(had.get(stage, 1), MOST_WORKERS * hosts)
+            workers[role] = max(many, workers.get(role, 1))
+    return workers
+
+
+def _claim(steps: Sequence[_Step], role: str, had: dict[str, int], workers: int) -> tuple[int, int]:
+    """How many groups a claim of that many workers takes, (at least, at most)."""
+    least, most = list[float](), [1.0]
+    for step in steps:
+        for stage, of in step.claims.items():
+            if _role(step, stage) == role:
+                each = had.get(stage, 1) / workers
+                least.append(of[0] * each)
+                most.append(of[1] * each)
+    return max(1, round(median(least or [1]))), max(1, round(max(most)))
 
 
 def _in_turn(groups: list[_Group], hosts: int) -> list[_Group]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import msgspec
+
 PATCH_VALUES = 1176  # 2 frames × 3 channels × 14 × 14 pixels: one row of pixel_values
 
 
@@ -70,6 +72,16 @@ class StageTimes:
     reference: float
     train: float
     optimiser: float
+
+
+class StageReplay(msgspec.Struct, frozen=True):
+    """How a replay runs a stage of a recorded job. workers: processes on all hosts. least, most:
+    groups that a claim takes."""
+
+    role: str
+    workers: int
+    least: int
+    most: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,8 @@ class RecordedStep(msgspec.Struct, frozen=True):
       first claimed this one, in the middle of these workers. -1: unknown.
     - `workers`: how many workers each stage had; the ranks of a plan are one. `hosts`: how many
       hosts had workers.
+    - `claims`: how many groups a lease of each stage had, (at least, at most). The least leaves out
+      the last lease of each worker, which may have had to take fewer.
     - `stages`: in the order in which they began; the last one is `last_stage`.
     """
 
@@ -79,6 +81,7 @@ class RecordedStep(msgspec.Struct, frozen=True):
     pause_s: float
     hosts: int
     workers: dict[str, int]
+    claims: dict[str, tuple[int, int]]
     stages: list[str]
     last_stage: str
     groups: list[RecordedGroup]
@@ -144,6 +147,10 @@ class _OpenStep:
     @property
     def size(self) -> int:
         return len(self.groups) + len(self.loose)
+
+    @property
+    def loose_rows(self) -> int:
+        return sum(one.put_rows for one in self.loose)
 
     @property
     def is_over(self) -> bool:
@@ -399,6 +406,7 @@ class Recorder:
             median(pauses) if pauses else -1.0,
             max(1, len(self._hosts)),
             {stage: len(workers) for stage, workers in one.holders.items()},
+            _claims(one),
             list(one.stages),
             last,
             groups,
@@ -438,6 +446,22 @@ class Recorder:
             of.acked.get(step.last_stage, 0) >= (of.put_rows if pool else rows),
             {stage: seconds * share for stage, seconds in of.stage_s.items()},
         )
+
+
+def _claims(step: _OpenStep) -> dict[str, tuple[int, int]]:
+    """How many groups the leases of each stage had, (at least, at most)."""
+    of = defaultdict[str, dict[str, list[int]]](lambda: defaultdict(list))
+    for lease in step.leases.values():
+        if lease.rows:
+            # Rows of puts without a group count as so many puts.
+            loose = lease.rows.get("", 0) * len(step.loose) / max(1, step.loose_rows)
+            many = len(lease.rows.keys() - {""}) + round(loose)
+            of[lease.stage][lease.worker].append(max(1, many))
+    found = dict[str, tuple[int, int]]()
+    for stage, workers in of.items():
+        every = [many for mine in workers.values() for many in mine]
+        found[stage] = min([m for mine in workers.values() for m in mine[:-1]] or every), max(every)
+    return found
 
 
 def _worked_s(spent: Iterable[Spent]) -> float:

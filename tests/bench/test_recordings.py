@@ -36,11 +36,12 @@ def step(number: int, **more: Any) -> dict[str, Any]:
     told = {"began": at, "first_put": at + 2, "last_put": at + 5, "first_lease": at + 2}
     told |= {"ended": at + 8, "pause_s": 1.0 if number else -1.0, "hosts": 2}
     workers = {"reward": 2, "reference": 2, "train": 2}
+    claims = {stage: [1, 1] for stage in workers}
     names = {"stages": ["reward", "reference", "train"], "last_stage": "train"}
     return (
         {"number": number, "partition": f"step-{number}"}
         | told
-        | {"workers": workers}
+        | {"workers": workers, "claims": claims}
         | names
         | more
     )
@@ -110,13 +111,52 @@ def test_stages_that_waited_for_rollout_wait(tmp_path: Path) -> None:
     assert recording.read(write(tmp_path / "r", steps)).phased
 
 
-def test_workers_of_one_host_are_one_that_is_as_fast(tmp_path: Path) -> None:
-    workers = {"reward": 8, "reference": 2, "train": 1}
-    found = recording.read(write(tmp_path / "r", [step(0, workers=workers)]))
-    (prompt, *_), *_ = found.steps
-    assert prompt.times is not None
-    assert sum(sample.reward_seconds for sample in prompt.samples) == 0.5 / 4
-    assert prompt.times.train == 2.0
+def test_a_stage_has_its_workers_and_beyond_four_a_host_faster_ones(tmp_path: Path) -> None:
+    """In the second step some have nothing to do."""
+    workers = {"reward": 32, "reference": 8, "train": 1}
+    idle = {"reward": 8, "reference": 1, "train": 1}
+    found = recording.read(write(tmp_path / "r", [step(0, workers=workers), step(1, workers=idle)]))
+    assert {one.role: one.workers for one in found.stages} == {
+        "reward": 8, "reference": 8, "train": 1
+    }  # fmt: skip
+    for prompts in found.steps:
+        assert prompts[0].times is not None
+        assert sum(sample.reward_seconds for sample in prompts[0].samples) == 0.5 / 4
+        assert (prompts[0].times.reference, prompts[0].times.train) == (0.25, 1.0)
+
+
+def test_a_claim_takes_as_many_groups_as_it_did(tmp_path: Path) -> None:
+    """64 reward workers are 8 that take 8 times as much."""
+    workers = {"reward": 64, "reference": 2, "train": 1}
+    claims = {"reward": [1, 2], "reference": [3, 3], "train": [4, 4]}
+    folder = write(tmp_path / "r", [step(n, workers=workers, claims=claims) for n in range(2)])
+    found = recording.read(folder)
+    taken = {one.role: (one.least, one.most) for one in found.stages}
+    assert taken == {"reward": (8, 16), "reference": (3, 3), "train": (4, 4)}
+
+
+def test_a_trainer_that_took_the_whole_step_waits_for_it(tmp_path: Path) -> None:
+    """Four groups come a second apart, and a trainer works on each for a second: alone it is done
+    a second after the last one came, with all four at once it begins then."""
+    of = {"workers": {"reward": 1, "train": 1}, "hosts": 1, "stages": ["reward", "train"]}
+    groups = [
+        group(n, host=0, put_seconds=1.0 + n, stages=[{"stage": "train", "seconds": 1.0}])
+        for n in range(4)
+    ]
+    took = {}
+    for together in (1, 4):
+        claims = {"reward": [1, 1], "train": [together, together]}
+        name = str(together)
+        folder = write(tmp_path / name, [step(0, claims=claims, **of)], groups, hosts=1)
+        found = recording.read(folder)
+        path = tmp_path / f"{name}.parquet"
+        parquet.write(path, "math", 0, found.steps[0])
+        how = {"trace_files": (str(path),), "recorded": found.stages}
+        job = Job(plane="dataplane", trace="math", prompts=4, hosts=1, trainers=1, **how)
+        assert "reference" not in job.stages()  # the recorded job had none
+        assert "ref_log_prob" not in job.stages()["train"]
+        took[together] = recorded_seconds(job)
+    assert took == {1: 5.0, 4: 8.0}
 
 
 def test_other_stages_are_replayed_as_one(tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ def test_a_step_has_its_groups_with_their_sizes_and_times() -> None:
     assert step.partition == "step-0"
     assert (step.last_stage, step.stages) == ("train", ["reward", "train"])
     assert step.workers == {"reward": 4, "train": 1}
+    assert step.claims == {"reward": (1, 1), "train": (4, 4)}
     assert [group.rows for group in step.groups] == [8] * 16
     assert [group.nbytes for group in step.groups] == [1 << 20] * 16
     assert all(group.trained for group in step.groups)
@@ -147,6 +148,7 @@ def test_rows_without_a_group_are_one_group_for_each_put() -> None:
     ]
     (step,) = recorded(events)
     assert [(g.rows, g.nbytes, g.stage_s["s"]) for g in step.groups] == [(4, 400, 2.0)] * 2
+    assert step.claims == {"s": (2, 2)}
 
 
 def test_a_group_that_was_dropped_was_not_trained() -> None:

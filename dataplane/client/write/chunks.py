@@ -60,7 +60,7 @@ class Chunk(msgspec.Struct, eq=False):
     It goes with the message (`is_inline`), or has no space yet, or is at `offset` in space of this
     client, or the peer knows it as `range`. data: the bytes of one that is, or was, inline.
     lengths: of one for device memory, whose lengths go with the message. digest: the name of a
-    deduplicated one.
+    deduplicated one. space: what it takes in the arena.
     """
 
     columns: Sequence[ValueColumn]
@@ -76,16 +76,15 @@ class Chunk(msgspec.Struct, eq=False):
     digest: bytes = b""
     offset: int = -1
     range: tuple[int, int] | None = None
+    space: int = 0
+
+    def __post_init__(self) -> None:
+        self.space = layouts.aligned(self.nbytes) or ALIGNMENT_BYTES
 
     @property
     def rows(self) -> int:
         """How many it has."""
         return self.last - self.first
-
-    @property
-    def space(self) -> int:
-        """What it takes in the arena."""
-        return max(layouts.aligned(self.nbytes), ALIGNMENT_BYTES)
 
     def head(self) -> bytes:
         """What is before the values of the first column."""
@@ -412,9 +411,8 @@ def chunk_of(
 ) -> Chunk:
     """A chunk of these rows of the columns."""
     specs = tuple([column.spec for column in columns])
-    places, end = [], 0
-    if not on_device:
-        end = U4.itemsize * (last - first) * sum([spec.width for spec in specs])
+    width = 0 if on_device else sum([spec.width for spec in specs])
+    places, end = [], U4.itemsize * (last - first) * width
     for column in columns:
         start = layouts.aligned(end)
         end = start + column.bytes_of(first, last)

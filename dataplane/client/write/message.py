@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.client.write.chunks import Chunk, Piece, chunks_of
+from dataplane.metadata.tables.bits import all_of, bits_of, bytes_of
 from dataplane.metadata.tables.pieces import UNUSED
 from dataplane.wire import tables
 from dataplane.wire.records import DIGEST, U4
@@ -95,28 +96,23 @@ def values_of(owner: Owner, pieces: Sequence[Piece], base: int = 0) -> MessageVa
     for piece in pieces:
         mine = [-1 if f == UNUSED else fields.setdefault(f, len(fields)) for f in piece.fields]
         at = b"" if piece.at is None else np.array(piece.at, U4).tobytes()
-        rows = piece.rows
-        number, first = numbers[piece.chunk], rows[0] - base
-        parts.append(tables.Piece(number, mine, first, _mask(rows), piece.first, at))
+        number, rows = numbers[piece.chunk], piece.rows
+        given = _every(len(rows)) if isinstance(rows, range) else _mask(rows)
+        parts.append(tables.Piece(number, mine, rows[0] - base, given, piece.first, at))
     values = Values(list(fields), owners, list(layouts), said, parts)
     copied_bytes = sum([chunk.nbytes for chunk in (*own, *inline)])
     return MessageValues(values, own, shared, copied_bytes)
 
 
-def _mask(rows: Sequence[int]) -> bytes:
-    """The bits of these rows, counted from the first."""
-    first, count = rows[0], len(rows)
-    if rows[-1] - first == count - 1:
-        return _all(count)
-    bits = 0
-    for row in rows:
-        bits |= 1 << row - first
-    return bits.to_bytes((bits.bit_length() + 7) // 8, "little")
-
-
 @lru_cache(1024)
-def _all(count: int) -> bytes:
-    return ((1 << count) - 1).to_bytes((count + 7) // 8, "little")
+def _every(count: int) -> bytes:
+    """The mask of so many consecutive rows."""
+    return bytes_of(all_of(count))
+
+
+def _mask(rows: Sequence[int]) -> bytes:
+    """The mask of these rows, counted from the first."""
+    return bytes_of(bits_of([row - rows[0] for row in rows]))
 
 
 def digests_of(chunks: Sequence[Chunk]) -> bytes:

@@ -12,12 +12,18 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests import leaks
 from tests.leaks import FAILED
 
 # Tests start hundreds of processes, which share compiled modules whatever the environment says.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# A deadline for each example is an assertion about time, which a busy machine breaks: an example of
+# 1 ms took 0.5 s at load 30. What takes too long meets the limit of its test.
+settings.register_profile("dataplane", parent=settings.default, deadline=None)
+settings.load_profile("dataplane")
 
 # Processes that tests start find the kind of device that is host memory.
 _TWIN = str(Path(__file__).with_name("twin"))

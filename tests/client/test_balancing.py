@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.client.balancing import Layout, even_parts, packed, parts
@@ -33,7 +33,6 @@ def plan_rows(weights: list[int], size: int = 0) -> PlanRows:
     return PlanRows(len(weights), groups, {"cost": raw, "other": other})
 
 
-@settings(deadline=None)
 @given(shapes, costs, st.integers(0, 4))
 def test_ranks_take_as_many_steps_and_every_row_its_turn(
     shape: Shape, weights: list[int], size: int

@@ -24,7 +24,6 @@ from tests.end_to_end.hosts import running, warm
 
 EXAMPLES = settings(
     max_examples=150,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 NAMES = itertools.count()

@@ -221,7 +221,6 @@ def test_any_calls_in_any_order_do_what_the_model_says(planes: list[Plane]) -> N
         settings=settings(
             max_examples=EXAMPLES,
             stateful_step_count=STEPS,
-            deadline=None,
             database=None,
             derandomize=not os.environ.get("SURFACE_EXAMPLES"),
             suppress_health_check=list(HealthCheck),

@@ -41,9 +41,7 @@ def test_a_decoder_answers_damage_with_its_own_error(name: str) -> None:
     for seed in seeds:
         TARGETS[name].run(seed)
 
-    @settings(
-        max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None
-    )
+    @settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck), database=None)
     @given(damaged(seeds) | st.binary(max_size=200))
     def run(data: bytes) -> None:
         TARGETS[name].run(data)

@@ -8,7 +8,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.errors import ConnectError, InvalidConfig, SeedsMissing
@@ -60,7 +60,6 @@ def test_a_broken_node_list_is_refused(nodelist: str) -> None:
         expand_nodelist(nodelist)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 999), min_size=1, max_size=20, unique=True))
 def test_a_node_list_of_single_numbers_names_each(numbers: list[int]) -> None:
     nodelist = "n[" + ",".join(f"{number:03d}" for number in numbers) + "]"

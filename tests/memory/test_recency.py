@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.memory.cache import Recency
@@ -24,7 +24,6 @@ def of(slots: list[int]) -> np.ndarray:
     return np.array(slots, np.intp)
 
 
-@settings(deadline=None)
 @given(STEPS)
 def test_slots_come_in_the_order_of_their_last_use(steps: list) -> None:
     recency, line = Recency(), []

@@ -186,4 +186,4 @@ class SpaceMachine(RuleBasedStateMachine):
 
 
 TestSpace = SpaceMachine.TestCase
-TestSpace.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestSpace.settings = settings(max_examples=60, stateful_step_count=30)

@@ -211,7 +211,7 @@ class SpillMachine(RuleBasedStateMachine):
 
 
 TestSpillMachine = SpillMachine.TestCase
-TestSpillMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestSpillMachine.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 # the file

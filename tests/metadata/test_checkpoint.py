@@ -223,6 +223,5 @@ TestAtAnyMoment = CheckpointMachine.TestCase
 TestAtAnyMoment.settings = settings(
     max_examples=30,
     stateful_step_count=25,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )

@@ -216,5 +216,5 @@ class Queue(RuleBasedStateMachine):
         assert self.store.counts("s").ready == len(self.naive.ready)
 
 
-Queue.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+Queue.TestCase.settings = settings(max_examples=200, stateful_step_count=50)
 TestQueue = Queue.TestCase

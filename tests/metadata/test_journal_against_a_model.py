@@ -119,7 +119,6 @@ class KeepingMachine(JournalMachine):
 COMMON = settings(
     max_examples=40,
     stateful_step_count=30,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
 TestFreeingWhatIsAcked = JournalMachine.TestCase

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.errors import DataplaneError
@@ -131,7 +131,6 @@ def parts_of(draw: st.DrawFn, count: int) -> list[Sequence[int]]:
     return found
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_a_message_is_divided_into_blocks(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 24))
@@ -163,7 +162,6 @@ def test_values_that_lie_all_over_a_message_are_looked_at_once() -> None:
     ]
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_rows_of_many_blocks_that_exist_get_their_values_in_any_order(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 24))
@@ -181,7 +179,6 @@ def test_rows_of_many_blocks_that_exist_get_their_values_in_any_order(data: st.D
         }
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_a_block_through_its_life(data: st.DataObject) -> None:
     draw = data.draw
@@ -285,7 +282,6 @@ def on_wire(data: st.DataObject, count: int) -> tuple[wire.Values, list[Message]
     )
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_rows_arrive_as_they_left(data: st.DataObject) -> None:
     values, _, expected = on_wire(data, data.draw(st.integers(1, 9)))
@@ -309,7 +305,6 @@ def test_rows_arrive_as_they_left(data: st.DataObject) -> None:
 JUNK = st.integers(-2, 5) | st.binary(max_size=3) | st.sampled_from([1 << 40, -1, b"\xff" * 9])
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_what_does_not_fit_is_a_typed_error(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 6))

@@ -42,7 +42,7 @@ def test_another_order_is_another_roster() -> None:
     assert Roster.from_seeds(SEEDS).epoch != Roster.from_seeds(SEEDS[::-1]).epoch
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 40))
 def test_every_shard_has_one_primary_and_a_backup_elsewhere(peers: int) -> None:
     roster = Roster.from_seeds([f"tcp://h{number}:1" for number in range(peers)])

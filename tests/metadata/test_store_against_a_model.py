@@ -538,7 +538,6 @@ class KeepingMachine(StoreMachine):
 COMMON = settings(
     max_examples=60,
     stateful_step_count=40,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
 TestFreeingWhatIsAcked = StoreMachine.TestCase

@@ -98,7 +98,7 @@ CODECS = {
 }
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(op=values_of(journal.Op))
 def test_operations_are_read_back_equal(op: journal.Op) -> None:
     body = journal.encode(op)
@@ -107,7 +107,7 @@ def test_operations_are_read_back_equal(op: journal.Op) -> None:
 
 
 @pytest.mark.parametrize("kind", list(CODECS), ids=lambda kind: kind.__name__)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_an_envelope_is_read_back_equal(kind: type[msgspec.Struct], data: st.DataObject) -> None:
     envelope = data.draw(values_of(kind))

@@ -21,7 +21,7 @@ from dataplane.transport.worker import ControlChannel
 
 
 @given(st.lists(st.integers(0, 40), max_size=60), st.integers(1, 32), st.integers(1, 8))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_slices_cover_every_byte_once_within_their_bounds(
     lengths: list[int], max_bytes: int, max_items: int
 ) -> None:

@@ -113,7 +113,7 @@ def comes_back(arena: Any, columns: dict[str, Any], group: Any, inline: bool, n:
     groups=st.none() | st.lists(st.sampled_from([0, 1, 2, 3, NO_GROUP]), min_size=60, max_size=60),
     inline=st.booleans(),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_everything_comes_back_however_it_is_cut(
     new_arena: Any, n: int, seed: int, groups: list[int] | None, inline: bool
 ) -> None:
@@ -267,7 +267,7 @@ def test_columns_of_other_memories_are_cut_at_the_same_rows() -> None:
 
 
 @given(n=st.integers(1, 300), seed=st.integers(0, 99), grouped=st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_inline_bytes_keep_to_the_budget_of_a_block_and_a_row(
     n: int, seed: int, grouped: bool
 ) -> None:
@@ -335,7 +335,7 @@ def test_a_message_names_each_chunk_once(arena: Any) -> None:
 @given(
     n=st.integers(1, 120), seed=st.integers(0, 99), taken=st.sets(st.integers(0, 119), min_size=1)
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_some_rows_name_just_the_chunks_that_they_need(
     new_arena: Any, n: int, seed: int, taken: set[int]
 ) -> None:

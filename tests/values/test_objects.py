@@ -73,7 +73,7 @@ VALUES = st.recursive(
 
 
 @given(VALUES)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_nested_value_comes_back_with_its_exact_types(value: object) -> None:
     assert same(round_trip(value), value)
 
@@ -254,7 +254,7 @@ def test_a_row_that_is_cut_off_is_a_protocol_error() -> None:
 
 
 @given(st.binary(max_size=64), st.binary(max_size=32))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_bytes_decode_or_are_a_protocol_error(head: bytes, rest: bytes) -> None:
     with contextlib.suppress(ProtocolError):
         decode(struct.pack("<I", len(head)) + head + rest)

@@ -75,7 +75,7 @@ def test_numbers_keep_their_types_and_bits(new_arena: Any, values: list[Any]) ->
     shapes=st.lists(SHAPES, min_size=1, max_size=12),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_arrays_of_any_shapes_come_back(
     new_arena: Any, dtype: np.dtype, shapes: list[tuple[int, ...]], seed: int
 ) -> None:
@@ -91,7 +91,7 @@ def test_arrays_of_any_shapes_come_back(
     shape=SHAPES,
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_dense_columns_come_back_dense(
     new_arena: Any, dtype: np.dtype, n: int, shape: tuple[int, ...], seed: int
 ) -> None:
@@ -117,6 +117,6 @@ def test_dense_columns_come_back_dense(
         max_size=60,
     )
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_mixed_columns_keep_each_entry(new_arena: Any, values: list[Any]) -> None:
     assert all(map(same, new_arena().put({"x": values})["x"], values))

@@ -113,7 +113,7 @@ def tensordicts(draw: st.DrawFn) -> Any:
 
 
 @given(tensordicts())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_tensordict_comes_out_as_it_went_in(new_arena: Any, data: Any) -> None:
     assert same_tensordict(data, tensordict(new_arena(), data))
 

@@ -11,13 +11,16 @@ from hypothesis import strategies as st
 from dataplane.errors import DataplaneError
 from dataplane.metadata.tables.bits import all_of, bits_of, rows_of
 from dataplane.metadata.tables.pieces import (
+    SHARED_SHAPE_BYTES,
     UNUSED,
+    BlockShape,
     Chunk,
     Part,
     Piece,
     Pieces,
     nbytes_of,
     pieces_of,
+    shape_of,
     split,
 )
 from dataplane.metadata.tables.values_on_wire import OutgoingValues, values_in
@@ -328,3 +331,17 @@ def test_what_does_not_fit_is_a_typed_error(data: st.DataObject) -> None:
     for part in block.parts:
         assert all(0 <= row < part.chunk.rows for row in part.chunk_rows(part.live))
     cells_of(block, dict.fromkeys(map(id, block.chunks), 0))
+
+
+def test_blocks_share_small_shapes_and_a_bounded_number_of_them() -> None:
+    def shape(rows: int, at: tuple[int, ...] | None = None) -> BlockShape:
+        return shape_of(rows, (Piece(0, ("a",), all_of(rows), all_of(rows), 0, at),))
+
+    one = shape(1)
+    assert shape(1) is one
+    others = [shape(rows) for rows in range(2, 4_000)]
+    assert shape(3_999) is others[-1]  # used lately
+    assert shape(1) is not one and shape(1).live == one.live
+    large = shape(256, tuple(range(256)))
+    assert large.nbytes > SHARED_SHAPE_BYTES
+    assert shape(256, tuple(range(256))) is not large

@@ -19,6 +19,7 @@ from dataplane.errors import (
     StageUndefined,
 )
 from dataplane.metadata.shard import inspection, rows_out
+from dataplane.metadata.shard.puts import SHOWN_NAMES
 from dataplane.metadata.tables import names
 from dataplane.wire.messages import Finish, Put, Want
 from dataplane.wire.tables import INLINE, Rows, Values
@@ -219,3 +220,17 @@ def test_the_first_row_of_a_large_group_takes_little_memory() -> None:
     s = store(free="drop", group_size=1 << 26)
     put(s, ["a"], ["g"])
     assert inspection.stats(s)["metadata_bytes"] < 100_000
+
+
+def test_an_ack_counts_all_rows_that_have_the_field_and_names_the_first_ones() -> None:
+    one = store(stages={"s": ["tokens"]})
+    keys = [f"row {n}" for n in range(300)]  # of more than one block
+    put(one, list(keys))
+    lease = take(one, "s", Want("rows", 300, 300))
+    put(one, keys[:290], fields=("score",))
+    with pytest.raises(
+        FieldExists, match="^290 rows already have a value for field 'score'"
+    ) as told:
+        finish(one, lease, columns=[Column("score", values(300))])
+    assert told.value.details["keys"] == keys[:SHOWN_NAMES]
+    finish(one, lease, columns=[Column("reward", values(300))])

@@ -43,6 +43,10 @@ def test_a_claim_that_only_this_process_could_satisfy_says_so_at_once(
         assert f"2 rows have been leased by this process (pid {os.getpid()} on host " in text
         assert "only this process can end this wait: ack, release or drop" in text
     assert caught.value.details["only_own"] is True
+    with pytest.raises(dataplane.ClaimTimeout) as caught:
+        part.claim("s", rows=3, timeout=0.2)  # its batch has too few
+    assert caught.value.message.endswith("(connected): call part.seal() if no more rows will come")
+    assert caught.value.details["only_own"] is False
     plane.partition("q", stages={"s": ["x"]}).put({"x": [1, 2]})
     loaded = next(iter(plane.partition("q").loader("s", rows=2)))
     caplog.clear()

@@ -102,6 +102,11 @@ WAITS: dict[str, tuple[dict[str, Any], str]] = {
         {"leased": 4, "leases": [(OTHER, "s", 4, 90.2)], **PUT},
         f"no row ready, 4 leased, 4 wanted; 4 rows have been leased by {OTHER} for 90 s; {FROM}",
     ),
+    "rows are leased, and there are too few in all": (
+        {"leased": 3, "needed": 4, "leases": [(OTHER, "s", 3, 90.2)], **PUT},
+        f"no row ready, 3 leased, 4 wanted; 3 rows have been leased by {OTHER} for 90 s; {FROM}: "
+        f"{SEAL}",
+    ),
     "this process holds them": (
         {"leased": 4, "leases": [(ME, "s", 4, 1.0)], "sealed": True},
         f"no row ready, 4 leased, 4 wanted; 4 rows have been leased by this process ({ME}) for 1 "

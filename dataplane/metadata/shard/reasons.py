@@ -41,8 +41,8 @@ class Producer(NamedTuple):
 class Facts:
     """What keeps a stage's units (`rows` or `groups`) from a call.
 
-    ready: units that match. units: that are neither leased nor done. leased: units. excluded:
-    ready, but the filter leaves them out. unknown_tags: tags of the filter that no row has → one
+    ready: units that match. units: that are neither leased nor done. leased: units. needed: that
+    the call needs at least, 0 if it counts none. excluded: ready, but the filter leaves them out. unknown_tags: tags of the filter that no row has → one
     with a similar name. alone: rows without a group. open_groups: how many; short: the first of
     them as (name, rows, rows it needs or -1, a similar name if it has no rows). missing: field →
     rows without it. adders: field → the stage that has added it to other rows. near_fields: field →
@@ -62,6 +62,7 @@ class Facts:
     ready: int = 0
     units: int = 0
     leased: int = 0
+    needed: int = 0
     excluded: int = 0
     unknown_tags: dict[str, str] = field(default_factory=dict)
     alone: int = 0
@@ -102,11 +103,17 @@ class Facts:
         }
 
     @property
+    def needs_more(self) -> bool:
+        """Whether the call needs more units than the partition has, so that new ones must come."""
+        return self.needed > self.units + self.leased
+
+    @property
     def reasons_here(self) -> bool:
         """Whether something in the partition already keeps the call waiting, rather than rows
         that have yet to be put."""
         whole = self.unit == "groups" and (self.open_groups or self.alone)
-        return bool(self.leases or self.missing or self.excluded or whole)
+        here = self.leases or self.missing or self.excluded or whole
+        return bool(here) and not self.needs_more
 
 
 def reason(facts: Facts, stage: str, wanted: str, me: str = "", for_rows: bool = True) -> str:
@@ -499,7 +506,11 @@ def only_own(facts: Facts, stage: str, me: str, alone: bool) -> bool:
     the partition."""
     mine = {of for who, of, _, _ in facts.leases if who == me}
     others = any(who != me for who, _, _, _ in facts.leases) or facts.waiting_puts or facts.silent
-    return not others and (stage in mine and facts.sealed or bool(mine) and alone)
+    if others or not mine:
+        return False
+    if facts.sealed:
+        return stage in mine or alone
+    return alone and not facts.needs_more
 
 
 def only_permits(told: Mapping[str, Any], holders: Mapping[str, int], me: str) -> bool:

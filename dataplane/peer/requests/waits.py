@@ -97,6 +97,7 @@ class Waits:
             told = dict(said.details)
             near = told.pop("near", "")
             facts = self.directory.facts(unit, told, body.partition, since_s)
+            facts.needed = _needed(body)
         else:
             home = self.host.roster.home(body.partition)
             facts = reasons.Facts(unit, silent=f"{self.router.mesh.others.name(home)} at {home}")
@@ -188,6 +189,13 @@ def _subject(body: Claim | Wait | Admit) -> reasons.Subject:
 def _producers(said: DataplaneError) -> list[int]:
     """The sessions that a shard named as those that put rows."""
     return [session for session, _, _ in said.details.get("producers", ())]
+
+
+def _needed(body: Claim | Wait) -> int:
+    """How many units a call needs at least; 0 if it counts none."""
+    if isinstance(body, Wait):
+        return body.count
+    return body.want.minimum or body.want.count
 
 
 def _wanted(body: Claim | Wait) -> str:

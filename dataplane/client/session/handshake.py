@@ -34,6 +34,7 @@ from dataplane.errors import (
     duration,
 )
 from dataplane.launch import processes, rundir
+from dataplane.launch.embedded import is_embedded
 from dataplane.wire.frames import encode
 from dataplane.wire.limits import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN
 from dataplane.wire.messages import Hello, HelloDone, Request, Welcome
@@ -176,11 +177,9 @@ def peer_gone(session: Session) -> PeerLost:
             "dataplane.connect() again"
         )
     )
-    log = (
-        f". The peer's log is {welcome.log} (or {welcome.log}.old if a new peer has started since)"
-        if welcome.log
-        else ""
-    )
+    log = f". The peer's log is {welcome.log}" if welcome.log else ""
+    if log and is_embedded(session.peer):
+        log += f" (or {welcome.log}.old if a new peer has started since)"
     return PeerLost(
         f"peer {session.peer!r} of run {session.plane!r} exited, and {gone}. The call may have "
         f"taken effect{log}",

@@ -42,16 +42,17 @@ class Facts:
     """What keeps a stage's units (`rows` or `groups`) from a call.
 
     ready: units that match. units: that are neither leased nor done. leased: units. needed: that
-    the call needs at least, 0 if it counts none. excluded: ready, but the filter leaves them out. unknown_tags: tags of the filter that no row has → one
-    with a similar name. alone: rows without a group. open_groups: how many; short: the first of
-    them as (name, rows, rows it needs or -1, a similar name if it has no rows). missing: field →
-    rows without it. adders: field → the stage that has added it to other rows. near_fields: field →
-    a similar one that rows have. idle: stages that nobody claims and that have pending rows ready,
-    see `inspection.Idle`. leases: [(who, stage, rows, seconds)]. put_rows: that were ever put.
-    producers: who put rows, the most recent first. lost: rows of the stage that went with a peer.
-    waiting_puts: puts that wait for room, in an arena or in a shard. before: claims of its kind
-    that wait for longer. weightless: for a claim by budget, how many rows have no weight, its tag,
-    one of these rows. plan: why a rank waits for its part in a plan, where rows are not the reason.
+    the call needs at least, 0 if it counts none. excluded: ready, but the filter leaves them out.
+    unknown_tags: tags of the filter that no row has → one with a similar name. alone: rows without
+    a group. open_groups: how many; short: the first of them as (name, rows, rows it needs or -1, a
+    similar name if it has no rows). missing: field → rows without it. adders: field → the stage
+    that has added it to other rows. near_fields: field → a similar one that rows have. idle: stages
+    that nobody claims and that have pending rows ready, see `inspection.Idle`. leases: [(who,
+    stage, rows, seconds)]. put_rows: that were ever put. producers: who put rows, the most recent
+    first. lost: rows of the stage that went with a peer. waiting_puts: puts that wait for room, in
+    an arena or in a shard. before: claims of its kind that wait for longer. weightless: for a claim
+    by budget, how many rows have no weight, its tag, one of these rows. plan: why a rank waits for
+    its part in a plan, where rows are not the reason.
     reason: all of that in one word, a `wire.events.Reason`.
     silent: the peer that should know all this, where it does not answer. near_partitions,
     elsewhere: partitions of a similar name in this run, and other runs of this host that have one

@@ -169,13 +169,17 @@ class Step:
         )
 
 
-def leases(events: Iterable[Event], now: float) -> list[Lease]:
-    """Return the leases whose begin is among these events."""
+def leases(events: Iterable[Event], now: float, partly: bool = False) -> list[Lease]:
+    """Return the leases whose begin is among these events. partly: also those of which only a later
+    event is, which says how long they have lasted."""
     found = dict[tuple[str, int, str, int], Lease]()
     for e in events:
         key = e.stage, e.lease, e.partition, e.generation
-        if e.kind is Kind.LEASE_BEGIN and not e.going_on:
-            lease = found.setdefault(key, Lease(e.stage, e.worker, e.host, e.at, now, groups=set()))
+        begins = e.kind is Kind.LEASE_BEGIN and not e.going_on
+        if begins or (partly and e.kind in (Kind.LEASE_BEGIN, Kind.LEASE_END)):
+            lease = Lease(e.stage, e.worker, e.host, e.began, now, groups=set())
+            lease = found.setdefault(key, lease)
+        if begins:
             lease.groups.add(e.group)
             lease.rows += e.rows
             lease.left += e.rows

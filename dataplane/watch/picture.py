@@ -17,7 +17,7 @@ import numpy as np
 
 from dataplane.events.merge import Event
 from dataplane.timeline.causes import HEALTHY, Cause, Links, compared, rates
-from dataplane.timeline.step import Step
+from dataplane.timeline.step import Lease, Step, leases
 from dataplane.timeline.waits import PRODUCER, stages_of, waiting_stage, waits
 from dataplane.timeline.why import explain
 from dataplane.wire.events import Kind, Reason
@@ -142,15 +142,6 @@ class _Span(msgspec.Struct, frozen=True):
     end: float
 
 
-class _Lease(msgspec.Struct):
-    stage: str
-    host: str
-    begin: float
-    end: float
-    begun: int = 0
-    ended: int = 0
-
-
 def short(name: Name) -> str:
     """Cut a name that a user chose to the length that is shown."""
     text = str(name)
@@ -163,8 +154,8 @@ def picture(events: Sequence[Event], partition: str) -> Picture:
     why = explain(step)
     mine, begin, end = step.events, step.begin, max(step.begin, step.end)
     during = [e for e in events if e.at > begin and e.began < end]
-    leases = _leases(during, step.now)
-    spans = list(_spans(during, leases, begin))
+    worked = leases(during, step.now, partly=True)
+    spans = list(_spans(during, worked, begin))
     lanes = _lanes(spans, begin, end)
     sums = waits(during, begin, end)
     waited = [Wait(short(stage), reason, seconds) for (stage, reason), seconds in sums.items()]
@@ -193,32 +184,12 @@ def picture(events: Sequence[Event], partition: str) -> Picture:
     )
 
 
-def _leases(events: Iterable[Event], now: float) -> list[_Lease]:
-    found = dict[tuple[str, int, str, int], _Lease]()
-    for e in events:
-        if e.kind not in (Kind.LEASE_BEGIN, Kind.LEASE_END):
-            continue
-        key = e.partition, e.generation, e.stage, e.lease
-        lease = found.setdefault(key, _Lease(e.stage, e.host, e.began, e.at))
-        lease.begin = min(lease.begin, e.began)
-        lease.end = max(lease.end, e.at)
-        if e.kind is Kind.LEASE_END:
-            lease.ended += e.rows
-        elif e.going_on:
-            lease.end = now
-        else:
-            lease.begun += e.rows
-    for lease in found.values():
-        if lease.begun > lease.ended:
-            lease.end = now
-    return [lease for lease in found.values() if lease.host]  # that of a plan is its ranks'
-
-
-def _spans(events: Sequence[Event], leases: Iterable[_Lease], begin: float) -> Iterator[_Span]:
+def _spans(events: Sequence[Event], worked: Iterable[Lease], begin: float) -> Iterator[_Span]:
     """Return what each worker did and when."""
     stage_of = stages_of(events)
-    for lease in leases:
-        yield _Span(lease.stage, lease.host, "w", lease.begin, lease.end)
+    for lease in worked:
+        if lease.host:  # that of a plan is its ranks'
+            yield _Span(lease.stage, lease.host, "w", lease.began, lease.ended)
     before = dict[str, float]()
     for e in events:
         if e.kind is Kind.CLAIM_WAIT:

@@ -162,9 +162,7 @@ class Grants:
         space, me = self.host.space, self.host.owner
         check_sizes(values, most_chunks)
         if not written and not shared:
-            if values.chunks or values.owners:
-                _check_chunks(values, me, [])
-            return Committed(values, NO_RANGES)
+            return Committed(_named(values, me, [], []), NO_RANGES)
         extents, known = column(written, EXTENT), column(shared, RANGE)
         if len(extents) + len(known) > len(values.chunks):
             raise ProtocolError(
@@ -173,17 +171,16 @@ class Grants:
                 f"{counted(len(extents) + len(known), 'range')}: install the same dataplane "
                 "release everywhere"
             )
-        shared_ones = space.ranges.hold(known) if shared else []
+        ranges, shared_ones = known, space.ranges.hold(known) if shared else []
         try:
+            fresh = space.commit(session.id, extents, 1, kind)
+            ranges = joined((fresh, known), RANGE) if len(known) else fresh
             rooms = [room(length) for _, length in extents.tolist()]
             rooms += [length for _, length in shared_ones]
-            _check_chunks(values, me, rooms)
-            fresh = space.commit(session.id, extents, 1, kind)
+            return Committed(_named(values, me, rooms, ids_of(ranges).tolist()), ranges)
         except DataplaneError:
-            space.release(known)
+            space.release(ranges)
             raise
-        ranges = joined((fresh, known), RANGE) if len(known) else fresh
-        return Committed(_renamed(values, ids_of(ranges).tolist()), ranges)
 
     # for the messages that name what was written
 
@@ -351,9 +348,10 @@ class Writing:
         return entry.store.put(body, plan, self.host.now())
 
 
-def _check_chunks(values: Values, me: Owner, rooms: list[int]) -> None:
-    """ProtocolError unless the chunks of a client's message, but for inline ones, are the ranges
-    that the message lists, which have this much room: each once."""
+def _named(values: Values, me: Owner, rooms: list[int], numbers: list[int]) -> Values:
+    """The values of a client's message, whose chunks have the numbers of the ranges that they
+    became. rooms: what each range takes. ProtocolError unless the chunks, except inline ones, are
+    exactly these ranges, each once."""
     owners = values.owners
     if others := [owner for owner in owners if owner not in (me, INLINE)]:
         raise ProtocolError(
@@ -362,48 +360,38 @@ def _check_chunks(values: Values, me: Owner, rooms: list[int]) -> None:
             f"{others[0].incarnation}): install the same dataplane release everywhere"
         )
     inline = [owner == INLINE for owner in owners]
-    named = set[int]()
-    for chunk in values.chunks:
-        if not 0 <= chunk.owner < len(inline):
+    chunks, named = list[Chunk](), set[int]()
+    for one in values.chunks:
+        owner, number, nbytes = one.owner, one.number, one.nbytes
+        if not 0 <= owner < len(inline):
             raise ProtocolError(
-                f"invalid owner {chunk.owner} of chunk {chunk.number}: expected an index "
-                f"into the {len(owners)} owners of the message. Install the same dataplane release "
+                f"invalid owner {owner} of chunk {number}: expected an index into the "
+                f"{len(owners)} owners of the message. Install the same dataplane release "
                 "everywhere"
             )
-        if inline[chunk.owner]:
+        if inline[owner]:
+            chunks.append(one)
             continue
-        number = chunk.number
         if not 0 < number <= len(rooms) or number in named:
             raise ProtocolError(
-                f"invalid range {number} of a chunk: expected one of the {len(rooms)} "
-                "ranges of the message, not used by another chunk. Install the same "
-                "dataplane release everywhere"
+                f"invalid range {number} of a chunk: expected one of the {len(rooms)} ranges of "
+                "the message, and no other chunk with that range. Install the same dataplane "
+                "release everywhere"
             )
-        spare = rooms[number - 1] - (chunk.nbytes or 1)  # nothing takes room too
-        if chunk.nbytes < 0 or not 0 <= spare < ALIGNMENT_BYTES:
+        spare = rooms[number - 1] - (nbytes or 1)  # nothing takes room too
+        if nbytes < 0 or not 0 <= spare < ALIGNMENT_BYTES:
             raise ProtocolError(
-                f"chunk {number} and its range differ in size: expected {chunk.nbytes} "
-                f"bytes, but the range has {rooms[number - 1]}. Install the same dataplane release "
-                "everywhere"
+                f"chunk {number} and its range differ in size: expected {nbytes} bytes, but the "
+                f"range has {rooms[number - 1]}. Install the same dataplane release everywhere"
             )
         named.add(number)
+        chunks.append(Chunk(owner, numbers[number - 1], one.rows, nbytes, one.layout, one.inline))
     if len(named) != len(rooms):
         raise ProtocolError(
             f"expected one chunk per range, got {counted(len(named), 'chunk')} for "
             f"{counted(len(rooms), 'range')}: install the same dataplane release everywhere"
         )
-
-
-def _renamed(values: Values, numbers: list[int]) -> Values:
-    """With the numbers of committed ranges in place of the message's own, which inline chunks do
-    not have."""
-    chunks = [
-        Chunk(one.owner, numbers[one.number - 1], one.rows, one.nbytes, one.layout, one.inline)
-        if values.owners[one.owner] != INLINE
-        else one
-        for one in values.chunks
-    ]
-    return Values(values.fields, values.owners, values.layouts, chunks, values.pieces)
+    return Values(values.fields, owners, values.layouts, chunks, values.pieces)
 
 
 def _check_digests(body: Put) -> None:

@@ -196,8 +196,8 @@ def corrupt(path: Path, why: str) -> CheckpointCorrupt:
 
 
 @contextlib.contextmanager
-def failing(path: Path, reading: bool = False) -> Iterator[None]:
-    """Raise CheckpointFailed for an error of the file system."""
+def failing(path: Path, reading: bool = False, what: str = "the checkpoint ") -> Iterator[None]:
+    """Raise CheckpointFailed for an error of the file system. what: is at `path`, for messages."""
     try:
         yield
     except OSError as exc:
@@ -205,7 +205,7 @@ def failing(path: Path, reading: bool = False) -> Iterator[None]:
         raise CheckpointFailed(
             f"could not read the checkpoint {path}: {why}. Check the disk, then try again"
             if reading
-            else f"could not write the checkpoint {path}: {why}. Its files were removed; check the "
+            else f"could not write {what}{path}: {why}. Its files were removed; check the "
             "disk, or choose another directory",
             path=str(path),
         ) from exc

@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-from dataplane.client.checkpoint.archive import Manifest, directory_name, verified
+from dataplane.client.checkpoint.archive import Manifest, directory_name, failing, verified
 from dataplane.client.checkpoint.arrow_in import PartReader, Portion
 from dataplane.client.read import arrow
 from dataplane.client.read.column_view import ColumnView
@@ -87,7 +87,7 @@ def export(
 def _new_directory(target: Path) -> Iterator[Path]:
     """A directory that gets its name when the body ends, and is removed if the body fails."""
     partial = target.parent / f".{target.name}.partial-{secrets.token_hex(4)}"
-    with _writing(target):
+    with failing(target, what=""):
         if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
             raise CheckpointFailed(
                 f"{target} already exists, and an export never overwrites files: choose another "
@@ -97,24 +97,11 @@ def _new_directory(target: Path) -> Iterator[Path]:
         partial.mkdir(mode=0o777)
     try:
         yield partial
-        with _writing(target):
+        with failing(target, what=""):
             os.rename(partial, target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-
-
-@contextmanager
-def _writing(target: Path) -> Iterator[None]:
-    """CheckpointFailed for an error of the file system."""
-    try:
-        yield
-    except OSError as exc:
-        raise CheckpointFailed(
-            f"could not write {target}: {exc.strerror or exc}. Its files were removed; check the "
-            "disk, or choose another directory",
-            path=str(target),
-        ) from exc
 
 
 @dataclass(slots=True)
@@ -171,7 +158,7 @@ class _Part:
         """Write the file, after `look`."""
         schema = self._schema()
         count, path = 0, directory / self._file
-        with _writing(target), open(path, "xb") as file:
+        with failing(target, what=""), open(path, "xb") as file:
             try:
                 with pyarrow.parquet.ParquetWriter(file, schema) as writer:
                     for rows in self._rows():

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -19,11 +19,12 @@ from dataplane.metadata.roster.authority import Authority
 from dataplane.metadata.roster.failure_detector import FailureDetector
 from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.host import Host
-from dataplane.peer.membership.watching import Watching
-from dataplane.peer.net.mesh import Mesh
 from dataplane.transport.etcd import Etcd, EtcdValue
 from dataplane.wire.peering import Beat, Rostered
 from dataplane.wire.tables import Owner, RosterTable
+
+if TYPE_CHECKING:
+    from dataplane.peer.membership.membership import Membership
 
 log = logging.getLogger(__name__)
 
@@ -40,18 +41,11 @@ HURRY_S = 0.1
 Commit = Callable[[Roster], Awaitable[bool]]
 
 
-@dataclass(eq=False, repr=False)
 class KeeperRole:
-    host: Host
-    mesh: Mesh
-    _adopt: Callable[[Roster], None]
-    _keeper: SeedKeeper
-    _depose: Callable[[], None]
-    """ends this process's part in the plane, so that it returns as a new one"""
-    _watching: Watching
-    lost_after_s: float
+    """The role of the roster keeper, which a member has or may get."""
 
-    def __post_init__(self) -> None:
+    def __init__(self, member: Membership) -> None:
+        self.host, self.mesh, self._member = member.host, member.mesh, member
         self._authority: Authority | None = None
         self._published = (0, 0)
         self._detector = self._new_detector()
@@ -60,7 +54,8 @@ class KeeperRole:
         self.mesh.on_heard = self._heard
 
     def _new_detector(self) -> FailureDetector:
-        return FailureDetector(self.host.address, self._watching.contacts, self.lost_after_s)
+        member = self._member
+        return FailureDetector(self.host.address, member.watching.contacts, member.lost_after_s)
 
     @property
     def is_open(self) -> bool:
@@ -69,7 +64,7 @@ class KeeperRole:
     async def open(self, roster: Roster, ask: bool) -> None:
         """Become the keeper, starting from this roster. ask: first ask the members for their
         rosters."""
-        made = Authority(roster, self.host.incarnation, self._keeper.apart)
+        made = Authority(roster, self.host.incarnation, self._member.keeper.apart)
         told = [roster]
         if ask:
             others = [m for m in self.host.roster.members if m != self.host.address]
@@ -87,12 +82,12 @@ class KeeperRole:
             made.roster.epoch,
         )
         self._detector = self._new_detector()
-        self._watching.follow(everybody=True)
+        self._member.watching.follow(everybody=True)
         self.judge()
 
     def close(self) -> None:
         self._authority = None
-        self._watching.follow(everybody=False)
+        self._member.watching.follow(everybody=False)
 
     def note(self, peer: Owner, body: Beat, epoch: tuple[int, int]) -> None:
         """A life sign; the role is open."""
@@ -110,7 +105,7 @@ class KeeperRole:
                 epoch,
             )
             self.close()
-            self._depose()
+            self._member.deposed.set()  # it returns as a new process of the plane
         else:
             self.judge()
 
@@ -131,7 +126,7 @@ class KeeperRole:
         lost = self._detector.lost(self._authority.roster.owners, self.host.now())
         for owner in lost:
             self._wanted.pop(owner.peer, None)
-            self._authority.lost(owner, self._watching.contacts.has_ended(owner))
+            self._authority.lost(owner, self._member.watching.contacts.has_ended(owner))
         self._publish()
 
     def _publish(self) -> None:
@@ -140,10 +135,10 @@ class KeeperRole:
         new = self._authority.roster
         if new.epoch in (self._published, self.host.roster.epoch):
             return
-        if self._keeper.commit is None:
+        if self._member.keeper.commit is None:
             self._announce(new)
         elif self._committing is None or self._committing.done():
-            kept = self._publish_what_is_kept(self._authority, self._keeper.commit)
+            kept = self._publish_what_is_kept(self._authority, self._member.keeper.commit)
             self._committing = self.mesh.spawn(kept)
 
     async def _publish_what_is_kept(self, authority: Authority, commit: Commit) -> None:
@@ -157,7 +152,7 @@ class KeeperRole:
     def _announce(self, new: Roster) -> None:
         self._published = new.epoch
         told = {*self.host.roster.members, *new.members} - {self.host.address}
-        self._adopt(new)
+        self._member.adopt(new)
         for address in sorted(a for a in told if a in self._detector):
             self.mesh.spawn(self._push(address, new))
 

@@ -63,15 +63,7 @@ class Membership:
         self.deposed = asyncio.Event()
         """the plane goes on without this process, which has left it, or may return as a new one"""
         self.watching = Watching(self.host, self.mesh, self._evidence)
-        self.role = KeeperRole(
-            self.host,
-            self.mesh,
-            self.adopt,
-            self.keeper,
-            self.deposed.set,
-            self.watching,
-            self.lost_after_s,
-        )
+        self.role = KeeperRole(self)
         self._admitted = False
         self._leaving = False
         self._ending: set[Owner] = set()

@@ -12,8 +12,9 @@ from typing import Any
 from msgspec.structs import asdict, replace
 from rich.console import Console
 
-from bench import bounds, links, machine, outputs, page, report
+from bench import bounds, links, machine, outputs, report
 from bench.options import add, names, positive, seconds, size, whole
+from bench.page import document
 from bench.planes import PLANES
 from bench.planes.base import Job
 from bench.run import execute_again
@@ -253,7 +254,7 @@ def carry_out(
             report.show(console, runs, headline(runs), described)
     if file:
         written = file.with_suffix(".html")
-        page.write(written, [page.load(file)])
+        document.write(written, [document.load(file)])
         console.print(f"Wrote the page {written}", markup=False)
     return 0 if all(run["status"] in _expected(run) for run in runs) else 1
 

@@ -1,7 +1,7 @@
 """Traces: how long every prompt, response and tool call of a step is, and what media it carries.
 
 `tasks` has the parameters, `generator` draws from them, `parquet` keeps a trace in a file,
-`polytrace` reads the suite's own files, `info` shows what is in one.
+`polytrace` reads the suite's own files, `commands` shows what is in one.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ a job needs. Objects die with the process that put them, so workers stay until t
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,32 +15,28 @@ from typing import Any
 
 @dataclass(slots=True)
 class Group:
-    """What is known of a group. `seen`: (field, host) that have a copy; `missing`: stages that its
-    phase still waits for."""
+    """What is known of a group. `seen`: (field, host) that have a copy; `handed`: stages that have
+    got it."""
 
     step: int
     places: dict[str, Any]
     seen: set[tuple[str, int]]
-    phase: int = 0
-    missing: set[str] = field(default_factory=set)
+    handed: set[str] = field(default_factory=set)
 
 
 class Board:
-    """Which groups are ready for which stage.
+    """Which groups are ready for which stage: those that have all fields that it reads.
 
-    groups: of each step. phases: stages that can work at the same time, in order; the last one ends
-    a group, and the job ends with its last group. A place says where the values of one field of a
-    group are: (bytes, whatever the plane needs).
+    groups: of each step; the job ends with the last group. A place says where the values of one
+    field of a group are: (bytes, whatever the plane needs).
     """
 
-    def __init__(self, groups: Sequence[int], phases: Sequence[Sequence[str]]) -> None:
+    def __init__(self, groups: Sequence[int]) -> None:
         self._over = asyncio.Event()
-        self._phases = [list(stages) for stages in phases]
         self._expected = dict(enumerate(groups))  # of a step, dropped ones not counted
         self._unfinished = sum(groups)
-        self._ready: dict[tuple[int, str], deque[int]] = defaultdict(deque)
         self._handed: Counter[tuple[int, str]] = Counter()
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[int, Group] = {}  # by number; the one that changed last is at the end
         self._change = asyncio.Condition()
 
     async def ready(self) -> None:
@@ -51,46 +47,31 @@ class Board:
         await self._over.wait()
 
     async def put(self, step: int, prompt: int, host: int, places: dict[str, Any]) -> None:
-        """A new group, ready for the stages of the first phase."""
-        self._groups[prompt] = Group(step, dict(places), {(name, host) for name in places})
-        await self._enter(prompt, 0)
+        """A new group."""
+        self._groups[prompt] = Group(step, {}, set())
+        await self.add(prompt, host, places)
 
-    async def _enter(self, prompt: int, phase: int) -> None:
-        group = self._groups[prompt]
-        group.phase, group.missing = phase, set(self._phases[phase])
-        for stage in self._phases[phase]:
-            self._ready[group.step, stage].append(prompt)
+    async def add(self, prompt: int, host: int, places: dict[str, Any]) -> None:
+        """Fields that a stage has added to a group."""
+        group = self._groups[prompt] = self._groups.pop(prompt)
+        group.places |= places
+        group.seen |= {(name, host) for name in places}
+        await self._wake()
+
+    async def end(self, prompt: int, dropped: bool) -> None:
+        """No stage gets this group any more: it was trained, or dropped."""
+        group = self._groups.pop(prompt)
+        if dropped:
+            self._expected[group.step] -= 1
+            self._handed.subtract((group.step, stage) for stage in group.handed)
+        self._unfinished -= 1
+        if not self._unfinished:
+            self._over.set()
         await self._wake()
 
     async def _wake(self) -> None:
         async with self._change:
             self._change.notify_all()
-
-    async def add(self, stage: str, prompt: int, host: int, places: dict[str, Any]) -> None:
-        """A stage's fields; with the last stage of its phase the group enters the next."""
-        group = self._groups[prompt]
-        group.places |= places
-        group.seen |= {(name, host) for name in places}
-        group.missing.remove(stage)
-        if not group.missing and group.phase + 1 < len(self._phases):
-            await self._enter(prompt, group.phase + 1)
-        elif not group.missing:
-            self._end(prompt)
-
-    async def drop(self, prompt: int) -> None:
-        """No stage gets this group any more."""
-        group = self._groups[prompt]
-        self._expected[group.step] -= 1
-        for stage in self._phases[group.phase]:
-            self._handed[group.step, stage] -= 1
-        self._end(prompt)
-        await self._wake()
-
-    def _end(self, prompt: int) -> None:
-        del self._groups[prompt]
-        self._unfinished -= 1
-        if not self._unfinished:
-            self._over.set()
 
     async def next(
         self, step: int, stage: str, fields: list[str], host: int
@@ -99,17 +80,24 @@ class Board:
 
         None once all groups of the step were handed out to the stage.
         """
-        ready = self._ready[step, stage]
+
+        def first() -> int | None:
+            for prompt, group in self._groups.items():
+                is_new = group.step == step and stage not in group.handed
+                if is_new and group.places.keys() >= set(fields):
+                    return prompt
+            return None
+
         async with self._change:
             await self._change.wait_for(
-                lambda: ready or self._handed[step, stage] >= self._expected[step]
+                lambda: first() is not None or self._handed[step, stage] >= self._expected[step]
             )
-            if not ready:
+            if (prompt := first()) is None:
                 return None
-            prompt = ready.popleft()
+            group = self._groups[prompt]
+            group.handed.add(stage)
             self._handed[step, stage] += 1
             self._change.notify_all()  # it may have been the last
-        group = self._groups[prompt]
         places = {name: group.places[name] for name in fields}
         new = {(name, host) for name in fields} - group.seen
         group.seen |= new

@@ -47,7 +47,6 @@ class Nodes(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     parent: int
     groups: list[int] = []  # of each step of the job; without steps it runs until it is killed
-    phases: list[list[str]] = []  # of the job, see ray_board.Board
     storage_units: int = 0
     port: int = 0
     host: int = 0  # whose node this process is about; the first also has the actors
@@ -174,7 +173,7 @@ def _lead(nodes: Nodes, address: str, node: subprocess.Popen[bytes]) -> None:
 
     _connected(nodes, address, node)
     actor = ray.remote(Board).options(name=BOARD, num_cpus=0)
-    board = actor.remote(nodes.groups, nodes.phases)
+    board = actor.remote(nodes.groups)
     ray.get(board.ready.remote())
     if nodes.storage_units:
         import transfer_queue

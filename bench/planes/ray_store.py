@@ -50,7 +50,6 @@ def nodes_of(job: Job, storage_units: int = 0) -> ray_cluster.Nodes:
         folder=job.folder,
         parent=job.parent,
         groups=[len(job.of_step(step)) for step in range(job.steps)],
-        phases=[list(stages) for stages in job.phases()],
         storage_units=storage_units,
         linked=bool(job.link),
     )
@@ -124,13 +123,11 @@ class BoardEndpoint(Endpoint):
             group = Group(prompt, self.columns(self.fetch(step, prompt, places, unseen)))
             del taken, places
             yield group
-            added = {} if group.dropped else self.store(step, prompt, group.added)
             if group.dropped or stage == "train":
-                self.discard(step, prompt)
-            if group.dropped:
-                ray.get(self._board.drop.remote(prompt))
+                self.end(step, prompt, group.dropped)
             else:
-                self.finished(stage, prompt, added)
+                added = self.store(step, prompt, group.added)
+                ray.get(self._board.add.remote(prompt, self._host, added))
             del group
 
     def next(
@@ -144,11 +141,12 @@ class BoardEndpoint(Endpoint):
         )
         return found
 
-    def finished(self, stage: str, prompt: int, added: dict[str, Any]) -> None:
-        """Say that a stage is done with a group, and where the fields are that it added."""
+    def end(self, step: int, prompt: int, dropped: bool = False) -> None:
+        """Discard a group that was trained or dropped."""
         import ray
 
-        ray.get(self._board.add.remote(stage, prompt, self._host, added))
+        self.discard(step, prompt)
+        ray.get(self._board.end.remote(prompt, dropped))
 
     def store(self, step: int, prompt: int, columns: Columns) -> dict[str, Any]:
         """Put a group's fields; returns their places."""

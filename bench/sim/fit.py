@@ -20,7 +20,7 @@ from bench.pace import ideal_seconds
 from bench.planes.base import Job
 from bench.sim.central import Central
 from bench.sim.decentral import Decentral
-from bench.sim.model import Costs, Design, Model, Outcome, Place, Plan, Price, Work, read, written
+from bench.sim.model import Costs, Design, Model, Outcome, Place, Plan, Price, Work, work_of
 
 DESIGNS: dict[str, type[Design]] = {"dataplane": Decentral, "controller": Central}
 _BY_THE_CLOCK = ("Beat", "Rostered", "Stats", "StatsDone", "Confirm")
@@ -72,9 +72,8 @@ class Seen:
     def work(self, role: str) -> Work:
         """What the workers of a role dealt with in all."""
         groups = filter(self.job.is_trained, self.job.generate())
-        if role == "rollout":
-            return sum((written(self.job, p) for p in groups), Work())
-        return sum((read(self.job, role, p) for p in groups), Work())
+        what = "written" if role == "rollout" else role
+        return sum((work_of(self.job, what, prompt) for prompt in groups), Work())
 
 
 def fit(seen: Mapping[str, Sequence[Seen]], cores: int) -> tuple[dict[str, Costs], float]:

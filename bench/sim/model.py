@@ -18,7 +18,7 @@ import msgspec
 import simpy
 
 from bench import pace
-from bench.columns import ADDED, Field, all_fields, group_bytes, rollout_fields
+from bench.columns import ADDED, all_fields, group_bytes, rollout_fields
 from bench.planes.base import Job
 from bench.sim.share import Loop, Shared
 from bench.traces import Prompt
@@ -114,27 +114,19 @@ class Place:
         return replace(self, cores=max(0.25, self.cores - background))
 
 
-def written(job: Job, prompt: Prompt) -> Work:
-    """What a rollout worker puts of a group."""
-    return _work(rollout_fields(job.task), prompt, job.dedup)
-
-
-def read(job: Job, stage: str, prompt: Prompt) -> Work:
-    """What a stage is sent of a group."""
-    names = set(job.stages()[stage])
-    fields = tuple(f for f in all_fields(job.task) if f.name in names)
-    return _work(fields, prompt, job.dedup)
-
-
-def added(job: Job, stage: str, prompt: Prompt) -> Work:
-    """What a stage adds to a group."""
-    return _work(ADDED.get(stage, ()), prompt, job.dedup)
-
-
-def _work(fields: tuple[Field, ...], prompt: Prompt, dedup: bool) -> Work:
+def work_of(job: Job, what: str, prompt: Prompt) -> Work:
+    """Of a group: what rollout has `written`, what a stage is sent (`reward`), or what one adds
+    (`added reward`)."""
+    if what == "written":
+        fields = rollout_fields(job.task)
+    elif what.startswith("added "):
+        fields = ADDED.get(what.removeprefix("added "), ())
+    else:
+        names = set(job.stages()[what])
+        fields = tuple(field for field in all_fields(job.task) if field.name in names)
     media = tuple(field for field in fields if field.shared)
-    media_bytes = group_bytes(media, prompt, dedup)
-    text_bytes = group_bytes(fields, prompt, dedup) - media_bytes
+    media_bytes = group_bytes(media, prompt, job.dedup)
+    text_bytes = group_bytes(fields, prompt, job.dedup) - media_bytes
     return Work(len(prompt.samples), text_bytes, media_bytes)
 
 
@@ -155,16 +147,11 @@ class Plan:
         """The groups that a host's rollout worker makes, in order of time."""
         return self._of_host[step, host]
 
-    def work_of(self, kind: str, prompt: Prompt) -> Work:
-        """What is `written` of a group, or read by a stage, or added by one (`added reward`)."""
-        at = (kind, prompt.index)
+    def work_of(self, what: str, prompt: Prompt) -> Work:
+        """As the function of this name, which is asked once."""
+        at = (what, prompt.index)
         if at not in self._work:
-            if kind == "written":
-                self._work[at] = written(self.job, prompt)
-            elif kind.startswith("added "):
-                self._work[at] = added(self.job, kind.removeprefix("added "), prompt)
-            else:
-                self._work[at] = read(self.job, kind, prompt)
+            self._work[at] = work_of(self.job, what, prompt)
         return self._work[at]
 
     def stage_of(self, stage: str, step: int) -> list[Prompt]:

@@ -17,8 +17,6 @@ from bench.planes.ray_board import Board
 from bench.planes.ray_store import nodes_of, shareable
 from bench.run import execute, prepared
 
-TOGETHER = (("reward", "reference"), ("train",))
-FILTERED = (("reward",), ("reference",), ("train",))
 LIMIT_S = 200
 OPTIONAL = [name for name, plane in PLANES.items() if plane.packages]
 
@@ -28,42 +26,43 @@ def silent(rows: int, expected: int) -> None:
 
 
 async def test_a_group_is_offered_for_training_once_both_annotators_are_done() -> None:
-    board = Board([1], TOGETHER)
+    board = Board([1])
     await board.put(0, 7, 0, {"tokens": (10,)})
     assert await board.next(0, "reward", ["tokens"], 0) == (7, {"tokens": (10,)}, 0)
     assert await board.next(0, "reward", ["tokens"], 0) is None
-    training = asyncio.create_task(board.next(0, "train", ["tokens", "score"], 1))
-    await board.add("reward", 7, 0, {"score": (4,)})
+    training = asyncio.create_task(board.next(0, "train", ["tokens", "score", "log_prob"], 1))
+    await board.add(7, 0, {"score": (4,)})
     await board.next(0, "reference", ["tokens"], 0)
     assert not training.done()
-    await board.add("reference", 7, 0, {})
-    assert await training == (7, {"tokens": (10,), "score": (4,)}, 14)
+    await board.add(7, 0, {"log_prob": (1,)})
+    every = {"tokens": (10,), "score": (4,), "log_prob": (1,)}
+    assert await training == (7, every, 15)
 
 
 async def test_the_board_counts_what_a_host_fetches_for_the_first_time_only() -> None:
-    board = Board([1], TOGETHER)
+    board = Board([1])
     await board.put(0, 1, 0, {"tokens": (10,)})
     taken = [await board.next(0, stage, ["tokens"], 1) for stage in ("reward", "reference")]
     assert [unseen for _, _, unseen in filter(None, taken)] == [10, 0]
 
 
 async def test_a_dropped_group_reaches_no_later_stage_and_nobody_waits_for_it() -> None:
-    board = Board([2], FILTERED)
+    board = Board([2])
     for prompt in (0, 1):
         await board.put(0, prompt, 0, {})
-    waiting = [asyncio.create_task(board.next(0, "reference", [], 0)) for _ in range(2)]
+    scored = {"reward": (4,)}
+    waiting = [asyncio.create_task(board.next(0, "reference", ["reward"], 0)) for _ in range(2)]
     over = asyncio.create_task(board.finished())
     for prompt in (0, 1):
         assert await board.next(0, "reward", [], 0) == (prompt, {}, 0)
-    await board.drop(0)
-    await board.add("reward", 1, 0, {})
+    await board.end(0, dropped=True)
+    await board.add(1, 0, scored)
     done = await asyncio.wait_for(asyncio.gather(*waiting), 5)
-    assert sorted(done, key=bool) == [None, (1, {}, 0)]
+    assert sorted(done, key=bool) == [None, (1, scored, 0)]
     assert await board.next(0, "reward", [], 0) is None
-    await board.add("reference", 1, 0, {})
-    assert await board.next(0, "train", [], 0) == (1, {}, 0)
+    assert await board.next(0, "train", ["reward"], 0) == (1, scored, 0)
     assert not over.done()
-    await board.add("train", 1, 0, {})
+    await board.end(1, dropped=False)
     await asyncio.wait_for(over, 5)
 
 

@@ -182,9 +182,7 @@ class Placed(End):
         return self.fetch(number, places)
 
     def free(self) -> None:
-        number = self._got.popleft()
-        self.endpoint.discard(_STEP, number)
-        self.endpoint.finished(_STAGE, number, {})
+        self.endpoint.end(_STEP, self._got.popleft())
 
 
 class Stored(Placed):

@@ -8,7 +8,7 @@ much memory each plane needs; and where a controller is faster.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -175,26 +175,32 @@ def _transfers(placements: list[list[Run]]) -> str:
     link = f"with {links.rated(first['link'])} links" if first["link"] else "over loopback"
     dedup = "" if first["dedup"] else ", dedup off"
     said = f"One {first['trace']} step on {first['hosts']} hosts {link}{dedup}."
-    named: list[str] = []
-    for same in placements:
-        timed = [run for run in same if _steady(run)]
-        names = [_called(run) for run in timed]
-        took = [_seconds(_steady(run)) for run in timed]
-        if not timed:
-            said += f" If {_placed(same[0])}, no plane has a figure."
-        elif names == named:  # those that the sentence before named
-            said += f" If {_placed(same[0])}: {_listed(took)}."
-        else:
-            told = [f"{one} through {name}" for one, name in zip(took, names, strict=True)]
-            said += f" If {_placed(same[0])}, a step's data takes {_listed(told)}."
-        named = names
+    timed = [[run for run in same if _steady(run)] for same in placements]
+    figures = _figures(timed, lambda run: _seconds(_steady(run)), "{} through {}")
+    for same, (told, are_named) in zip(placements, figures, strict=True):
+        takes = ", a step's data takes " if are_named else ": "
+        said += f" If {_placed(same[0])}{takes + told if told else ', no plane has a figure'}."
     for run in (run for same in placements for run in same if not _steady(run)):
         said += f" {_called(run).capitalize()} has no figure if {_placed(run)}: {_why(run)}."
     return said
 
 
+def _figures(
+    placements: Iterable[list[Run]], figure: Callable[[Run], str], form: str
+) -> Iterator[tuple[str, bool]]:
+    """The figures of each placement, listed, and whether they name their planes: by `form`, unless
+    the placement before has the same planes."""
+    before: list[str] = []
+    for same in placements:
+        names = [_called(run) for run in same]
+        are_named = names != before
+        told = [(form if are_named else "{}").format(figure(r), _called(r)) for r in same]
+        yield _listed(told), are_named
+        before = names
+
+
 def _listed(told: Sequence[str]) -> str:
-    *most, last = told
+    *most, last = told or [""]
     return f"{', '.join(most)} and {last}" if most else last
 
 
@@ -208,31 +214,24 @@ def _shares(placements: list[list[Run]]) -> str:
     if not finished:
         return ""
     recorded = finished[0][0]["recorded_step_seconds"]
-    shares = [[_steady(r) / (_steady(r) + recorded) for r in same] for same in finished]
+
+    def share(run: Run) -> float:
+        return float(_steady(run) / (_steady(run) + recorded))
+
     said = (
         f"In the trace, rollout and training of the step take {_seconds(recorded)}. Moving data is"
     )
-    if (most := max(map(max, shares))) < _HARDLY:
+    if (most := max(share(run) for same in finished for run in same)) < _HARDLY:
         return f"{said} at most {most:.1%} of the step and hardly matters."
-    told = [[f"{share:.0%}" for share in some] for some in shares]
-    return f"{said} {_by_case(told, finished, ' of the step')}."
+    return f"{said} {_by_case(finished, lambda run: f'{share(run):.0%}', ' of the step')}."
 
 
-def _by_case(
-    told: Sequence[Sequence[str]], placements: Sequence[Sequence[Run]], what: str = ""
-) -> str:
-    """Figures of each placement. The first list names the planes, and so does a second one of other
-    planes. With two placements, the sentence before named both."""
-    names = [[_called(run) for run in same] for same in placements]
-    first, *others = [
-        _listed([f"{one} ({name})" for one, name in zip(some, mine, strict=True)])
-        if mine is names[0] or mine != names[0]
-        else _listed(some)
-        for some, mine in zip(told, names, strict=True)
-    ]
+def _by_case(placements: list[list[Run]], figure: Callable[[Run], str], what: str = "") -> str:
+    """Figures of each placement. With two, the sentence before named both."""
+    first, *others = _figures(placements, figure, "{} ({})")
     if others:
-        return f"{first}{what}. If {_placed(placements[1][0])}: {others[0]}"
-    return f"{first}{what} if {_placed(placements[0][0])}"
+        return f"{first[0]}{what}. If {_placed(placements[1][0])}: {others[0][0]}"
+    return f"{first[0]}{what} if {_placed(placements[0][0])}"
 
 
 def _computed(placements: list[list[Run]]) -> str:
@@ -243,14 +242,16 @@ def _computed(placements: list[list[Run]]) -> str:
         return ""
     one = full[0][0]["full_step"]
     rate, prompts = one["link_bits_per_second"] / 1e9, one["prompts"]
-    busy = [[run["full_step"]["link_seconds"] for run in some] for some in full]
-    told = [list(map(_seconds, some)) for some in busy]
+
+    def busy(run: Run) -> float:
+        return float(run["full_step"]["link_seconds"])
+
     said = (
         f"Computed for {prompts} prompts a step and {rate:g} Gbit/s links: the busiest link is "
-        f"busy for {_by_case(told, full)}. "
+        f"busy for {_by_case(full, lambda run: _seconds(busy(run)))}. "
         f"Rollout and training take {_seconds(one['recorded_seconds'])}."
     )
-    if max(map(max, busy)) < _HARDLY * one["recorded_seconds"]:
+    if max(busy(run) for some in full for run in some) < _HARDLY * one["recorded_seconds"]:
         said += " At that rate links alone are no reason to choose a plane."
     return said
 

@@ -127,10 +127,10 @@ def digests(values: Sequence[Array]) -> list[int]:
     return found
 
 
-def main(worker: Worker, attach: Callable[[Worker], Endpoint]) -> None:
+def main(worker: Worker, endpoint: type[Endpoint]) -> None:
     """Run a worker: attach, wait for the start, work, and report."""
     roles = {"rollout": rollout, "reward": reward, "reference": reference, "train": train}
-    work = Work(worker, attach(worker), Pace(worker.job.pace))
+    work = Work(worker, endpoint(worker), Pace(worker.job.pace))
     body = roles[worker.role](work)
     next(body)  # what it needs is made here, before the start
     emit("ready")

@@ -21,8 +21,7 @@ from bench.processes import die_with
 if __name__ == "__main__":
     worker = msgspec.json.decode(sys.argv[1], type=Worker)
     die_with(worker.job.parent)
-    plane = PLANES[worker.job.plane]
-    flow.main(worker, plane.attach)
+    flow.main(worker, PLANES[worker.job.plane].endpoint)
     atexit._run_exitfuncs()  # of what a plane brought along: Ray says farewell to its own
     sys.stdout.flush()
     sys.stderr.flush()

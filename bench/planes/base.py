@@ -221,6 +221,10 @@ class Endpoint(ABC):
     """A worker's connection to a plane."""
 
     @abstractmethod
+    def __init__(self, worker: Worker) -> None:
+        """Attach this worker. Called in its process."""
+
+    @abstractmethod
     def put(self, step: int, prompt: int, columns: Columns) -> None:
         """Put one whole group. The caller may overwrite the arrays afterwards."""
 
@@ -245,6 +249,7 @@ class Endpoint(ABC):
 class Plane(ABC):
     """The runner's side of a plane, for one run."""
 
+    endpoint: ClassVar[type[Endpoint]]  # by which a worker's process attaches
     packages: ClassVar[tuple[str, ...]] = ()  # optional ones, without which it cannot run
     dedup_variants: ClassVar[tuple[bool, ...]]  # what runs where --dedup is not given
 
@@ -281,8 +286,3 @@ class Plane(ABC):
 
     def close(self) -> None:  # noqa: B027  # of many planes it holds nothing
         """Release what the runner itself holds of this plane."""
-
-    @classmethod
-    @abstractmethod
-    def attach(cls, worker: Worker) -> Endpoint:
-        """Attach a worker process. Called in that process."""

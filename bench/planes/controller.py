@@ -73,48 +73,6 @@ def _reserve(job: Job, fields: Sequence[Field], prompts: Sequence[Prompt]) -> in
     return slack + sum(group_bytes(tuple(fields), prompt, job.dedup) for prompt in prompts)
 
 
-class ControllerPlane(Plane):
-    """The runner's side: one service, on the first host."""
-
-    barriers: ClassVar[bool] = True
-    dedup_variants = (False, True)
-    _port = 0
-
-    @property
-    def _path(self) -> str:
-        return f"{self.job.folder}/controller.sock"
-
-    def services(self) -> list[Service]:
-        job = msgspec.json.encode(self.job).decode()
-        argv = [sys.executable, "-m", "bench.planes.controller", job, self._path]
-        if self.barriers:
-            argv.append(_BARRIERS)
-        return [Service("controller", argv, speaks=True)]
-
-    def reachable(self, ready: Mapping[str, dict[str, Any]]) -> bool:
-        if "controller" in ready:
-            self._port = int(ready["controller"]["port"])
-        return self._port > 0
-
-    def address(self, host: int) -> dict[str, Any]:
-        if host == 0:
-            return {"path": self._path}
-        return {"address": [self.job.address_of(0), self._port]}
-
-    def moved(self, done: Mapping[str, dict[str, Any]]) -> Moved:
-        return msgspec.convert(done["controller"]["moved"], Moved)
-
-    @classmethod
-    def attach(cls, worker: Worker) -> Endpoint:
-        return ControllerEndpoint(worker)
-
-
-class StreamingControllerPlane(ControllerPlane):
-    """The same without barriers."""
-
-    barriers = False
-
-
 class ControllerEndpoint(Endpoint):
     """A worker's connection to the controller."""
 
@@ -156,6 +114,45 @@ class ControllerEndpoint(Endpoint):
 
     def close(self) -> None:
         self._sock.close()
+
+
+class ControllerPlane(Plane):
+    """The runner's side: one service, on the first host."""
+
+    endpoint = ControllerEndpoint
+    barriers: ClassVar[bool] = True
+    dedup_variants = (False, True)
+    _port = 0
+
+    @property
+    def _path(self) -> str:
+        return f"{self.job.folder}/controller.sock"
+
+    def services(self) -> list[Service]:
+        job = msgspec.json.encode(self.job).decode()
+        argv = [sys.executable, "-m", "bench.planes.controller", job, self._path]
+        if self.barriers:
+            argv.append(_BARRIERS)
+        return [Service("controller", argv, speaks=True)]
+
+    def reachable(self, ready: Mapping[str, dict[str, Any]]) -> bool:
+        if "controller" in ready:
+            self._port = int(ready["controller"]["port"])
+        return self._port > 0
+
+    def address(self, host: int) -> dict[str, Any]:
+        if host == 0:
+            return {"path": self._path}
+        return {"address": [self.job.address_of(0), self._port]}
+
+    def moved(self, done: Mapping[str, dict[str, Any]]) -> Moved:
+        return msgspec.convert(done["controller"]["moved"], Moved)
+
+
+class StreamingControllerPlane(ControllerPlane):
+    """The same without barriers."""
+
+    barriers = False
 
 
 class Connection:

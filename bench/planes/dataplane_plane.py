@@ -37,73 +37,6 @@ def _host_name(host: int) -> str:
     return f"host{host}"
 
 
-class DataplanePlane(Plane):
-    """The runner's side: `dataplane peer` processes, and a client of each for its counters."""
-
-    dedup_variants = (True, False)
-
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
-        self._plane_name = f"bench-{job.parent}"
-        ports = enumerate(free_ports(job.hosts))
-        self._addresses = [f"tcp://{job.address_of(host)}:{port}" for host, port in ports]
-        self._token = str(token_file(Path(job.folder))) if job.link else None
-        self._clients: list[Any] = []
-
-    def services(self) -> list[Service]:
-        return [self._peer(host) for host in range(self.job.hosts)]
-
-    def _peer(self, host: int) -> Service:
-        options = ["--listen", self._addresses[host], "--seeds", ",".join(self._addresses)]
-        options += ["--arena", str(self.job.arena_bytes)]
-        argv = peer_command(_host_name(host), self._plane_name, *options)
-        env = {"DATAPLANE_RUN_DIR": self.job.folder}
-        env |= {"DATAPLANE_TOKEN_FILE": self._token} if self._token else {}
-        return Service(f"peer-{_host_name(host)}", leashed(argv), env, host=host)
-
-    def reachable(self, ready: Mapping[str, dict[str, Any]]) -> bool:
-        """Connects to the peers one by one; each that answers is kept for its counters."""
-        from dataplane.errors import ConnectError
-
-        while len(self._clients) < self.job.hosts:
-            try:
-                self._clients.append(_connect(self.address(len(self._clients))))
-            except ConnectError:
-                return False
-        return True
-
-    def address(self, host: int) -> dict[str, Any]:
-        return {"peer": _host_name(host), "plane": self._plane_name, "run_dir": self.job.folder}
-
-    def moved(self, done: Mapping[str, dict[str, Any]]) -> Moved:
-        """Clients copy into the arena and know what; peers read what lies at others, or are given
-        it with a grant; what is read at one's own host is never copied."""
-        stats = [client.stats() for client in self._clients]
-        pulled = [int(told["pulled_bytes"]) + int(told["carried_bytes"]) for told in stats]
-        copied = sum(event["moved"]["copied_in"] for event in done.values())
-        return Moved(copied_in=copied, across=sum(pulled), pulled=pulled)
-
-    def messages(self) -> Counts:
-        """What all peers sent, to each other and to their clients."""
-        total: dict[str, Counter[str]] = {"between": Counter(), "local": Counter()}
-        for client in self._clients:
-            for where, counts in client.stats()["messages"].items():
-                total[where].update(counts)
-        return total
-
-    def rolled(self, step: int) -> None:
-        self._clients[0].partition(f"step-{step}").seal()
-
-    def close(self) -> None:
-        for client in self._clients:
-            with suppress(Exception):  # its peer may be what died
-                client.close()
-
-    @classmethod
-    def attach(cls, worker: Worker) -> Endpoint:
-        return DataplaneEndpoint(worker)
-
-
 def _connect(address: dict[str, Any]) -> Any:
     import dataplane
 
@@ -180,3 +113,67 @@ class DataplaneEndpoint(Endpoint):
 
     def close(self) -> None:
         self._plane.close()
+
+
+class DataplanePlane(Plane):
+    """The runner's side: `dataplane peer` processes, and a client of each for its counters."""
+
+    endpoint = DataplaneEndpoint
+    dedup_variants = (True, False)
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._plane_name = f"bench-{job.parent}"
+        ports = enumerate(free_ports(job.hosts))
+        self._addresses = [f"tcp://{job.address_of(host)}:{port}" for host, port in ports]
+        self._token = str(token_file(Path(job.folder))) if job.link else None
+        self._clients: list[Any] = []
+
+    def services(self) -> list[Service]:
+        return [self._peer(host) for host in range(self.job.hosts)]
+
+    def _peer(self, host: int) -> Service:
+        options = ["--listen", self._addresses[host], "--seeds", ",".join(self._addresses)]
+        options += ["--arena", str(self.job.arena_bytes)]
+        argv = peer_command(_host_name(host), self._plane_name, *options)
+        env = {"DATAPLANE_RUN_DIR": self.job.folder}
+        env |= {"DATAPLANE_TOKEN_FILE": self._token} if self._token else {}
+        return Service(f"peer-{_host_name(host)}", leashed(argv), env, host=host)
+
+    def reachable(self, ready: Mapping[str, dict[str, Any]]) -> bool:
+        """Connects to the peers one by one; each that answers is kept for its counters."""
+        from dataplane.errors import ConnectError
+
+        while len(self._clients) < self.job.hosts:
+            try:
+                self._clients.append(_connect(self.address(len(self._clients))))
+            except ConnectError:
+                return False
+        return True
+
+    def address(self, host: int) -> dict[str, Any]:
+        return {"peer": _host_name(host), "plane": self._plane_name, "run_dir": self.job.folder}
+
+    def moved(self, done: Mapping[str, dict[str, Any]]) -> Moved:
+        """Clients copy into the arena and know what; peers read what lies at others, or are given
+        it with a grant; what is read at one's own host is never copied."""
+        stats = [client.stats() for client in self._clients]
+        pulled = [int(told["pulled_bytes"]) + int(told["carried_bytes"]) for told in stats]
+        copied = sum(event["moved"]["copied_in"] for event in done.values())
+        return Moved(copied_in=copied, across=sum(pulled), pulled=pulled)
+
+    def messages(self) -> Counts:
+        """What all peers sent, to each other and to their clients."""
+        total: dict[str, Counter[str]] = {"between": Counter(), "local": Counter()}
+        for client in self._clients:
+            for where, counts in client.stats()["messages"].items():
+                total[where].update(counts)
+        return total
+
+    def rolled(self, step: int) -> None:
+        self._clients[0].partition(f"step-{step}").seal()
+
+    def close(self) -> None:
+        for client in self._clients:
+            with suppress(Exception):  # its peer may be what died
+                client.close()

@@ -81,16 +81,6 @@ class RayPlane(Plane):
         )
 
 
-class RayStorePlane(RayPlane):
-    """References passed directly."""
-
-    dedup_variants = (False, True)
-
-    @classmethod
-    def attach(cls, worker: Worker) -> Endpoint:
-        return StoreEndpoint(worker)
-
-
 class BoardEndpoint(Endpoint):
     """A worker whose groups are found through the board; subclasses know where values are.
 
@@ -206,6 +196,13 @@ class StoreEndpoint(BoardEndpoint):
 
     def moved(self) -> Moved:
         return Moved(copied_in=self._copied_in, across=self._across)
+
+
+class RayStorePlane(RayPlane):
+    """References passed directly."""
+
+    endpoint = StoreEndpoint
+    dedup_variants = (False, True)
 
 
 def shareable(values: Sequence[Array], dedup: bool) -> tuple[list[Array], int]:

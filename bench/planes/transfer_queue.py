@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.planes import ray_cluster
-from bench.planes.base import Array, Columns, Endpoint, Moved, Service, Worker
+from bench.planes.base import Array, Columns, Moved, Service, Worker
 from bench.planes.ray_store import BoardEndpoint, RayPlane, nodes_of
 
 UNITS_A_HOST = 2
@@ -22,21 +22,6 @@ UNITS_A_HOST = 2
 def environment() -> dict[str, str]:
     """Threads of its tensor work: half the cores; its default is 8 whatever the machine."""
     return {"TQ_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2))}
-
-
-class TransferQueuePlane(RayPlane):
-    """Its storage units on every host."""
-
-    packages = ("TransferQueue", "ray", "tensordict", "torch")
-    dedup_variants = (False,)
-
-    def services(self) -> list[Service]:
-        units = UNITS_A_HOST * self.job.hosts
-        return ray_cluster.services(nodes_of(self.job, units), environment())
-
-    @classmethod
-    def attach(cls, worker: Worker) -> Endpoint:
-        return TransferQueueEndpoint(worker)
 
 
 class TransferQueueEndpoint(BoardEndpoint):
@@ -93,6 +78,18 @@ class TransferQueueEndpoint(BoardEndpoint):
             across=across,
             copied_out=self._got_bytes - int(self._got_bytes * elsewhere),
         )
+
+
+class TransferQueuePlane(RayPlane):
+    """Its storage units on every host."""
+
+    endpoint = TransferQueueEndpoint
+    packages = ("TransferQueue", "ray", "tensordict", "torch")
+    dedup_variants = (False,)
+
+    def services(self) -> list[Service]:
+        units = UNITS_A_HOST * self.job.hosts
+        return ray_cluster.services(nodes_of(self.job, units), environment())
 
 
 def _tensor(values: Sequence[Array]) -> Any:

@@ -240,4 +240,4 @@ _ENDS = {"ray-store": Stored, "transfer_queue": Queued}
 
 def end(worker: Worker) -> End:
     plane = worker.job.plane
-    return _ENDS.get(plane, Claimed)(PLANES[plane].attach(worker))
+    return _ENDS.get(plane, Claimed)(PLANES[plane].endpoint(worker))

@@ -60,10 +60,6 @@ def _settings(run: Run, among: Sequence[Run], told: Collection[str] = ()) -> lis
     return [text for name, text in shown.items() if name not in told and differ(among, name)]
 
 
-def _alike(one: Run, other: Run, settings: Sequence[str]) -> bool:
-    return all(one[name] == other[name] for name in settings)
-
-
 def differ(runs: Sequence[Run], setting: str) -> bool:
     return len({str(run.get(setting)) for run in runs}) > 1
 
@@ -168,8 +164,8 @@ def share(runs: Sequence[Run]) -> Figure | None:
     panels = []
     for members in grouped(linked, (*_WORK, "dedup")):
         timed = [(run, took[0]) for run in members if (took := step(run))]
-        like = [run for run in linked if _alike(run, members[0], ("trace", "dedup"))]
-        most = max(run["hosts"] for run in like)
+        what = (members[0]["trace"], members[0]["dedup"])
+        most = max(run["hosts"] for run in linked if (run["trace"], run["dedup"]) == what)
         if not timed or members[0]["hosts"] < most:
             continue
         content = []
@@ -186,12 +182,6 @@ def share(runs: Sequence[Run]) -> Figure | None:
         "Colour: time to move the step's data, added as if it did not overlap."
     )
     return Figure("share", "Share of a step", sentence, panels) if panels else None
-
-
-def _curved(runs: Sequence[Run]) -> list[Run]:
-    """Not those that failed to start, whose time counts from somewhere else."""
-    started = [run for run in runs if run["seconds"] or run["killed"]]
-    return [run for run in started if run.get("memory_curve", {}).get("seconds")]
 
 
 def _wholes(run: Run) -> dict[str, list[float]]:
@@ -222,11 +212,6 @@ def _end(run: Run) -> str:
     return f"at most {gib(max(max(values) for values in _wholes(run).values()))}"
 
 
-def _kill(run: Run) -> list[tuple[float, float]]:
-    limit = run["memory_limit_bytes"] or 0
-    return [(run["killed"]["seconds"], limit / GIB)] if run["killed"] else []
-
-
 def _limit(run: Run) -> tuple[float, str] | None:
     limit = run["memory_limit_bytes"]
     return (limit / GIB, f"limit of a host, {gib(limit)}") if limit else None
@@ -234,7 +219,9 @@ def _limit(run: Run) -> tuple[float, str] | None:
 
 def memory(runs: Sequence[Run]) -> Figure | None:
     """A panel a job: every run's fullest host over time. With a limit anywhere, only those."""
-    drawn = _curved(runs)
+    # Not those that failed to start, whose time counts from somewhere else.
+    started = [run for run in runs if run["seconds"] or run["killed"]]
+    drawn = [run for run in started if run.get("memory_curve", {}).get("seconds")]
     drawn = [run for run in drawn if run["memory_limit_bytes"]] or drawn
     panels = []
     for members in grouped(drawn, _WORK):
@@ -244,7 +231,9 @@ def memory(runs: Sequence[Run]) -> Figure | None:
             name = "\n".join([*label(run, members).split(", "), _end(run)])
             dashed = not run["dedup"] and differ(members, "dedup")
             curve, kind = _curve(run, fullest), colour(run["plane"])
-            curves.append(Line(name, kind, curve, dashed, dots=False, crosses=_kill(run)))
+            limit = (run["memory_limit_bytes"] or 0) / GIB
+            kill = [(run["killed"]["seconds"], limit)] if run["killed"] else []
+            curves.append(Line(name, kind, curve, dashed, dots=False, crosses=kill))
         whose = "GiB, fullest host" if _limit(members[0]) else "GiB, all processes"
         time = Scale("seconds since the start signal")
         title = _job(members[0], runs)

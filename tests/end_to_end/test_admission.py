@@ -112,3 +112,21 @@ def test_a_permit_that_is_given_out_after_its_call_was_given_up_goes_back(cluste
         cluster.peers["a"].send_signal(signal.SIGCONT)
         with part.admit(1, max_lag=0, per_version=1, timeout=60):
             pass
+
+
+def test_the_first_call_of_admit_says_what_earlier_groups_wait_for(cluster: Cluster) -> None:
+    cluster.start("a")
+    stages = {"judge": ["tokens"], "train": ["tokens", "reward"]}
+    with cluster.connect("a") as plane:
+        part = plane.partition("p", stages, group_size=2)
+        begin(part, "g")
+        part.put({"tokens": [[1]]}, group="h")
+        with (
+            pytest.raises(
+                dataplane.ClaimTimeout,
+                match="this call wants 1 of 2 places; taken: 2 by unfinished groups; group 'g' has "
+                "all its rows, but lacks `reward`, which stage 'train' needs; group 'h' has 1 of 2",
+            ),
+            part.admit(1, max_lag=1, per_version=1, timeout=0.2),
+        ):
+            pass

@@ -218,9 +218,8 @@ class Permits:
     def slowest(self, state: State) -> tuple[int, list[Group]]:
         """`oldest`, and the incomplete groups that were started at it."""
         oldest = self.oldest(state)
-        if not self.counts:
-            return oldest, []
-        here = [one for one in state.groups.values() if one.begun == oldest]
+        every = state.groups.values()
+        here = [one for one in every if not self.counts or one.begun == oldest]
         return oldest, [one for one in here if self._lacks(state, one)]
 
     def oldest(self, state: State) -> int:

@@ -463,6 +463,8 @@ class WaitingCalls:
         """With what it waits for."""
         store = stage.entry.store
         told = store.permits.stats(store) | {"before": stage.queue.before(one.number)}
+        # The partition has its limits from the first call that was granted.
+        told["places"] = (one.asked.max_lag + 1) * one.asked.per_version
         holders = Counter[int]()
         for permit in store.permits.given.values():
             holders[permit.holder] += permit.left

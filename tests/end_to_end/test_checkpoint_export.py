@@ -189,3 +189,12 @@ def test_a_full_disk_is_told_and_nothing_is_left(plane: Plane, tmp_path: Path) -
         "the disk, or choose another directory\n"
     )
     assert os.listdir(tmp_path) == ["saved"]
+
+
+def test_keys_and_groups_of_two_types_stay_apart(plane: Plane, tmp_path: Path) -> None:
+    part = plane.partition("p", free="drop")
+    part.put({"x": [0, 1, 2, 3]}, key=[7, "7", "b", 2**63], group=[1, "1", None, 1])
+    rows = pq.read_table(exported(plane, tmp_path) / "p.parquet").to_pylist()
+    by_value = sorted(rows, key=lambda row: row["x"])
+    assert [json.loads(row["key"]) for row in by_value] == [7, "7", "b", 2**63]
+    assert [row["group"] and json.loads(row["group"]) for row in by_value] == [1, "1", None, 1]

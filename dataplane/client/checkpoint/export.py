@@ -211,8 +211,8 @@ class _Part:
         """In the order of the schema."""
         types, count = self.types, len(rows.keys)
         columns = [
-            _names(rows.keys, _of_names(types.key)),
-            _names(rows.groups, _of_names(types.group)),
+            _names(rows.keys, types.key),
+            _names(rows.groups, types.group),
         ]
         for name, type_ in types.fields.items():
             values = rows.fields.get(name)
@@ -315,9 +315,12 @@ def _of_names(kinds: set[object]) -> pa.DataType:
     return pa.int64() if kinds and kinds <= _INTS else pa.string()
 
 
-def _names(names: list[Any], type_: pa.DataType) -> pa.Array:
-    if type_ == pa.string():
-        names = [None if name is None else str(name) for name in names]
+def _names(names: list[Any], kinds: set[object]) -> pa.Array:
+    """Keys or groups. As texts, 7 and "7" would be one: texts beside ints are JSON, as of tags."""
+    type_ = _of_names(kinds)
+    if type_ == pa.string() and kinds != {str}:
+        text = json.dumps if str in kinds else str
+        names = [None if name is None else text(name) for name in names]
     return pa.array(names, type_)
 
 

@@ -109,7 +109,7 @@ def _row(find: Find, partition: str, key: str, fields: Sequence[str] | None) -> 
             }
         handle = Handle(plane._session, partition)
         known = overview(handle, None, MAX_ROWS, _TIMEOUT_S)
-    names = [str(one) for one in row_names(known.table.rows)]
+    names = [_shown(one) for one in row_names(known.table.rows)]
     near = difflib.get_close_matches(key, names, 3, 0.5)
     meant = f" Did you mean {' or '.join(near)}?" if near else ""
     raise RowsGone(
@@ -177,10 +177,10 @@ def lines(report: Report) -> Iterator[str]:
     stages = list(shown[0]["states"])
     table = [["key", "group", "tags", "fields", *stages]]
     for row in shown:
-        group = "–" if row["group"] is None else str(row["group"])
-        tags = " ".join(f"{name}={value}" for name, value in row["tags"].items())
+        group = "–" if row["group"] is None else _shown(row["group"])
+        tags = " ".join(f"{name}={_shown(value)}" for name, value in row["tags"].items())
         fields = few(row["fields"], _NAMED)
-        table.append([str(row["key"]), group, tags or "–", fields, *row["states"].values()])
+        table.append([_shown(row["key"]), group, tags or "–", fields, *row["states"].values()])
     table = [[_short(cell) for cell in row] for row in table]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for row in table:
@@ -195,10 +195,10 @@ def lines(report: Report) -> Iterator[str]:
 
 def row_lines(report: Report) -> Iterator[str]:
     """Yield the lines that show the result of `get`."""
-    group = "" if report["group"] is None else f", group {report['group']}"
-    yield f"row {report['key']} of partition {report['partition']}{group}"
+    group = "" if report["group"] is None else f", group {_shown(report['group'])}"
+    yield f"row {_shown(report['key'])} of partition {report['partition']}{group}"
     for name, value in report["tags"].items():
-        yield f"  tag {_short(name)} = {_short(str(value))}"
+        yield f"  tag {_short(name)} = {_short(_shown(value))}"
     width = max(map(len, report["fields"]), default=0)
     for field, told in report["fields"].items():
         what = told["type"]
@@ -247,8 +247,16 @@ def _attached(plane: Plane, partition: str) -> Report:
 
 
 def _as_names(key: str) -> list[Name]:
-    """What a key typed in a shell may be: a text, or a number."""
-    return [key, int(key)] if key.removeprefix("-").isdecimal() else [key]
+    """What a key typed in a shell may be: a number, or a text, with or without quotes."""
+    said = _scalar(key)
+    known = type(said) is str or (type(said) is int and -(1 << 63) <= said < 1 << 64)
+    return [said, key] if known and said != key else [key]
+
+
+def _shown(value: object) -> str:
+    """A key, group or tag. A text that would read as a number has quotes: 7 and "7" differ."""
+    text = str(value)
+    return json.dumps(value) if isinstance(value, str) and _scalar(text) != text else text
 
 
 def _short(text: str) -> str:

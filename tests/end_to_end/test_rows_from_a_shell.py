@@ -61,4 +61,11 @@ def test_rows_are_looked_at_from_a_shell_and_stay_as_they_are(
             "rows", "step-12", "--limit", "0"
         )
         batch.ack()
+
+        part.put({"score": [1, 2], "tokens": tokens}, key=[7, "7"], group=["7", 7], tags={"v": "7"})
+        shown = [out("get", "step-12", key)["fields"]["score"]["preview"] for key in ("7", '"7"')]
+        assert shown == ["1", "2"]
+        assert cli.main(["rows", "step-12", "--peer", "a", "--where", 'v="7"']) == 0
+        table = [line.split()[:3] for line in capsys.readouterr().out.splitlines()[2:]]
+        assert table == [["7", '"7"', 'v="7"'], ['"7"', "7", 'v="7"']]
         assert plane.stats()["partitions"].keys() <= {"step-12"}

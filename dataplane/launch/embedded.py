@@ -55,6 +55,7 @@ RECENT_S = 60.0
 line of its script."""
 SHOWN_RUNS = 3
 _POLL_S = 0.01
+_RESTORED_POLL_S = 0.1
 _LOG_TAIL_BYTES = 2_000
 
 # A tiny interpreter in between starts the peer and ends: the peer is then nobody's child, and no
@@ -420,7 +421,7 @@ def _start_once(
                     run=config.run,
                     pid=pid,
                 )
-            time.sleep(_POLL_S)
+            time.sleep(_RESTORED_POLL_S)
         if peer is not None:
             return peer, None
         _remove_old(config.run_dir)

@@ -357,12 +357,31 @@ def holder(folder: Path, name: str) -> int | None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
             try:
                 probe.connect(path)
+            except BlockingIOError:  # its queue is full, because it is stopped
+                if (pid := _listener(path)) is not None:
+                    return pid
+                continue
             except OSError:
                 continue
             raw = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         pid, uid, _ = _CREDENTIALS.unpack(raw)
         if uid == os.getuid():
             return int(pid)
+    return None
+
+
+def _listener(path: str) -> int | None:
+    """The pid of this user's process that listens at a unix socket. It need not accept."""
+    shown, inodes = path.replace("\0", "@"), set[str]()
+    for line in Path("/proc/net/unix").read_text().splitlines():
+        fields = line.split(maxsplit=7)
+        if fields[7:] == [shown]:
+            inodes.add(f"socket:[{fields[6]}]")
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it is another user's, or has ended
+            is_ours = process.stat().st_uid == os.getuid()
+            if is_ours and any(os.readlink(fd) in inodes for fd in (process / "fd").iterdir()):
+                return int(process.name)
     return None
 
 

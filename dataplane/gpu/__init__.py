@@ -6,4 +6,5 @@
 | memory of a host with device arenas, in the peer | host_memory |
 | copies from the page-locked arena to a GPU, in a client | direct |
 | device arenas that a client opened, and columns there | client |
+| device arenas of a peer, and pulls between them | peer |
 """

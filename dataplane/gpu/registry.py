@@ -1,4 +1,4 @@
-"""What is loaded by name: kinds of devices, and a client's side of them.
+"""What is loaded by name: kinds of devices, and the sides of them at a client and a peer.
 
 A package publishes its subclass of `Device` under the entry point group `dataplane.devices`. The
 entry point's name is the kind, which a peer names to its clients with each pool. Tests bring a kind
@@ -16,6 +16,7 @@ from dataplane.gpu.device import Device, PoolHandle
 
 if TYPE_CHECKING:
     from dataplane.gpu.client.pools import Devices
+    from dataplane.gpu.peer import PeerDevices
 
 GROUP = "dataplane.devices"
 CUDA = "cuda"
@@ -51,6 +52,15 @@ def client_devices(wish: Wish, offered: bool) -> Devices | None:
     if wish.mode != "required" and (wish.mode == "off" or not offered):
         return None
     devices: Devices = client_module("pools").Devices(wish)
+    return devices
+
+
+def peer_devices(wanted: Any) -> PeerDevices | None:
+    """Return what a peer holds device arenas with; None if it has none. wanted: the memory of each
+    device (`DeviceMemory`), or None. Raise DeviceMissing if there is no device."""
+    if wanted is None:
+        return None
+    devices: PeerDevices = import_module("dataplane.gpu.peer").PeerDevices(wanted)
     return devices
 
 

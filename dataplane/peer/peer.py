@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import secrets
+from typing import TYPE_CHECKING
 
 from dataplane.errors import DataplaneError
-from dataplane.gpu.device import Device
+from dataplane.gpu.registry import peer_devices
 from dataplane.launch.settings import PeerConfig
 from dataplane.launch.values import MIN_ARENA_BYTES, Spill
 from dataplane.memory.arena import arena_beside
+from dataplane.memory.space import Space
 from dataplane.memory.spill import SpillFile
 from dataplane.metadata.roster.roster import Roster, canonical
 from dataplane.metadata.shard.leases import Numbers
@@ -27,7 +29,7 @@ from dataplane.peer.net.greetings import Gate
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.router import Router
 from dataplane.peer.operations import OPERATIONS
-from dataplane.peer.pull.device_pulls import DevicePulls
+from dataplane.peer.pull.in_place import PullsInPlace
 from dataplane.peer.pull.paths import candidates, start_engine
 from dataplane.peer.pull.pulls import Pulls
 from dataplane.peer.requests.changes import Changes
@@ -39,7 +41,7 @@ from dataplane.peer.requests.puts import Grants, Writing
 from dataplane.peer.requests.reads import Reading
 from dataplane.peer.requests.waits import Waits
 from dataplane.peer.room.admission import Room
-from dataplane.peer.room.devices import Devices, devices_of, memory_of
+from dataplane.peer.room.devices import Devices
 from dataplane.peer.room.spilling import Spilling
 from dataplane.peer.room.standstill import Standstill
 from dataplane.peer.sessions import Session, Sessions
@@ -61,6 +63,9 @@ from dataplane.transport.engine import BulkEngine
 from dataplane.transport.tickets import plane_key
 from dataplane.wire.peering import Beat
 from dataplane.wire.tables import Owner
+
+if TYPE_CHECKING:
+    from dataplane.gpu.peer import PeerDevices
 
 ADMITTED_S = 300.0
 """How long a peer waits at its start for the authority: hosts of a job start at different times."""
@@ -91,7 +96,7 @@ class Peer:
         self.config = config
         roster = Roster.from_seeds(config.seeds, keeps=not config.roster, launch=config.launch)
         address = canonical(config.listen) if config.listen and config.seeds else roster.members[0]
-        devices = devices_of(config.device_arena) if config.device_arena else []
+        plug_in = peer_devices(config.device_arena)
         arena = arena_beside(config.arena_bytes, config.arena_name, MIN_ARENA_BYTES)
         self.host = Host(
             plane=config.run,
@@ -100,7 +105,7 @@ class Peer:
             address=address,
             roster=roster,
             arena=arena,
-            space=memory_of(arena.size_bytes, devices),
+            space=(plug_in.memory if plug_in else Space)(arena.size_bytes),
             numbers=Numbers.of_new_peer(),
             founding=roster.epoch,
         )
@@ -108,7 +113,7 @@ class Peer:
         self.mesh = Mesh(self.host, self._bulk, Gate(config.token, config.run))
         self.router = Router(self.host, self.mesh)
         self.sessions = Sessions(self.host, self._session_ended)
-        self._keep_memory(devices)
+        self._keep_memory(plug_in)
         self._keep_shards()
         self._serve_clients()
         self._take_part()
@@ -118,16 +123,16 @@ class Peer:
             if one.peer is not None:
                 self.mesh.handlers[one.message] = one.peer(self)
 
-    def _keep_memory(self, devices: list[Device]) -> None:
+    def _keep_memory(self, plug_in: PeerDevices | None) -> None:
         """Room in this host's memories, and copies of what lies elsewhere."""
         config, host, mesh = self.config, self.host, self.mesh
         self.room = room = Room(host)
         room.on_wait.append(self._producers_wait)
         self.spilling = self._spilling(config.spill) if config.spill is not None else None
         from_disk = self.spilling.read if self.spilling is not None else None
-        self.devices = Devices(host, devices, config.device_arena, room, from_disk)
+        self.devices = plug_in.arenas(host, room, from_disk) if plug_in else Devices(from_disk)
         self.pulls = pulls = Pulls(host, mesh, room, self.devices, config.transport)
-        self.device_pulls = DevicePulls(pulls)
+        self.in_place = plug_in.pulls(pulls) if plug_in else PullsInPlace(pulls)
         self.copying = Copying(host, mesh, pulls, room)
 
     def _keep_shards(self) -> None:
@@ -155,7 +160,7 @@ class Peer:
         refs, parts, share = self.references, self.partitions, self.share
         self.leases = leases = Leases(room.unpin)
         self.grants = grants = Grants(host, room, self.devices)
-        self.reading = reading = Reading(host, router, leases, self.device_pulls)
+        self.reading = reading = Reading(host, router, leases, self.in_place)
         self.writing = Writing(host, mesh, grants, refs, self.copying, share, self.settle)
         self.finishing = finishing = Finishing(router, leases, self.writing)
         self.changes = Changes(host, refs, parts, self.settle)
@@ -199,7 +204,7 @@ class Peer:
 
     async def start(self, socket_path: str) -> None:
         candidates(self.config.transport)  # also where there is nobody yet to read from
-        self.device_pulls.check()
+        self.in_place.check()
         if not self.host.solo:
             bind_host = self.host.address.removeprefix("tcp://").rsplit(":", 1)[0]
             token = self.config.token
@@ -219,7 +224,7 @@ class Peer:
             engine = await start_engine(self.config.transport, made, self.config.bulk_tls)
             self.pulls.use(engine)
             if not self.config.bulk_tls:
-                await self.device_pulls.start(made, engine.transport)
+                await self.in_place.start(made, engine.transport)
             await self.mesh.listen()  # now that a greeting can say where bytes are read
             self.mesh.spawn(self.membership.run())
             self.mesh.spawn(self.confirming.run())
@@ -241,7 +246,7 @@ class Peer:
         await self.door.close(why)
         await self.mesh.close()
         await self.keeper.close()  # nobody asks it any more, nor becomes the keeper again
-        await self.device_pulls.close()
+        await self.in_place.close()
         await self.pulls.close(witnessed=self._is_missed())
         await self.host.threads.ended()
         if self.spilling is not None:
@@ -267,7 +272,7 @@ class Peer:
         engine = self.pulls.engine
         if engine is None:
             return "", "", ""
-        return engine.address, engine.fingerprint, self.device_pulls.address
+        return engine.address, engine.fingerprint, self.in_place.address
 
     # what becomes of everything when peers come and go
 
@@ -294,7 +299,7 @@ class Peer:
         self.calls.gone(owner)
         self.references.gone(owner)
         self.pulls.gone(owner)
-        self.device_pulls.gone(owner)
+        self.in_place.gone(owner)
 
     # what follows from a change here
 

@@ -128,7 +128,7 @@ async def test_a_peer_that_ends_as_it_asks_etcd_leaves_no_traceback(
 
     part, arena = SimpleNamespace(close=close), SimpleNamespace(close=lambda: None)
     peer: Any = SimpleNamespace(
-        door=part, mesh=tasks, keeper=keeper, device_pulls=part, pulls=part, spilling=None,
+        door=part, mesh=tasks, keeper=keeper, in_place=part, pulls=part, spilling=None,
         _is_missed=lambda: False,
         host=SimpleNamespace(arena=arena, space=arena, threads=Threads()),
     )  # fmt: skip

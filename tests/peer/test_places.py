@@ -60,9 +60,9 @@ class Pulls:
 def reading() -> Any:
     space = Space(1 << 20)
     pulls = Pulls(space)
-    device_pulls: Any = SimpleNamespace(pulls=pulls, device_of=lambda reader: 0)
+    in_place: Any = SimpleNamespace(pulls=pulls, bring=pulls.bring)
     nothing: Any = None
-    return Reading(SimpleNamespace(space=space, owner=ME), nothing, nothing, device_pulls)  # type: ignore[arg-type]
+    return Reading(SimpleNamespace(space=space, owner=ME), nothing, nothing, in_place)  # type: ignore[arg-type]
 
 
 def table(*chunks: Chunk, owners: tuple[Owner, ...] = (INLINE, ME, THERE, ELSEWHERE)) -> Table:

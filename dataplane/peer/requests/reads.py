@@ -23,7 +23,7 @@ from dataplane.metadata.tables.references import Array, ranges_of
 from dataplane.metadata.tables.values_on_wire import check_owners, message_bytes
 from dataplane.peer.host import Caller, Host, call_context
 from dataplane.peer.net.router import Router
-from dataplane.peer.pull.device_pulls import DevicePulls
+from dataplane.peer.pull.in_place import PullsInPlace
 from dataplane.peer.requests.leases import Leases
 from dataplane.peer.sessions import Session
 from dataplane.wire.limits import MAX_FRAME_BYTES
@@ -49,10 +49,10 @@ class Reading:
     host: Host
     router: Router
     leases: Leases
-    device_pulls: DevicePulls
+    in_place: PullsInPlace
 
     def __post_init__(self) -> None:
-        self.pulls = self.device_pulls.pulls
+        self.pulls = self.in_place.pulls
 
     # resolving
 
@@ -105,8 +105,7 @@ class Reading:
             if owner == self.host.owner:
                 local[its], more = await self.pulls.at_hand(ranges, holder, reader)
             else:
-                to_device = reader != PULLER and self.device_pulls.device_of(reader)
-                bring = self.device_pulls.bring if to_device else self.pulls.bring
+                bring = self.in_place.bring if reader == holder else self.pulls.bring
                 local[its], more = await bring(owner, ranges, nbytes[its], holder)
             pins.extend(more)
 

@@ -407,7 +407,7 @@ def _moved(peer: Peer) -> dict[str, float | Values]:
         "transport_restarts_total": {(b["transport"],): b["restarts"] for b in bulk},
         "stage_transport_bytes_total": brought,
         "transport_peers": _used(pulls.stats()),
-        "device_transport_peers": _used(peer.device_pulls.stats()),
+        "device_transport_peers": _used(peer.in_place.stats()),
     }
 
 

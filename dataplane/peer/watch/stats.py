@@ -98,7 +98,7 @@ class Reporting:
         devices they go by way of the host arenas."""
         engine = self.peer.pulls.engine
         staged = STAGED if engine is None else f"{STAGED}, then {engine.transport}"
-        between = {**self.peer.device_pulls.stats(), "else": staged}
+        between = {**self.peer.in_place.stats(), "else": staged}
         return [{**figures, "to_others": between} for figures in self.host.space.device_figures()]
 
     def _bulk(self) -> dict[str, Any] | None:
@@ -130,7 +130,7 @@ class Reporting:
             "version": __version__,
             "arena_bytes": host.space.size_bytes,
             **{k: v for k, v in self.peer.pulls.stats().items() if k != "peers"},
-            "devices": {k: v for k, v in self.peer.device_pulls.stats().items() if k != "peers"},
+            "devices": {k: v for k, v in self.peer.in_place.stats().items() if k != "peers"},
             "from": ways,
         }
 
@@ -141,7 +141,7 @@ class Reporting:
             owner = Owner(address, hello.incarnation)
             source = Remote(owner, hello.bulk, hello.bulk_fingerprint)
             path, said = await self.peer.pulls.paths.tried(source, source)
-            between_devices = await self.peer.device_pulls.ways(owner)
+            between_devices = await self.peer.in_place.ways(owner)
         except DataplaneError as exc:
             return named | {"error": exc.message}
         devices = between_devices.shown() if between_devices is not None else None

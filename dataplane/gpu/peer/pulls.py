@@ -19,6 +19,7 @@ from dataplane.memory.admission import Admission
 from dataplane.memory.extents import padded
 from dataplane.memory.space import PULLER
 from dataplane.metadata.tables.references import Array
+from dataplane.peer.pull.in_place import PullsInPlace
 from dataplane.peer.pull.paths import STAGED, Path, Paths
 from dataplane.peer.pull.pulls import Pulls, copies_of, pinned
 from dataplane.transport.engine import BulkEngine
@@ -35,11 +36,12 @@ NEIGHBOURS = -1
 """The holder under which other peers' workers read the devices here."""
 
 
-class DevicePulls:
-    """The device pulls of one peer, which may have no devices."""
+class DevicePulls(PullsInPlace):
+    """The device pulls of one peer."""
 
     def __init__(self, pulls: Pulls) -> None:
-        self.host, self.mesh, self.pulls = pulls.host, pulls.mesh, pulls
+        super().__init__(pulls)
+        self.host, self.mesh = pulls.host, pulls.mesh
         self.engine: BulkEngine | None = None
         self._choice = pulls.transport
         self.paths = Paths(pulls.sampling, STAGED, "device values")
@@ -47,12 +49,9 @@ class DevicePulls:
 
     @property
     def address(self) -> str:
-        """The address at which other peers request values on the devices here, or ""."""
         return self.engine.address if self.engine is not None else ""
 
     def stats(self) -> dict[str, Any]:
-        """The settings, the transports that the worker runs, why others do not run, and the
-        transport per peer."""
         return {
             "requested": str(self._choice),
             "runs": self.paths.runs,
@@ -61,22 +60,12 @@ class DevicePulls:
         }
 
     def check(self) -> None:
-        """Raise TransportMissing if the settings require a transport for memory that this peer
-        does not have."""
-        if self._choice.required in DEVICE_ONLY and not self.host.space.devices:
-            raise TransportMissing(
-                f"--transport {self._choice} moves only device memory, but this peer has "
-                "no device arena: add one with --device-arena, or choose another "
-                "--transport",
-                transport=self._choice.required,
-            )
+        """Nothing is missing: the device arenas are there."""
 
     async def start(self, made: Callable[..., BulkEngine], between_hosts: str) -> None:
-        """Start the worker if there are devices, with those of CUDA IPC, the engine between
-        hosts and NCCL that the settings allow. Raises TransportMissing."""
+        """Start the worker with those of CUDA IPC, the engine between hosts and NCCL that the
+        settings allow. Raises TransportMissing."""
         devices = self.host.space.devices
-        if not devices:
-            return
         names = [CUDA_IPC, *([between_hosts] if between_hosts != TCP else []), NCCL]
         names = [name for name in names if self._choice.allows(name)]
         if not names:
@@ -119,16 +108,15 @@ class DevicePulls:
 
     # reading from others
 
-    def device_of(self, reader: int) -> int:
-        """The number of the device here to which values for this reader are copied, from 1; 0 if
-        none."""
-        return 0 if self.engine is None else self.host.space.first_read(reader)
-
     async def bring(
         self, owner: Owner, remote: Array, nbytes: Array, holder: int
     ) -> tuple[Array, list[int]]:
-        """As `Pulls.bring`, but copy values on a device to the holder's device."""
-        memory, number = self.host.space, self.device_of(holder)
+        """As `Pulls.bring`, but copy values on a device to the first device that the holder
+        reads in place."""
+        memory = self.host.space
+        number = 0 if self.engine is None else memory.first_read(holder)
+        if not number:
+            return await super().bring(owner, remote, nbytes, holder)
         copies = memory.devices[number - 1].space.copies
         local, pins = copies.lookup(owner.incarnation, remote), list[int]()
         try:
@@ -169,8 +157,6 @@ class DevicePulls:
         return np.zeros(len(remote), RANGE)
 
     async def ways(self, owner: Owner) -> Path | None:
-        """Test the transports to the first device here again. None if one of the two peers has
-        no device."""
         source, staged = await self._remotes_of(owner)
         if source is None or self.engine is None:
             return None
@@ -208,7 +194,6 @@ class DevicePulls:
         return fresh
 
     def gone(self, owner: Owner) -> None:
-        """Handle a process that is no longer a member."""
         self.paths.gone(owner)
         for arena in self.host.space.devices:
             arena.space.copies.drop_owner(owner.incarnation)

@@ -8,7 +8,7 @@ value.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -30,30 +30,30 @@ def check_even(fields: TensorDict) -> None:
         )
 
 
-def packed_object(value: Any) -> Any:
+def packed_object(value: Any, other: Callable[[Any], Any] = lambda value: value) -> Any:
     """Convert a value to types that the plane stores. If a value cannot be stored, the
-    error names its path."""
+    error names its path. other: converts values of classes that are not known here."""
     if isinstance(value, torch.Tensor):
         return value.detach()
     if isinstance(value, NonTensorData):
-        return packed_object(value.data)
+        return packed_object(value.data, other)
     if isinstance(value, np.ndarray) and value.dtype.kind in "OSU":
         entries = value.ravel().tolist()
         if value.dtype.kind == "O":
-            return {_ARRAY: [packed_object(one) for one in entries], "shape": value.shape}
+            return {_ARRAY: [packed_object(one, other) for one in entries], "shape": value.shape}
         return {_TEXTS: entries, "shape": value.shape, "dtype": value.dtype.str}
     if isinstance(value, Mapping):
-        return {key: packed_object(one) for key, one in value.items()}
+        return {key: packed_object(one, other) for key, one in value.items()}
     if isinstance(value, list):
-        return [packed_object(one) for one in value]
+        return [packed_object(one, other) for one in value]
     if type(value) is tuple:
-        return tuple(packed_object(one) for one in value)
+        return tuple(packed_object(one, other) for one in value)
     if isinstance(value, np.str_ | np.bytes_):
         return value.item()
     pictures = sys.modules.get("PIL.Image")
     if pictures is not None and isinstance(value, pictures.Image):
         return _packed_image(value)
-    return value
+    return other(value)
 
 
 def _packed_image(image: Any) -> dict[str, Any]:
@@ -66,22 +66,24 @@ def _packed_image(image: Any) -> dict[str, Any]:
     return told
 
 
-def unpacked_object(value: Any) -> Any:
-    """Return the value that was given to `packed_object`, as a private copy."""
+def unpacked_object(value: Any, other: Callable[[dict[str, Any]], Any] | None = None) -> Any:
+    """Return the value that was given to `packed_object`, as a private copy. other: makes the value
+    of a dict with unpacked entries, where that stands for another class."""
     if isinstance(value, dict):
         if _ARRAY in value:
             made = np.empty(len(value[_ARRAY]), object)
-            made[:] = [unpacked_object(one) for one in value[_ARRAY]]
+            made[:] = [unpacked_object(one, other) for one in value[_ARRAY]]
             return made.reshape(value["shape"])
         if _TEXTS in value:
             return np.array(value[_TEXTS], value["dtype"]).reshape(value["shape"])
         if _IMAGE in value:
             return _image(value)
-        return {key: unpacked_object(one) for key, one in value.items()}
+        entries = {key: unpacked_object(one, other) for key, one in value.items()}
+        return entries if other is None else other(entries)
     if isinstance(value, list):
-        return [unpacked_object(one) for one in value]
+        return [unpacked_object(one, other) for one in value]
     if isinstance(value, tuple):
-        return tuple(unpacked_object(one) for one in value)
+        return tuple(unpacked_object(one, other) for one in value)
     return value.copy() if isinstance(value, np.ndarray) else value
 
 

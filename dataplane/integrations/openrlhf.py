@@ -14,7 +14,6 @@ import dataclasses
 import queue
 import sys
 import uuid
-from collections.abc import Mapping
 from typing import Any
 
 import dataplane
@@ -63,7 +62,7 @@ class Queue:
         once. Raises InvalidValue, and stores nothing, if the item contains anything other than
         None, numbers, text, bytes, lists, tuples, dicts, arrays, tensors and dataclasses.
         """
-        packed = _packed(item)
+        packed = packed_object(item, _packed)
         if self.maxsize:
             try:
                 self._part.wait(_GET, below=self.maxsize, timeout=timeout if block else 0)
@@ -82,7 +81,7 @@ class Queue:
         except TimeoutError:
             raise Empty(f"queue {self.name!r} is empty") from None
         with batch:
-            return _unpacked(batch[_ITEM][0][_ITEM])
+            return unpacked_object(batch[_ITEM][0][_ITEM], _unpacked)
 
     def put_nowait(self, item: Any) -> None:
         """Add an item without waiting. Raises `Full` if the queue is full."""
@@ -129,33 +128,17 @@ def _attached(maxsize: int, name: str, run: str) -> Queue:
 
 
 def _packed(value: Any) -> Any:
-    """As the plane takes it; a dataclass under its class's name."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        kind = type(value)
-        fields = {one.name: _packed(getattr(value, one.name)) for one in dataclasses.fields(value)}
-        return {_CLASS: [kind.__module__, kind.__qualname__], "fields": fields}
-    if isinstance(value, Mapping):
-        return {key: _packed(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_packed(one) for one in value]
-    if type(value) is tuple:
-        return tuple(_packed(one) for one in value)
-    return packed_object(value)
+    """A dataclass as the plane takes it, under its class's name; any other value as it is."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+    kind = type(value)
+    names = [one.name for one in dataclasses.fields(value)]
+    fields = {name: packed_object(getattr(value, name), _packed) for name in names}
+    return {_CLASS: [kind.__module__, kind.__qualname__], "fields": fields}
 
 
-def _unpacked(value: Any) -> Any:
-    if isinstance(value, dict) and _CLASS in value:
-        kind = _imported(*value[_CLASS])
-        return kind(**{name: _unpacked(one) for name, one in value["fields"].items()})
-    if isinstance(value, dict) and not any(
-        isinstance(key, str) and key.startswith("\0") for key in value
-    ):
-        return {key: _unpacked(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_unpacked(one) for one in value]
-    if isinstance(value, tuple):
-        return tuple(_unpacked(one) for one in value)
-    return unpacked_object(value)
+def _unpacked(value: dict[str, Any]) -> Any:
+    return _imported(*value[_CLASS])(**value["fields"]) if _CLASS in value else value
 
 
 def _imported(module: str, qualname: str) -> Any:

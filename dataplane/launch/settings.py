@@ -47,8 +47,8 @@ Read = Callable[[str], Any]
 class Setting:
     """One row. form: the form of its text. default: in words. help: its meaning. read: parses a
     text; raises InvalidConfig. text: the inverse of read. of: "connect()", "every peer", or
-    "peers of connect()", whose variable does not apply to peers started by hand. field: of
-    `PeerConfig`. variable, option: whether it has one."""
+    "peers of connect()", whose variable does not apply to peers started by hand. as_field: its
+    field of `PeerConfig`, if that has another name. variable, option: whether it has one."""
 
     name: str
     form: str
@@ -56,7 +56,7 @@ class Setting:
     help: str
     read: Read
     of: str = "every peer"
-    field: str = ""
+    as_field: str = ""
     text: Callable[[Any], str] = str
     variable: bool = True
     option: bool = True
@@ -64,6 +64,10 @@ class Setting:
     @property
     def env(self) -> str:
         return "DATAPLANE_" + self.name.replace("-", "_").upper()
+
+    @property
+    def field(self) -> str:
+        return self.as_field or self.name.replace("-", "_")
 
     @property
     def flag(self) -> str:
@@ -96,7 +100,6 @@ TABLE = (
         "the run to join; runs never share rows",
         values.check_run,
         of="connect() and every peer",
-        field="run",
     ),
     Setting(
         "peer",
@@ -141,7 +144,6 @@ TABLE = (
         "directory for sockets, locks and logs of this host's peers",
         lambda text: Path(text).absolute(),
         of="connect() and every peer",
-        field="run_dir",
     ),
     # a peer among others
     Setting(
@@ -150,7 +152,6 @@ TABLE = (
         "a",
         "the peer's name, unique in its run",
         values.check_peer_name,
-        field="name",
         variable=False,
     ),
     Setting(
@@ -159,7 +160,6 @@ TABLE = (
         "the seed that is an address of this host",
         "address at which other peers reach this peer",
         lambda text: values.parse_address(text) and text.strip(),
-        field="listen",
         variable=False,
     ),
     Setting(
@@ -169,7 +169,6 @@ TABLE = (
         "addresses of all founding peers, in the same order on every host; `none` for this host "
         "alone; with dns://, the peer waits up to 300 s until NAME resolves to COUNT addresses",
         values.parse_seeds,
-        field="seeds",
         text=lambda seeds: ",".join(seeds) or "none",
     ),
     Setting(
@@ -178,7 +177,6 @@ TABLE = (
         "off",
         "join a plane without being one of its seeds",
         values.parse_yes,
-        field="join",
         variable=False,
     ),
     Setting(
@@ -187,7 +185,6 @@ TABLE = (
         "the first peer in the seed list",
         "etcd servers that keep the roster",
         values.parse_roster,
-        field="roster",
         text=lambda servers: "etcd://" + ",".join(servers),
     ),
     Setting(
@@ -197,7 +194,7 @@ TABLE = (
         "seconds of silence after which the roster keeper declares a peer lost whose host "
         "responds; under 30; only the keeper's value counts",
         values.parse_lost_after,
-        field="lost_after_s",
+        as_field="lost_after_s",
         text=lambda seconds: f"{seconds:g}",
     ),
     Setting(
@@ -206,7 +203,7 @@ TABLE = (
         "none, which allows only loopback",
         "file with the secret that all peers of the run share",
         read_token,
-        field="token",
+        as_field="token",
         text=lambda token: str(token.path),
     ),
     # memory
@@ -216,7 +213,7 @@ TABLE = (
         "a quarter of the memory that the host or cgroup allows",
         "memory for rows: 8GiB, 512MiB, or a number of bytes",
         values.parse_size,
-        field="arena_bytes",
+        as_field="arena_bytes",
     ),
     Setting(
         "spill",
@@ -224,7 +221,6 @@ TABLE = (
         "none; for SIZE: four times the arena",
         "directory for values that do not fit in the arena",
         values.parse_spill,
-        field="spill",
     ),
     Setting(
         "device-arena",
@@ -232,7 +228,6 @@ TABLE = (
         "none",
         "GPU memory for rows, on every GPU visible to the peer or on those listed",
         values.parse_device_arena,
-        field="device_arena",
     ),
     # between hosts
     Setting(
@@ -241,7 +236,6 @@ TABLE = (
         "auto",
         "which transports may carry values between hosts",
         values.parse_transport,
-        field="transport",
     ),
     Setting(
         "bulk-tls",
@@ -249,7 +243,6 @@ TABLE = (
         "off",
         "encrypt values between hosts with TLS",
         values.parse_yes,
-        field="bulk_tls",
     ),
     Setting(
         "metrics",
@@ -257,7 +250,6 @@ TABLE = (
         "none",
         "address at which the peer serves metrics to Prometheus",
         values.parse_metrics,
-        field="metrics",
     ),
     # life
     Setting(
@@ -267,7 +259,7 @@ TABLE = (
         "seconds that the peer runs after its last client disconnects",
         values.parse_seconds,
         of="peers of connect()",
-        field="linger_s",
+        as_field="linger_s",
     ),
     Setting(
         "linger-unread",
@@ -276,7 +268,7 @@ TABLE = (
         "like linger, but while rows are unread",
         values.parse_seconds,
         of="peers of connect()",
-        field="linger_unread_s",
+        as_field="linger_unread_s",
     ),
 )
 

@@ -265,7 +265,7 @@ def get_seqlen_balanced_partitions(
 def packed(sampler: BaseSampler) -> dict[str, Any]:
     """Return the data from which `rebuilt` recreates the sampler in another process."""
     kind = type(sampler)
-    told = {name: _packed(value) for name, value in vars(sampler).items()}
+    told = {name: packed_object(value, _packed) for name, value in vars(sampler).items()}
     return {"module": kind.__module__, "class": kind.__qualname__, "attributes": told}
 
 
@@ -281,7 +281,8 @@ def rebuilt(told: dict[str, Any]) -> BaseSampler:
             "imported: import its module in every process"
         )
     made = kind.__new__(kind)
-    vars(made).update((name, _unpacked(value)) for name, value in told["attributes"].items())
+    attributes = told["attributes"].items()
+    vars(made).update((name, unpacked_object(value, _unpacked)) for name, value in attributes)
     return made
 
 
@@ -289,26 +290,19 @@ _LUCK = "\0luck"
 
 
 def _packed(value: Any) -> Any:
+    """A source of random numbers as the plane takes it; any other value as it is."""
     if isinstance(value, np.random.RandomState):
         return {_LUCK: value.get_state(legacy=False)}
     if isinstance(value, np.random.Generator):
         return {_LUCK: value.bit_generator.state, "generator": True}
     if isinstance(value, random.Random):
         return {_LUCK: value.getstate()}
-    if isinstance(value, dict):
-        return {key: _packed(one) for key, one in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_packed, value))
-    return packed_object(value)
+    return value
 
 
-def _unpacked(value: Any) -> Any:
-    if type(value) in (list, tuple):
-        return type(value)(map(_unpacked, value))
-    if not isinstance(value, dict):
-        return unpacked_object(value)
+def _unpacked(value: dict[str, Any]) -> Any:
     if _LUCK not in value:
-        return {key: _unpacked(one) for key, one in value.items()}
+        return value
     state = value[_LUCK]
     if isinstance(state, tuple):
         made: Any = random.Random()

@@ -98,7 +98,7 @@ def test_a_plan_that_is_left_is_told_and_one_at_its_end_or_in_a_with_is_not(
     until(lambda: bool(told(caplog)), "the plan was told")
     (one,) = told(caplog)
     assert one.startswith(
-        "partition 'p', stage 'train': a loop ended early and left a plan of 4 rows"
+        "partition 'p', stage 'train': a plan of 4 rows was left before the end of its loop "
     )
 
 

@@ -28,7 +28,7 @@ from dataplane.wire.records import EXTENT, U4, column
 log = logging.getLogger(__name__)
 
 LEFT = (
-    "a loop ended early and left a plan of {}",
+    "a plan of {} was left before the end of its loop",
     "Call plan.ack() before `break`, or use `with part.plan(…) as plan:`, which acks the plan when "
     "its body ends",
 )

@@ -235,10 +235,13 @@ class Connection:
                 log.warning("%s", reply.body.text)
             elif isinstance(reply.body, Failed):
                 failed = reply.body
+                self._complaint = from_wire(failed.code, failed.message, failed.details)
+                if isinstance(self._complaint, PeerLost):  # it says good-bye
+                    log.warning("%s", failed.message)
+                    continue
                 log.warning(
                     "peer %r refused a message that needs no reply: %s", self.peer, failed.message
                 )
-                self._complaint = from_wire(failed.code, failed.message, failed.details)
             else:
                 return reply
         return None

@@ -65,6 +65,26 @@ PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
         dataplane.InvalidRows,
         "tag 'n' has 3 values for 2 rows: pass one per row",
     ),
+    "tags without values": (
+        lambda p: p.put({"x": [1, 2]}, tags={"n": torch.zeros(2, device="meta")}),
+        dataplane.InvalidRows,
+        "tag 'n' is a torch.Tensor, which cannot be read: NotImplementedError: .*Pass a list",
+    ),
+    "a tag without a value": (
+        lambda p: p.put({"x": [1, 2]}, tags={"n": [1, torch.zeros((), device="meta")]}),
+        dataplane.InvalidRows,
+        "tag 'n' at index 1 is a torch.Tensor, which cannot be read: .*: .*Pass a list",
+    ),
+    "sparse groups": (
+        lambda p: p.put({"x": [1, 2]}, group=torch.ones(2).to_sparse()),
+        dataplane.InvalidRows,
+        "group is a torch.Tensor, which cannot be read: RuntimeError: .*Pass a list",
+    ),
+    "keys without values": (
+        lambda p: p.put({"x": [1, 2]}, key=torch.zeros(2, dtype=torch.int64, device="meta")),  # type: ignore[arg-type]
+        dataplane.InvalidRows,
+        "key is a torch.Tensor, which cannot be read: .*: .*Pass a list",
+    ),
     "no column": (
         lambda p: p.put({}),
         dataplane.InvalidRows,

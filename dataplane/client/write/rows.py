@@ -23,7 +23,7 @@ from dataplane.metadata.tables.names import (
     hash_names,
     unencodable,
 )
-from dataplane.wire.arrays import is_time
+from dataplane.wire.arrays import is_time, kind_of
 from dataplane.wire.limits import NO_GROUP
 from dataplane.wire.records import KEY, U4, column
 from dataplane.wire.tables import Name, Rows, Scalar, Table
@@ -93,7 +93,7 @@ def identify(
         identity = Identity(n, hash_names(names), names)
     if group is None:
         return identity
-    group = _listed(group)
+    group = _listed(group, "group")
     if isinstance(group, str | int):
         names = name_list(group, "group")
         identity.groups = [0] * n
@@ -155,11 +155,11 @@ def name_list(names: Any, what: str, or_none: bool = False, ordered: bool = True
     """
     if ordered and isinstance(names, Set) and not isinstance(names, KeysView):
         raise InvalidRows(f"{what}= is a set, which has no order: pass a list with one id per row")
-    names = _listed(names)
+    names = _listed(names, what)
     if isinstance(names, str | int):
         found: list[Any] = [names]
     elif isinstance(names, Iterable) and not isinstance(names, _NO_COLUMN):
-        found = [_scalar(name) for name in names]
+        found = [_scalar(name, what, at) for at, name in enumerate(names)]
     else:
         raise InvalidRows(
             f"{what}={names!r:.80}: expected one id (a str or an int), or a list with one "
@@ -189,18 +189,33 @@ def _first_unencodable(values: list[Any]) -> tuple[int, str | None]:
     return 0, None
 
 
-def _listed(given: Any) -> Any:
-    """An array or a tensor as a list, or as a number where it is one."""
+def _listed(given: Any, what: str) -> Any:
+    """An array or a tensor as a list, or as a number where it is one. what: names it in errors."""
     if not hasattr(given, "tolist"):
         return given
-    if is_time(given):
-        return list(given) if given.ndim else given
-    return given.tolist()
+    try:
+        if is_time(given):
+            return list(given) if given.ndim else given
+        return given.tolist()
+    except Exception as exc:  # of the user's array: a tensor on `meta`, sparse, or quantized
+        raise _unreadable(what, given, exc) from exc
 
 
-def _scalar(value: Any) -> Any:
-    """The same of one entry of a list."""
-    return value.item() if getattr(value, "ndim", None) == 0 and not is_time(value) else value
+def _scalar(value: Any, what: str, at: int) -> Any:
+    """The same of the entry of a list at index `at`."""
+    if getattr(value, "ndim", None) != 0:
+        return value
+    try:
+        return value if is_time(value) else value.item()
+    except Exception as exc:
+        raise _unreadable(f"{what} at index {at}", value, exc) from exc
+
+
+def _unreadable(what: str, given: Any, exc: Exception) -> InvalidRows:
+    return InvalidRows(
+        f"{what} is {kind_of(given)}, which cannot be read: {type(exc).__name__}: {exc}. Pass a "
+        "list of its values"
+    )
 
 
 def named_rows(names: list[Name]) -> Rows:
@@ -257,7 +272,7 @@ def tag_columns(tags: TagValues | None, n: int) -> dict[str, list[Scalar]]:
             raise InvalidRows(f"invalid tag name {name!r:.80}: expected a str")
         if (reason := unencodable(name)) is not None:
             raise InvalidRows(f"invalid tag name {name!r:.80}, {reason}")
-        given = _listed(given)
+        given = _listed(given, f"tag {name!r}")
         if isinstance(given, (str, *_NO_COLUMN)) or not isinstance(given, Iterable):
             given = [given]
         elif (given := list(given)) and len(given) != n:
@@ -268,7 +283,7 @@ def tag_columns(tags: TagValues | None, n: int) -> dict[str, list[Scalar]]:
             )
         values = given
         if not set(map(type, values)) <= _SCALARS:
-            values = [_scalar(value) for value in given]
+            values = [_scalar(value, f"tag {name!r}", at) for at, value in enumerate(given)]
             for at, value in enumerate(values):
                 if type(value) not in _SCALARS:
                     raise InvalidRows(

@@ -56,8 +56,10 @@ class Line:
 
 def greet(link: Link, line: Line, dial: Any, meet: Callable[..., None] = lambda hello: None) -> Any:
     """The link greets over the line, as request 1."""
-    greetings: Any = line
-    return asyncio.create_task(link.greet(greetings, 1, b"greeting", meet, dial))
+    mesh: Any = link.mesh
+    mesh.greetings, mesh.others = line, SimpleNamespace(meet=meet)
+    mesh.door = SimpleNamespace(streams=SimpleNamespace(dial=dial))
+    return asyncio.create_task(link.greet(1, b"greeting"))
 
 
 async def test_a_greeting_whose_connection_ends_says_so_once() -> None:
@@ -101,7 +103,10 @@ async def test_who_greets_with_something_else_is_no_peer() -> None:
 
 
 def link_to(broke: Callable[[Link], None] = lambda link: None) -> Link:
-    return Link("tcp://127.0.0.1:9", broke, nothing, never, lambda peer: None)
+    mesh: Any = SimpleNamespace(
+        broke=broke, bring=nothing, on_stale=never, on_heard=lambda peer: None
+    )
+    return Link("tcp://127.0.0.1:9", mesh)
 
 
 class Owner:

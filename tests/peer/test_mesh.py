@@ -74,9 +74,9 @@ async def mesh(far: Far) -> AsyncIterator[Mesh]:
     )  # fmt: skip
     host.serving = Serving(host)
     mesh = Mesh(host, lambda: ("", "", ""), Gate(None, "plane"))
-    mesh._greetings.close()
+    mesh.greetings.close()
     greetings: Any = far
-    mesh._greetings = greetings
+    mesh.greetings = greetings
     yield mesh
     await mesh.close()
 

@@ -337,9 +337,8 @@ class Side:
         self.door, self.numbers = door.door, itertools.count(100)
         door.door.stream_bytes = 2 * REQUEST_BYTES
         door.door.handlers |= {Seal: self.seal, Append: lambda caller, body: Done()}
-        self.link = Link(
-            THERE, lambda link: None, lambda *brought: None, lambda: None, lambda peer: None
-        )
+        mesh: Any = SimpleNamespace(broke=lambda link: None, on_heard=lambda peer: None)
+        self.link = Link(THERE, mesh)
 
     async def seal(self, caller: Caller, body: Seal) -> Body:
         await self.ask(Append(1, 0, []))

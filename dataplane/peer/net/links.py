@@ -12,6 +12,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
 
 from dataplane.errors import (
     DataplaneError,
@@ -25,14 +27,16 @@ from dataplane.errors import (
 )
 from dataplane.peer.failures import LinkBroken, again, fail
 from dataplane.peer.host import Host
-from dataplane.peer.net.greetings import Greetings
-from dataplane.peer.net.streams import Dial, Stream
+from dataplane.peer.net.streams import Stream
 from dataplane.peer.operations import OPERATIONS
 from dataplane.peer.tasks import in_time
 from dataplane.wire import limits, peering
 from dataplane.wire.messages import Body, Failed
-from dataplane.wire.peering import Append, PeerHello, PeerReply
+from dataplane.wire.peering import PeerHello, PeerReply
 from dataplane.wire.tables import Owner
+
+if TYPE_CHECKING:
+    from dataplane.peer.net.mesh import Mesh
 
 log = logging.getLogger(__name__)
 
@@ -124,18 +128,10 @@ class KnownPeers:
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """The connection to one remote peer, usable for calls after the greeting.
-
-    broke: called when the connection breaks. bring: takes replies that carry operations of the
-    remote peer, whose backup this peer is; it calls `answered` afterwards. stale: called when
-    the remote peer uses another roster. heard: called with the process that sent a reply.
-    """
+    """The connection of a mesh to one remote peer, usable for calls after the greeting."""
 
     address: str
-    broke: Callable[[Link], None]
-    bring: Callable[[Link, PeerReply, Append], None]
-    stale: Callable[[], None]
-    heard: Callable[[Owner], None]
+    mesh: Mesh
     hello: PeerHello | None = None
     calls: Stream | None = None
     control: Stream | None = None
@@ -143,22 +139,16 @@ class Link:
     ended: Unavailable | None = None
     """why nothing is answered here any more"""
 
-    async def greet(
-        self,
-        greetings: Greetings,
-        rid: int,
-        greeting: bytes,
-        meet: Callable[[PeerHello], None],
-        dial: Dial,
-    ) -> None:
+    async def greet(self, rid: int, greeting: bytes) -> None:
         """Greet the peer as soon as it is there, and open its two streams.
 
-        meet: may refuse the peer. Raises LinkBroken if the connection ends before that, or if no
-        file descriptor is left for it; one may be free a moment later. Close the link if this
-        fails.
+        Raises the refusal of `KnownPeers.meet`, and LinkBroken if the connection ends before that,
+        or if no file descriptor is left for it; one may be free a moment later. Close the link if
+        this fails.
         """
-        answer = self._expect(rid)
-        dialled = greetings.dial(self.address, greeting, self.received, lambda: self.broke(self))
+        answer, mesh = self._expect(rid), self.mesh
+        broke = partial(mesh.broke, self)
+        dialled = mesh.greetings.dial(self.address, greeting, self.received, broke)
         try:
             hello = await answer
         finally:
@@ -169,18 +159,18 @@ class Link:
                 f"expected PeerHello, got {type(hello).__name__}. Install the same dataplane "
                 "release everywhere"
             )
-        meet(hello)
-        self.calls = await self._stream(dial, hello.stream, hello.stream_secret)
-        self.control = await self._stream(dial, hello.stream, hello.control_secret)
+        mesh.others.meet(hello)
+        self.calls = await self._stream(hello.stream, hello.stream_secret)
+        self.control = await self._stream(hello.stream, hello.control_secret)
         self.hello = hello
 
-    async def _stream(self, dial: Dial, address: str, secret: bytes) -> Stream:
+    async def _stream(self, address: str, secret: bytes) -> Stream:
         """Dial one of the link's streams."""
-        stream = await dial(
+        stream = await self.mesh.door.streams.dial(
             address,
             secret,
             lambda _, frame: self.received(frame),
-            lambda _, why: self.broke(self),
+            lambda _, why: self.mesh.broke(self),
         )
         if self.ended is not None:
             stream.close()
@@ -250,15 +240,15 @@ class Link:
                 f"may have taken effect: {exc}",
                 address=self.address,
             )
-            self.broke(self)
+            self.mesh.broke(self)
             return
         if self.hello is not None and reply.incarnation != self.hello.incarnation:
             return  # of another process than was greeted: its ranges are others
-        self.heard(Owner(self.address, reply.incarnation))
+        self.mesh.on_heard(Owner(self.address, reply.incarnation))
         if reply.append is None:
             self.answered(reply)
         else:
-            self.bring(self, reply, reply.append)
+            self.mesh.bring(self, reply, reply.append)
 
     def answered(self, reply: PeerReply, failure: DataplaneError | None = None) -> None:
         """Complete a call with its reply, or with an error."""
@@ -269,7 +259,7 @@ class Link:
         if failure is None and type(body) is Failed:
             failure = from_wire(body.code, body.message, body.details)
             if isinstance(failure, StaleEpoch):
-                self.stale()
+                self.mesh.on_stale()
         if failure is None:
             answer.set_result(body)
         else:

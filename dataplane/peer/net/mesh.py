@@ -63,14 +63,15 @@ class Mesh:
         self.gate = gate
         self.handlers: dict[type[Body], PeerHandler] = {}
         self.others = KnownPeers(host, bulk)
-        self._greetings = greetings.Greetings(gate)
+        self.greetings = greetings.Greetings(gate)
         self._links: dict[str, Link] = {}
         self._reaching: dict[str, asyncio.Task[Link | DataplaneError]] = {}
         """links that are being made"""
         self._rids = itertools.count(1)
         self._tasks = Tasks()
         self.spawn = self._tasks.spawn
-        self.door = PeerDoor(host, self.handlers, self._tasks.hold, gate, self._heard)
+        hold = self._tasks.hold
+        self.door = PeerDoor(host, self.handlers, hold, gate, lambda peer: self.on_heard(peer))
         self.on_stale: Callable[[], None] = lambda: None
         """called when another peer has another roster"""
         self.on_heard: Callable[[Owner], None] = lambda peer: None
@@ -89,9 +90,9 @@ class Mesh:
 
     async def listen(self) -> None:
         """Start to listen. Raise AddressInUse if another process uses the address."""
-        where = self._greetings.bind(self.host.address)
+        where = self.greetings.bind(self.host.address)
         await self.door.streams.listen(where, self.host.address)  # before anybody is told where
-        self.spawn(self._greetings.serve(self.door.greeted))
+        self.spawn(self.greetings.serve(self.door.greeted))
 
     async def close(self) -> None:
         self.door.streams.close()  # what came from now on would be no task that ends here
@@ -103,7 +104,7 @@ class Mesh:
                     "another peer and repeat the call"
                 )
             )
-        self._greetings.close()
+        self.greetings.close()
 
     # calling
 
@@ -318,19 +319,18 @@ class Mesh:
             return exc
 
     async def _greet(self, address: str) -> Link:
-        link = Link(address, self._break, self._bring, lambda: self.on_stale(), self._heard)
+        link = Link(address, self)
         asked = _Call(address, self.others.introduction(), self.host.caller())
         rid, greeting = self._request(asked, CALL_S)
         try:
-            dial = self.door.streams.dial
-            await link.greet(self._greetings, rid, greeting, self.others.meet, dial)
+            await link.greet(rid, greeting)
         except BaseException:
             link.close(LinkBroken(f"the connection attempt to {address} was abandoned"))
             raise
         self._links[address] = link
         return link
 
-    def _break(self, link: Link) -> None:
+    def broke(self, link: Link) -> None:
         """The connection ended: calls under way fail, and those that may are sent again."""
         if self._tasks.closed:
             return
@@ -341,9 +341,6 @@ class Mesh:
         del self._links[link.address]
         name = self.others.name(link.address)
         log.info("peer %s at %s: connection lost", name, link.address)
-
-    def _heard(self, peer: Owner) -> None:
-        self.on_heard(peer)
 
     def is_linked(self, owner: Owner) -> bool:
         """Whether a connection to this incarnation of the peer is open."""
@@ -370,7 +367,7 @@ class Mesh:
             self._reaching.pop(address).cancel()
         self.others.forget(address)
 
-    def _bring(self, link: Link, reply: PeerReply, append: Append) -> None:
+    def bring(self, link: Link, reply: PeerReply, append: Append) -> None:
         """An answer that is good once this peer has what its sender did up to then."""
         try:
             outcome = self.handlers[Append](Caller(link.address, reply.incarnation), append)
@@ -422,6 +419,6 @@ class Mesh:
     def hello_here(self, caller: Caller, body: PeerHello) -> Body:
         link = self._links.get(body.address)
         if link and link.hello and link.hello.incarnation != body.incarnation:
-            self._break(link)
+            self.broke(link)
         self.others.meet(body)
         return self.door.welcome(self.others.introduction())

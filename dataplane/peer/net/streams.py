@@ -16,7 +16,7 @@ import logging
 import secrets
 import socket
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextvars import Context as Variables
 from typing import cast
 
@@ -49,8 +49,6 @@ KEEPALIVE_S = 1
 
 Take = Callable[["Stream", bytes | memoryview], None]
 Ended = Callable[["Stream", str], None]
-Dial = Callable[[str, bytes, Take, Ended], Awaitable["Stream"]]
-"""As `Streams.dial`"""
 
 
 class Sealer:

@@ -277,10 +277,6 @@ def _run_of(peer_name: str, mine: runs.Run, base: Path) -> runs.Run:
     return runs.Run(found[0], "hand") if found else mine
 
 
-def _names(folder: Path) -> list[str]:
-    return [peer.name for peer in rundir.living_peers(folder)]
-
-
 def embedded_config(
     run: str, environ: Mapping[str, str], starter: rundir.Starter | None = None
 ) -> PeerConfig:
@@ -525,7 +521,7 @@ def _answers_in_time(
     """Wait until it answers; ConnectError where that takes too long. False where it has left: who
     starts it knows by `alive` that it has ended, which is an error then."""
     while not answers(peer.socket):
-        if alive is None and peer.name not in _names(folder):
+        if alive is None and not rundir.is_living(peer):
             return False
         ended = alive is not None and bool(select.select([alive], [], [], 0)[0])
         if ended or time.monotonic() > deadline:

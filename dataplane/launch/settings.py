@@ -79,16 +79,14 @@ class Setting:
         return self.read is values.parse_yes
 
 
-def _devices(text: str) -> str:
-    if text not in ("auto", "required", "off"):
-        raise InvalidConfig(f"{text!r} is not valid: use auto, required or off")
-    return text
+def _one_of(*words: str) -> Read:
+    def read(text: str) -> str:
+        if text not in words:
+            allowed = f"{', '.join(words[:-1])} or {words[-1]}"
+            raise InvalidConfig(f"{text!r} is not valid: use {allowed}")
+        return text
 
-
-def _tracebacks(text: str) -> str:
-    if text not in ("short", "full"):
-        raise InvalidConfig(f"{text!r} is not valid: use short or full")
-    return text
+    return read
 
 
 TABLE = (
@@ -115,7 +113,7 @@ TABLE = (
         "auto, required or off",
         "auto",
         "whether clients map GPU memory to avoid a copy",
-        _devices,
+        _one_of("auto", "required", "off"),
         of="connect()",
         option=False,
     ),
@@ -124,7 +122,7 @@ TABLE = (
         "short or full",
         "short: tracebacks end at the public call",
         "whether tracebacks of dataplane errors show internal frames",
-        _tracebacks,
+        _one_of("short", "full"),
         of="connect()",
         option=False,
     ),

@@ -40,6 +40,7 @@ Case = tuple[str, int, int]
 _QUIET = 0.2
 """Share of the cores that others may take before the skill says more about them."""
 _FIT, _CHECK = "fit", "check"
+_KINDS = ("low", "middle", "high")  # of places, over the band
 _MOST_HOSTS = 16_384
 _MOST_GROUPS = 65_536
 
@@ -243,6 +244,17 @@ def _show(console: Console, told: Mapping[str, Any]) -> None:
             f"{worst['median_step_s']:.2f} s."
         )
     console.print(_model(told["model"], told["assumed"]))
+    console.print(_assumptions(told["assumed"]), markup=False)
+
+
+def _assumptions(assumed: Mapping[str, Any]) -> str:
+    low, middle, high = (f"{assumed['incast_share_left'][kind]:.0%}" for kind in _KINDS)
+    return (
+        f"Assumed, not measured: links of {assumed['link_gbps']:g} Gbit/s, round trips of "
+        f"{assumed['round_trip_s'] * 1e6:g} µs, {assumed['copy_cores_per_host']} cores per host "
+        f"that copy. A link into which more than {assumed['incast_from_senders']} hosts send at "
+        f"once keeps {middle} of its rate ({low} to {high} in the band)."
+    )
 
 
 def _cases(cases: Sequence[Mapping[str, Any]]) -> Table:

@@ -277,10 +277,11 @@ def test_a_quick_simulation_reports_what_it_fitted_checked_and_modelled(
     assert [result["hosts"] for result in told["model"]] == [2, 2, 2, 8, 8, 8]
     assert all(result["model"] for result in told["model"])
     shown = capsys.readouterr().out
-    assert (
-        "a model, not a measurement" in shown
-        and f"Skill on transfers: {told['skill']:.2f}" in " ".join(shown.split())
-    )
+    said = " ".join(shown.split())
+    assert "a model, not a measurement" in said
+    assert f"Skill on transfers: {told['skill']:.2f}" in said
+    assert "links of 200 Gbit/s, round trips of 50 µs, 8 cores per host" in said
+    assert "more than 16 hosts send at once keeps 70% of its rate (90% to 40% in the band)" in said
 
 
 def test_what_is_judged_was_not_fitted_on() -> None:

@@ -63,12 +63,16 @@ def cells(run: Run) -> dict[str, str]:
     return {
         "run": label(run),
         "status": run["status"],
-        "steady step s": "–" if took is None else "{:.2f} ({:.2g}–{:.2g})".format(*took),
+        "steady step s": "{} ({}–{})".format(*map(_seconds, took)) if took else "–",
         "cold step s": _or_dash(next(iter(run["step_seconds"]), None), ".2f"),
         "link GB": _or_dash(link["bytes"] / _GB if link else None, ".2f"),
         "link full %": _or_dash(None if share is None else 100 * share, ".0f"),
         "peak GB": f"{nbytes / _GB:.2f}",
     }
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}"
 
 
 def _or_dash(figure: float | None, form: str) -> str:

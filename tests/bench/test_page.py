@@ -197,7 +197,7 @@ def test_the_page_opens_with_the_headline_and_the_same_work_over_hosts(tmp_path:
         "video, every stage on every host, 1 prompt a host, 400 Mbit/s links",
     ]  # fmt: skip
     assert {"0.6 s", "8.6 s", "2", "4", "8", "seconds"} <= set(texts(hosts))
-    assert "<td>8.60 (8.5–8.7)</td>" in told and "<td>2.70</td><td>90</td>" in told
+    assert "<td>8.60 (8.50–8.70)</td>" in told and "<td>2.70</td><td>90</td>" in told
 
 
 def section(page: str, name: str) -> str:

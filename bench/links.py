@@ -30,7 +30,6 @@ _TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter"
 _BRIDGE = "dp-br"
 _NET = "10.77.0"
 _FIRST = 10
-MAX_HOSTS = 200
 _START_S = 20.0
 _BURST = "1mb"
 _QUEUE = "50ms"
@@ -123,8 +122,6 @@ class Network:
         self.hosts = hosts
         self.rate = rate
         self._holders: list[subprocess.Popen[bytes]] = []
-        if not 0 < hosts <= MAX_HOSTS:
-            raise ValueError(f"{hosts} hosts are out of range: use 1 to {MAX_HOSTS}")
 
     def __enter__(self) -> Network:
         try:
@@ -145,9 +142,6 @@ class Network:
         trace: TracebackType | None,
     ) -> None:
         self._end()
-
-    def address(self, host: int) -> str:
-        return address(host)
 
     def wrap(self, host: int, argv: Sequence[str]) -> list[str]:
         """A command line that enters the host and then becomes `argv`, with the same pid."""
@@ -184,7 +178,7 @@ class Network:
         _run("ip", "link", "add", port, "type", "veth", "peer", "eth0", "netns", str(holder.pid))
         _run("ip", "link", "set", port, "master", _BRIDGE, "up")
         self.on(host, "ip", "link", "set", "lo", "up")
-        self.on(host, "ip", "address", "add", f"{self.address(host)}/24", "dev", "eth0")
+        self.on(host, "ip", "address", "add", f"{address(host)}/24", "dev", "eth0")
         self.on(host, "ip", "link", "set", "eth0", "up")
         if self.rate:
             limit = ("root", "tbf", "rate", self.rate, "burst", _BURST, "latency", _QUEUE)

@@ -85,7 +85,6 @@ class Sampler:
         self.peak_bytes: dict[str, int] = {}
         self.peak_total_bytes = 0
         self.peak_host_bytes = [0] * len(limits)
-        self.samples = 0
         self.sampling_seconds = 0.0  # of a processor
 
     def __enter__(self) -> Sampler:
@@ -136,7 +135,6 @@ class Sampler:
             end = time.monotonic()
             # Walking the page tables of many gigabytes takes time that belongs to the run.
             self._processes_due = end + _REST * (end - start)
-        self.samples += 1
         self._points.append((time.monotonic(), self._latest, held))
         if len(self._points) > _MAX_POINTS:
             self._points = self._points[::2]

@@ -40,7 +40,6 @@ class ProcessDied(RuntimeError):
     def __init__(self, name: str, returncode: int, log: str, services: str = "") -> None:
         told = f"{name} ended with {_how(returncode)}; its last log lines:\n{log or '  (none)'}"
         super().__init__(told + services)
-        self.name = name
         self.returncode = returncode
         self.log = log
 

@@ -346,7 +346,6 @@ class _Run:
             "bench_seconds": figures.own_cost(
                 self._done, sampler.sampling_seconds - self._sampled_before_s
             ),
-            "memory_samples": sampler.samples,
         }
 
     def _groups(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.links import Network
+from bench.links import Network, address
 from dataplane import DataplaneError, Partition, Plane
 from deploy.testbed.peers import Peers, name, peers
 from tests.cluster import members, until
@@ -39,7 +39,7 @@ def cut() -> dict[str, Any]:
         lives = _lives(near)
         network.cut(_CUT)
         began = time.monotonic()
-        gone = network.address(_CUT)
+        gone = address(_CUT)
         until(
             lambda: not any(gone in member for member in members(near)),
             "it is declared lost",
@@ -73,7 +73,7 @@ def cut() -> dict[str, Any]:
 def _black_hole(network: Network, change: str) -> None:
     """Add or delete the routes by which the two hosts do not reach each other."""
     for here, there in ((_NEAR, _CUT), (_CUT, _NEAR)):
-        network.on(here, "ip", "route", change, "blackhole", f"{network.address(there)}/32")
+        network.on(here, "ip", "route", change, "blackhole", f"{address(there)}/32")
 
 
 def parted() -> dict[str, Any]:

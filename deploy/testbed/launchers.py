@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.links import Network
+from bench.links import Network, address
 from bench.peers import token_file
 from bench.processes import leashed
 from dataplane.launch import rundir
@@ -55,7 +55,7 @@ def _agent(network: Network, home: Path, host: int, token: str) -> subprocess.Po
     secret = token_file(home, token)
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(HOSTS)]
     command += ["--nproc-per-node", str(RANKS), "--node-rank", str(host), "--rdzv-id", "testbed"]
-    command += ["--master-addr", network.address(0), "--master-port", str(_PORT), str(_EXAMPLE)]
+    command += ["--master-addr", address(0), "--master-port", str(_PORT), str(_EXAMPLE)]
     environment = {
         **os.environ,
         "DATAPLANE_RUN_DIR": str(home),

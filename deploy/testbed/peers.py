@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bench.links import Network
+from bench.links import Network, address
 from bench.peers import token_file
 from bench.processes import leashed
 from dataplane import Plane
@@ -27,7 +27,7 @@ class Peers(Cluster):
         self._network = network
 
     def seed(self, *names: str) -> None:
-        self.seeds = [f"tcp://{self._network.address(self._hosts[n])}:{PORT}" for n in names]
+        self.seeds = [f"tcp://{address(self._hosts[n])}:{PORT}" for n in names]
         self.addresses = dict(zip(names, self.seeds, strict=True))
 
     def spawn(self, name: str, command: list[str]) -> None:

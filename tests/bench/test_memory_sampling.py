@@ -101,7 +101,7 @@ def test_a_process_that_is_gone_weighs_nothing() -> None:
 def test_the_sampler_looks_at_least_once_and_stops() -> None:
     with Sampler(lambda: {"me": os.getpid()}) as sampler:
         pass
-    assert sampler.samples >= 1
+    assert sampler.curve(start=0.0)["seconds"]
     assert sampler.peak_bytes["me"] > 0
     assert sampler.peak_total_bytes >= sampler.peak_bytes["me"]
 
@@ -125,4 +125,3 @@ def test_a_long_curve_is_thinned_and_never_longer_than_its_bound() -> None:
         sampler.sample()
     seconds = sampler.curve(start=0.0)["seconds"]
     assert 1_000 <= len(seconds) <= 2_000
-    assert sampler.samples == 5_000

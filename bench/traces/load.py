@@ -12,7 +12,7 @@ import numpy as np
 from bench.traces import parquet, polytrace
 from bench.traces import recording as recordings
 from bench.traces.generator import draw
-from bench.traces.parquet import TraceError
+from bench.traces.parquet import TraceError, unreadable
 from bench.traces.polytrace import Group
 from bench.traces.recording import Recording
 from bench.traces.sample import Prompt, Sample
@@ -87,9 +87,7 @@ def is_parquet(path: Path) -> bool:
         with path.open("rb") as file:
             return file.read(len(_PARQUET)) == _PARQUET
     except OSError as exc:
-        raise TraceError(
-            path, f"cannot read this file: {exc.strerror}. Correct its path or its permissions"
-        ) from exc
+        raise unreadable(path, exc) from exc
 
 
 def cut(prompts: Sequence[Prompt], steps: int, per_step: int) -> list[Prompt]:

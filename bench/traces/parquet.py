@@ -75,6 +75,11 @@ class TraceError(ValueError):
         self.line = line
 
 
+def unreadable(path: Path, exc: OSError) -> TraceError:
+    why = f"cannot read this file: {exc.strerror}. Correct its path or its permissions"
+    return TraceError(path, why)
+
+
 def write(
     path: Path,
     task: str,
@@ -115,8 +120,9 @@ def _rows(prompt: Prompt) -> Iterator[dict[str, Any]]:
         }
 
 
-def read(path: Path) -> tuple[str, list[Prompt]]:
-    """The task's name and the prompts. Raises TraceError for any other file."""
+def read_table(path: Path, instead: str) -> pyarrow.Table:
+    """Read any Parquet file of at most MOST_ROWS rows. instead: what to do with a file that cannot
+    be read. Raises TraceError."""
     try:
         told = pyarrow.parquet.read_metadata(path)
         # Of its row groups, as pyarrow makes room for so many before it reads any; what the file
@@ -125,15 +131,17 @@ def read(path: Path) -> tuple[str, list[Prompt]]:
         if rows > MOST_ROWS:
             raise TraceError(
                 path,
-                f"this file has {rows} rows, over the limit of {MOST_ROWS:,}, because a "
-                "run holds them all: use a smaller file",
+                f"this file has {rows} rows, over the limit of {MOST_ROWS:,}, because a run holds "
+                "them all: use a smaller file",
             )
-        table = pyarrow.parquet.read_table(path)
+        return pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as exc:  # damaged pages or names
-        raise TraceError(
-            path,
-            f"not a readable Parquet file ({exc}): write it again with `python -m bench trace`",
-        ) from exc
+        raise TraceError(path, f"not a readable Parquet file ({exc}): {instead}") from exc
+
+
+def read(path: Path) -> tuple[str, list[Prompt]]:
+    """The task's name and the prompts. Raises TraceError for any other file."""
+    table = read_table(path, "write it again with `python -m bench trace`")
     metadata = table.schema.metadata or {}
     task = metadata.get(b"task", b"").decode(errors="replace")
     if metadata.get(b"bench.trace") != _FORMAT or task not in TASKS:

@@ -20,7 +20,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from bench.traces.parquet import TraceError
+from bench.traces.parquet import TraceError, unreadable
 from bench.traces.sample import Turn
 from bench.traces.tasks import TOKEN_SECONDS
 
@@ -112,9 +112,7 @@ def _text(path: Path) -> str:
     try:
         told = path.read_bytes()
     except OSError as exc:
-        raise TraceError(
-            path, f"cannot read this file: {exc.strerror}. Correct its path or its permissions"
-        ) from exc
+        raise unreadable(path, exc) from exc
     try:
         return told.decode()
     except UnicodeDecodeError as exc:

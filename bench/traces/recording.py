@@ -18,9 +18,8 @@ from typing import Annotated
 
 import msgspec
 import pyarrow
-import pyarrow.parquet
 
-from bench.traces.parquet import MOST_ROWS, TraceError
+from bench.traces.parquet import TraceError, read_table, unreadable
 from bench.traces.sample import Prompt, Sample, StageReplay, StageTimes, Turn
 
 INDEX = "recording.json"
@@ -166,32 +165,22 @@ def _index(path: Path) -> _Index:
     try:
         return msgspec.json.decode(path.read_bytes(), type=_Index)
     except OSError as exc:
-        raise TraceError(
-            path, f"cannot read this file: {exc.strerror}. Correct its path or its permissions"
-        ) from exc
+        raise unreadable(path, exc) from exc
     except (msgspec.MsgspecError, RecursionError) as exc:
         raise TraceError(path, str(exc)) from exc
 
 
 def _groups(path: Path) -> list[_Group]:
+    table = read_table(path, "record again with this version")
+    if set(table.column_names) != _COLUMNS:
+        raise TraceError(
+            path,
+            f"the columns differ from those of a recording ({table.column_names}): record again "
+            "with this version",
+        )
     try:
-        rows = pyarrow.parquet.read_metadata(path).num_rows
-        if rows > MOST_ROWS:
-            raise TraceError(
-                path,
-                f"this recording has {rows} groups in a step, over the "
-                f"limit of {MOST_ROWS:,}: record a run with smaller "
-                "steps",
-            )
-        table = pyarrow.parquet.read_table(path)
-        if set(table.column_names) != _COLUMNS:
-            raise TraceError(
-                path,
-                "the columns differ from those of a recording "
-                f"({table.column_names}): record again with this version",
-            )
         return msgspec.convert(table.to_pylist(), list[_Group])
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError, msgspec.MsgspecError) as exc:
+    except (pyarrow.ArrowException, UnicodeDecodeError, msgspec.MsgspecError) as exc:
         raise TraceError(
             path, f"this file is not a step of a recording: {exc}. Record again with this version"
         ) from exc

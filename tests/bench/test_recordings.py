@@ -196,11 +196,11 @@ BAD: dict[str, tuple[Any, str]] = {
         lambda folder: (folder / "recording.json").write_text("{"), "recording.json: "
     ),
     "a step's file is missing": (
-        lambda folder: (folder / "step-000000.parquet").unlink(), "not a step of a recording"
+        lambda folder: (folder / "step-000000.parquet").unlink(), "not a readable Parquet file"
     ),
     "a damaged file": (
         lambda folder: (folder / "step-000000.parquet").write_bytes(b"PAR1"),
-        "not a step of a recording",
+        "not a readable Parquet file",
     ),
     "a group of no rows": (
         lambda folder: write(folder, [step(0)], [group(0, rows=0)]), "not a step of a recording"

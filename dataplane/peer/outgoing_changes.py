@@ -15,6 +15,7 @@ from collections import OrderedDict, defaultdict
 
 from dataplane.errors import Unavailable
 from dataplane.wire.limits import MAX_CHANGES_ABOVE_FLOOR
+from dataplane.wire.messages import OVERDUE
 from dataplane.wire.tables import Change, Owner
 
 Partition = tuple[str, int]
@@ -51,6 +52,7 @@ class OutgoingChanges:
                     "are pending, and the shard has not confirmed the oldest one: check the peers "
                     "(dataplane status), then repeat the call",
                     partition=partition,
+                    **{OVERDUE: True},
                 )
         number = next(self._numbers)
         pending = self._pending[of]

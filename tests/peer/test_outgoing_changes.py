@@ -10,6 +10,7 @@ import pytest
 from dataplane.errors import Unavailable
 from dataplane.peer import outgoing_changes
 from dataplane.peer.outgoing_changes import OutgoingChanges
+from dataplane.wire.messages import OVERDUE
 from dataplane.wire.tables import Change, Owner
 
 ME = Owner("tcp://10.0.0.1:7101", 7)
@@ -43,8 +44,10 @@ async def test_a_change_waits_while_too_many_are_above_the_floor(
     waiting = asyncio.ensure_future(begun(changes))
     await asyncio.sleep(0)
     assert not waiting.done() and (await begun(changes, "q")).number == 4
-    with pytest.raises(Unavailable, match="partition 'p': 3 changes from this host are pending"):
+    pending = "partition 'p': 3 changes from this host are pending"
+    with pytest.raises(Unavailable, match=pending) as refused:
         await begun(changes, wait_s=0.01)
+    assert refused.value.details[OVERDUE]  # a client whose deadline ended it gets DeadlineExceeded
     changes.end("p", 1, first)
     assert await waiting == Change(ME, 5, 5)
 

@@ -34,8 +34,8 @@ from dataplane.wire.tables import (
 UNHEARD = "unheard"
 """Detail of a `Failed`: the peer did not read the request, and the sender still owns its chunks."""
 OVERDUE = "overdue"
-"""Detail of an `Unavailable`: the peer that did not answer may only be slow. A client whose deadline
-has passed gets DeadlineExceeded instead."""
+"""Detail of an `Unavailable`: the peer that did not answer may only be slow. A client whose
+deadline has passed gets DeadlineExceeded instead."""
 
 # handshake
 

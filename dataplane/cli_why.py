@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 
 import msgspec
 
@@ -15,7 +16,8 @@ from dataplane.timeline.why import explain
 
 def why(arguments: argparse.Namespace, find: Find) -> int:
     events, names = gathered(arguments, find)
-    found = [explain(Step(events, name)) for name in names]
+    now = time.monotonic()
+    found = [explain(Step(events, name, now)) for name in names]
     if arguments.json:
         told = [{**msgspec.to_builtins(one), "sentence": one.sentence} for one in found]
         print(json.dumps({"steps": told}), flush=True)

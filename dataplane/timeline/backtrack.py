@@ -8,7 +8,7 @@ it finds a worker that was busy. Time that the events do not explain is reported
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from functools import cached_property
 
@@ -55,6 +55,10 @@ class _Backtrack:
                 spent += self._before(lease, begin, end)
             else:
                 spent.append(Spent(begin, end))
+        if not workers and step.ready:
+            since = min(e.at for e in step.ready if e.stage == step.last)
+            missed = self._unclaimed(step.last, since, step.end)
+            return self._with_rest(missed, step.begin) or [Spent(step.begin, step.end)], 1
         for lease in step.leases:
             if lease.stage == step.last:
                 done = busy(step.hindrances, under(lease, lease.began, min(lease.ended, step.end)))
@@ -117,7 +121,8 @@ class _Backtrack:
                 return [*spent, Spent(begin, end)]
             if end - source.at > step.near_s:
                 gap = Spent(source.at, end, host=lease.host)
-                spent += carved(gap, hindered(step.hindrances, gap))
+                missed = self._unclaimed(lease.stage, source.at, end)
+                spent += carved(gap, [*hindered(step.hindrances, gap), *missed])
             end = source.at
             if source.kind is Kind.LEASE_END:  # its holder gave the rows back
                 held = max(begin, source.began)
@@ -221,6 +226,8 @@ class _Backtrack:
         if self._nothing_comes(wait):
             since = max(begin, max(put.at for put in self.step.puts))
             return _after(Spent(since, end, "seal", wait.stage), begin)
+        if missed := self._left_lying(wait, begin, end):
+            return self._with_rest(missed, begin)
         at_work = [one for one in self.step.leases if one.is_open and one.stage != wait.stage]
         if at_work:
             lease = min(at_work, key=lambda one: one.began)
@@ -250,14 +257,59 @@ class _Backtrack:
         step = self.step
         if step.seals or not step.puts or any(one.is_open for one in step.leases):
             return False
-        if wait.reason not in (Reason.NO_ROWS, Reason.TOO_FEW, Reason.PLAN):
+        is_for_more = wait.reason in (Reason.NO_ROWS, Reason.TOO_FEW, Reason.PLAN)
+        is_for_rest = wait.reason in (Reason.OPEN_GROUP, Reason.FIELD) and step.open_groups
+        if not is_for_more and not is_for_rest:
             return False
         times = sorted(put.at for put in step.puts)
         pause_s = max([b - a for a, b in zip(times, times[1:], strict=False)], default=0.0)
         if len(times) < 2 or step.now - times[-1] < max(LEAST_S, QUIET * pause_s):
             return False
         ready = {e.group for e in step.ready if e.stage == wait.stage}
-        return {put.group for put in step.puts} <= ready
+        return {put.group for put in step.puts} - step.open_groups.keys() <= ready
+
+    # rows that nobody takes
+
+    def _left_lying(self, wait: Event, begin: float, end: float) -> list[Spent]:
+        """Return when rows were ready for a stage that comes before the waiting one, and none of
+        its workers claimed or held rows."""
+        step, rows = self.step, Counter[str]()
+        for e in step.events:
+            if e.kind is Kind.READY:
+                rows[e.stage] += e.rows
+            elif e.kind is Kind.LEASE_END and e.reason in (Reason.ACK, Reason.DROP):
+                rows[e.stage] -= e.rows
+        for stage in {e.stage: None for e in step.ready if e.stage != wait.stage}:
+            missed = self._unclaimed(stage, max(begin, step.first_ready(stage)), end)
+            if rows[stage] > 0 and missed and missed[-1].end >= end - step.near_s:
+                return missed
+        return []
+
+    def _unclaimed(self, stage: str, begin: float, end: float) -> list[Spent]:
+        """Return the times in [begin, end] in which no worker of the stage claimed or held rows of
+        the step, except for moments."""
+        step = self.step
+        if end - begin <= LEAST_S:
+            return []
+        mine = [Spent(one.began, one.ended, "work") for one in step.leases if one.stage == stage]
+        mine += [Spent(w.began, w.at, "work") for w in step.waits if w.stage == stage]
+        others = [
+            Spent(one.began, one.ended, "other", stage)
+            for one in step.all_leases
+            if one.stage == stage and one.partition != step.partition
+        ]
+        gaps = [
+            one for one in carved(Spent(begin, end, "absent", stage), mine) if one.what != "work"
+        ]
+        found = [part for gap in gaps for part in carved(gap, others)]
+        return [one for one in found if one.what == "other" or one.seconds > LEAST_S]
+
+    @staticmethod
+    def _with_rest(known: list[Spent], begin: float) -> list[Spent]:
+        """Return what is known, and as unknown the time from `begin` to it and between it."""
+        if not known:
+            return []
+        return carved(Spent(begin, max(one.end for one in known)), known)
 
 
 def under(lease: Lease, begin: float, end: float, queued: bool = False) -> Spent:

@@ -28,7 +28,7 @@ NameT = TypeVar("NameT")
 SLOW = 0.7
 """A worker below this share of the other workers' rate is slow."""
 SLOW_LINK, SLOW_LINK_BYTES_PER_S = 0.5, 125e6
-"""A link below this share of other links' rate is slow, and one below 1 Gbit/s."""
+"""A link below this share of other links' rate is slow, and one below 1 Gbit/s for a second."""
 FEW_BYTES = 1 << 18
 """Fewer bytes in a step say nothing of a link: the hosts' own work takes as long."""
 SKEWED = 1.0
@@ -80,6 +80,8 @@ def shares(step: Step, spent: Iterable[Spent], workers: int) -> list[Share]:
     for one in spent:
         key = {
             "work": (one.stage, ""),
+            "absent": (one.stage, ""),
+            "other": (one.stage, ""),
             "pull": (one.by, one.host),
             "room": (one.host, one.by),
             "stall": (one.host, ""),
@@ -129,6 +131,10 @@ class _Causes:
                 return Cause.UNACKED_LEASE, self._held(longest)
             case "seal":
                 return Cause.NOT_SEALED, self._not_sealed()
+            case "absent":
+                return Cause.TOO_FEW_WORKERS, self._absent(longest)
+            case "other":
+                return Cause.STAGE, f"while {longest.stage} had rows of other steps"
             case "filter":
                 text = f"because the filter of {longest.worker} excludes all rows that are ready"
                 return Cause.FILTER, text
@@ -153,8 +159,28 @@ class _Causes:
         if self.step.seals:
             late = duration(self.step.seals[0].at - last)
             return f"because the partition was sealed {late} after its last row"
-        quiet = duration(self.step.now - last)
-        return f"because no row has come for {quiet} and the partition is not sealed"
+        because = f"because no row has come for {duration(self.step.now - last)}"
+        if short := self.step.open_groups:
+            group, rows = next(iter(short.items()))
+            because += f", {counted(len(short), 'group is', 'groups are')} incomplete "
+            because += f"({group!r} has {counted(rows, 'row')})"
+        return f"{because} and the partition is not sealed"
+
+    def _absent(self, longest: Spent) -> str:
+        """Explain why nobody claimed the rows that were ready for a stage."""
+        step, stage = self.step, longest.stage
+        done, ended = set[Name](), list[Lease]()
+        for one in step.leases:
+            if one.stage == stage and one.ended <= longest.begin + step.near_s:
+                ended.append(one)
+                done |= one.groups if one.reason is Reason.ACK else set()
+        came = {e.group for e in step.ready if e.stage == stage and e.at <= longest.end}
+        because = f"because {_groups(len(came - done - {''}), 0)} waited for {stage}, and "
+        if not ended:
+            return f"{because}no worker had claimed from it"
+        last = max(ended, key=lambda one: one.ended)
+        how = "died" if last.reason is Reason.DIED else "stopped claiming"
+        return f"{because}no worker claimed from it after {last.worker or 'its last one'} {how}"
 
     # a stage
 
@@ -204,19 +230,22 @@ class _Causes:
     def _of_rollout(self, same: Sequence[Spent]) -> tuple[Cause, str]:
         """Explain the work of producers: one is slow, `admit` let too few of them work, or a
         single group came late."""
-        took = defaultdict[str, list[float]](list)
+        hosts, workers = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
         came = dict[Name, float]()
         for put, worked_s, since_s in self._puts():
-            took[put.host].append(worked_s)
+            hosts[put.host].append(worked_s)
+            workers[put.worker].append(worked_s)
             came[put.group] = since_s
-        pace = {host: median(each) for host, each in took.items() if len(each) > 2}
-        most = _most(same, "host")
-        longer = compared(pace, most)
-        if longer is not None and longer * SLOW > 1:
-            return (
-                Cause.SLOW_WORKER,
-                f"because rollout on host {most} {_ran(1 / longer, 'rollout')}",
-            )
+        for kind, took in (("host", hosts), ("worker", workers)):
+            most = _most(same, kind)
+            pace = {name: median(each) for name, each in took.items() if len(each) > 2}
+            if kind == "worker" and most in pace:
+                pace[most] = min(took[most])  # it puts few groups: was it slow with each of them?
+            longer = compared(pace, most)
+            if longer is not None and longer * SLOW > 1:
+                where = f"on host {most}" if kind == "host" else f"in {most}"
+                text = f"because rollout {where} {_ran(1 / longer, 'rollout')}"
+                return Cause.SLOW_WORKER, text
         if (held_back := self._held_back(same)) >= HELD_BACK:
             text = f"because admit held {held_back:.0%} of the other rollout workers back"
             return Cause.ADMIT, f"{text}: its max_lag is too small"
@@ -271,7 +300,7 @@ class _Causes:
         ratio = self._links.compared(link)
         if ratio is not None and ratio < SLOW_LINK:
             return Cause.SLOW_LINK, f"because {text}, {_times(ratio)} the speed of other links"
-        if speed < SLOW_LINK_BYTES_PER_S:
+        if speed < SLOW_LINK_BYTES_PER_S and nbytes > LEAST_S * speed:
             return Cause.SLOW_LINK, f"because {text}"
         return Cause.TRANSFER, f"while {text}"
 
@@ -298,6 +327,27 @@ class Links:
 
     def _tells(self, of: tuple[str, str], link: tuple[str, str]) -> bool:
         return of == link or 10 * self.nbytes[of] >= self.nbytes[link]
+
+
+def slow_at_the_end(step: Step) -> Share | None:
+    """Return the host or worker of the last stage that was slow and went on when all others of
+    the stage were done."""
+    leases = [one for one in step.leases if one.stage == step.last]
+    for kind in ("host", "worker"):
+        speeds = rates(step, leases, kind)
+        slowest = min(speeds, key=lambda name: speeds[name], default="")
+        ratio = compared(speeds, slowest)
+        if ratio is None or ratio >= SLOW:
+            continue
+        ends = dict[bool, float]()
+        for one in leases:
+            mine = getattr(one, kind) == slowest
+            ends[mine] = max(one.ended, ends.get(mine, one.ended))
+        alone_s = ends[True] - ends[False]
+        where = f"on host {slowest}" if kind == "host" else f"in {slowest}"
+        text = f"because {step.last} {where} {_ran(ratio, step.last)}"
+        return Share(Cause.SLOW_WORKER, alone_s, text)
+    return None
 
 
 def rates(step: Step, leases: Iterable[Lease], kind: str) -> dict[str, float]:

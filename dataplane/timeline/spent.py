@@ -17,12 +17,16 @@ from dataplane.wire.events import Kind
 
 HINDRANCES = {Kind.PULL, Kind.ROOM_WAIT, Kind.ADMIT_WAIT, Kind.STALL}
 
-What = Literal["", "work", "put", "pull", "room", "admit", "stall", "held", "seal", "filter"]
+What = Literal[
+    "", "work", "put", "pull", "room", "admit", "stall", "held", "seal", "filter", "absent", "other"
+]
 """What time was spent on.
 
 - `work`: a stage worked. `put`: rollout worked.
 - `held`: rows were leased, and came back or never will.
 - `seal`: no more rows came, and the partition was not sealed.
+- `absent`: rows were ready for a stage, but none of its workers claimed or held any.
+- `other`: its workers held rows of other steps.
 - "": unknown.
 """
 
@@ -80,11 +84,12 @@ class Hindrances:
 def busy(hindrances: Hindrances, work: Spent) -> list[Spent]:
     """Return how a worker spent the time of `work` under a lease: bytes came to it, it waited for
     space, or it worked."""
-    pulled = [
-        Spent(e.began, e.at, "pull", e.stage, host=e.peer, by=e.by)
-        for e in hindrances.within(Kind.PULL, work.host, work.begin, work.end)
-        if e.stage == work.stage
-    ]
+    pulled = list[Spent]()
+    for e in hindrances.within(Kind.PULL, work.host, work.begin, work.end):
+        if e.stage == work.stage:
+            pull = Spent(e.began, e.at, "pull", e.stage, host=e.peer, by=e.by)
+            stalls = hindrances.within(Kind.STALL, e.by, e.began, e.at)  # not the link is slow
+            pulled += carved(pull, [Spent(one.began, one.at, "stall", host=e.by) for one in stalls])
     return carved(work, [*pulled, *hindered(hindrances, work)])
 
 

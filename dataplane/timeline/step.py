@@ -40,6 +40,7 @@ class Lease(msgspec.Struct, eq=False):
     groups: set[Name] = set()
     is_open: bool = True
     plan: bool = False
+    partition: str = ""
 
     @property
     def seconds(self) -> float:
@@ -47,13 +48,16 @@ class Lease(msgspec.Struct, eq=False):
 
 
 class Step:
-    def __init__(self, events: Sequence[Event], partition: str) -> None:
-        """`events`: all events of the plane, as `merged` returns them."""
+    def __init__(self, events: Sequence[Event], partition: str, now: float = 0.0) -> None:
+        """`events`: all events of the plane, as `merged` returns them. `now`: when they were asked
+        for, on the same clock; else the last of them is now."""
         self.partition = partition
         self.everything = events
         generation = max((e.generation for e in events if e.partition == partition), default=0)
         self.events = [e for e in events if e.partition == partition and e.generation == generation]
-        self.now = max((e.at for e in events if e.kind is not Kind.MISSING), default=0.0)
+        dropped = any(e.kind is Kind.DROP and e.group == "" for e in self.events)
+        latest = max((e.at for e in events if e.kind is not Kind.MISSING), default=0.0)
+        self.now = latest if dropped else max(now, latest)
         self.near_s = NEAR_S + max((e.uncertain for e in events), default=0.0)
         self.puts = self._of(Kind.PUT)
         self.ready = self._of(Kind.READY)
@@ -99,9 +103,30 @@ class Step:
             *((wait.stage, wait.at) for wait in self.waits),
         ]:
             latest[stage] = max(at, latest.get(stage, 0.0))
-        last = [stage for stage in latest if stage not in adders] or list(latest)
+        last = [stage for stage in latest if stage not in adders]
+        if not last:  # a stage after them got rows, and nobody has claimed from it
+            last = [e.stage for e in self.ready if e.stage not in adders] or list(latest)
+            latest |= {stage: latest.get(stage, 0.0) for stage in last}
         begun = Counter({one.stage: one.began for one in self.leases})
         return max(last, key=lambda s: (s in lacks, latest[s], begun[s]), default="")
+
+    def first_ready(self, stage: str) -> float:
+        """Return when the first rows became ready for a stage."""
+        return min([e.at for e in self.ready if e.stage == stage], default=self.end)
+
+    @cached_property
+    def open_groups(self) -> dict[Name, int]:
+        """The rows of each group of which no stage got any and that has fewer than others."""
+        taken = {e.group for e in self.events if e.kind is Kind.LEASE_BEGIN} | {""}
+        ready = {e.group for e in self.ready}
+        came, found = Counter[tuple[str, Name]](), dict[Name, int]()
+        for e in (*self.puts, *self.ready):
+            if e.stage or e.group not in ready:  # a put of further fields counts rows once more
+                came[e.stage, e.group] += e.rows
+        for (_, group), rows in came.items():
+            found[group] = max(rows, found.get(group, 0))
+        most = max(found.values(), default=0)
+        return {group: n for group, n in found.items() if n < most and group not in taken}
 
     @cached_property
     def all_leases(self) -> list[Lease]:
@@ -178,6 +203,7 @@ def leases(events: Iterable[Event], now: float, partly: bool = False) -> list[Le
         begins = e.kind is Kind.LEASE_BEGIN and not e.going_on
         if begins or (partly and e.kind in (Kind.LEASE_BEGIN, Kind.LEASE_END)):
             lease = Lease(e.stage, e.worker, e.host, e.began, now, groups=set())
+            lease.partition = e.partition
             lease = found.setdefault(key, lease)
         if begins:
             lease.groups.add(e.group)

@@ -12,7 +12,7 @@ import msgspec
 from dataplane.errors import duration, nearest
 from dataplane.events.merge import Event
 from dataplane.timeline.backtrack import idle
-from dataplane.timeline.causes import NAMED_SHARE, Cause, Links, Share, shares
+from dataplane.timeline.causes import NAMED_SHARE, Cause, Links, Share, shares, slow_at_the_end
 from dataplane.timeline.step import Step
 from dataplane.timeline.waits import PRODUCER, waits
 from dataplane.wire.events import Kind
@@ -31,6 +31,7 @@ class Why(msgspec.Struct, frozen=True):
       the others, each sorted by size.
     - `finished`: the step is over.
     - `missing`: peers whose events are missing.
+    - `slow_end`: the first of the shares is a slow worker of the last stage itself.
     """
 
     partition: str
@@ -40,6 +41,7 @@ class Why(msgspec.Struct, frozen=True):
     finished: bool
     shares: tuple[Share, ...] = ()
     missing: tuple[str, ...] = ()
+    slow_end: bool = False
 
     @property
     def cause(self) -> Cause:
@@ -49,18 +51,20 @@ class Why(msgspec.Struct, frozen=True):
     def sentence(self) -> str:
         took = "took" if self.finished else "has taken"
         was = "was" if self.finished else "has been"
-        said = f"{self.partition} {took} {duration(self.seconds)}"
+        said, found = f"{self.partition} {took} {duration(self.seconds)}", self.shares
+        if self.slow_end:
+            said += f", {duration(found[0].seconds)} of it {found[0].text}"
+            found = found[1:]
         if not self.stage:
             return f"{said}; no stage has claimed any of its rows{self._incomplete}"
-        if self.cause is Cause.LAST_STAGE:
+        if found and found[0].cause is Cause.LAST_STAGE:
             busy = 1 - self.idle_s / self.seconds if self.seconds else 1.0
-            return (
-                f"{said}; {self.stage} {was} busy {busy:.0%} of it, so {self.stage} itself bounds "
-                f"the step{self._incomplete}"
-            )
+            said += f"; {self.stage} {was} busy {busy:.0%} of it"
+            bound = "" if self.slow_end else f", so {self.stage} itself bounds the step"
+            return f"{said}{bound}{self._incomplete}"
         said += f"; {self.stage} {was} idle {duration(self.idle_s)} of it"
-        for share in self.shares[:2]:
-            if share is self.shares[0] or share.seconds >= NAMED_SHARE * self.idle_s:
+        for share in found[:2]:
+            if share is found[0] or share.seconds >= NAMED_SHARE * self.idle_s:
                 said += f", {duration(share.seconds)} {share.text}"
         return said + self._incomplete
 
@@ -81,12 +85,17 @@ def explain(step: Step) -> Why:
     seconds = max(0.0, step.end - step.begin)
     spent, workers = idle(step)
     idle_s = sum(one.seconds for one in spent) / max(1, workers)
-    if step.last and idle_s < IDLE_SHARE * seconds:
+    has_worked = any(one.stage == step.last for one in step.leases)
+    if has_worked and idle_s < IDLE_SHARE * seconds:
         found = [Share(Cause.LAST_STAGE, seconds - idle_s, f"because {step.last} was busy")]
     else:
         found = shares(step, spent, max(1, workers))
+    slow = slow_at_the_end(step)
+    if slow is not None and slow.seconds < max(idle_s, NAMED_SHARE * seconds):
+        slow = None
+    found = [*([slow] if slow else []), *found]
     of = step.partition, seconds, step.last, idle_s, step.finished
-    return Why(*of, tuple(found), tuple(step.missing()))
+    return Why(*of, tuple(found), tuple(step.missing()), slow is not None)
 
 
 def figures(events: Sequence[Event], partition: str) -> dict[str, float | str]:

@@ -136,6 +136,11 @@ CASES = {
     "too few reward workers": Case(
         Job(rewarders="b", reward_s=0.2, generate_s=0.05), (Cause.TOO_FEW_WORKERS,)
     ),
+    "no reward worker": Case(
+        Job(rewarders="", goes_on=True),
+        (Cause.TOO_FEW_WORKERS,),
+        ("no worker had claimed from it",),
+    ),
     "too few reward workers, throttled link": Case(
         Job(rewarders="c", reward_s=0.15, generate_s=0.05, **THROTTLED),
         (Cause.TOO_FEW_WORKERS, Cause.SLOW_LINK),

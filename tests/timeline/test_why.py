@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from dataplane.wire.events import Kind, Reason
 from tests.timeline.steps import STEP, Steps
 
 SEEDS = range(10)
+LEASES = itertools.count(1)
 PLANTED = {
     "slow reward host": ({"slow_reward": 20.0, "generate_s": 0.4}, Cause.SLOW_WORKER),
     "slow rollout host": ({"slow_rollout": 4.0}, Cause.SLOW_WORKER),
@@ -196,6 +198,144 @@ def test_a_plan_that_waits_for_the_seal_says_so() -> None:
     assert found.cause is Cause.NOT_SEALED, found.sentence
     said = "train was idle 5 s of it, 4 s because the partition was sealed 4 s after its last row"
     assert said in found.sentence
+
+
+def stage(
+    name: str, began: float, ended: float, group: str, worker: str, **how: Any
+) -> list[Event]:
+    """A lease of a group of eight rows, from one time to another; a stage before the last one adds
+    what `train` needs."""
+    of = {"stage": name, "worker": worker, "host": "a", "group": group, "rows": 8}
+    of |= {"lease": next(LEASES)}
+    begin = happened(Kind.LEASE_BEGIN, began, **of)
+    end = happened(Kind.LEASE_END, ended, **of, **({"reason": Reason.ACK} | how))
+    if name == "train" or how:
+        return [begin, end]
+    ready = of | {"stage": "train", "field": name, "by": name}
+    return [begin, happened(Kind.READY, ended, **ready), end]
+
+
+def waits(since: float, until: float, reason: Reason) -> Event:
+    of = {"stage": "train", "worker": "trainer", "host": "a", "going_on": True}
+    return happened(Kind.CLAIM_WAIT, until, seconds=until - since, reason=reason, **of)
+
+
+def rolled(
+    many: int, every_s: float = 0.1, worker: str = "rollout", begin: float = 1.0
+) -> list[Event]:
+    """Groups for a reward stage, and by what `put` says for `train` nothing."""
+    found = list[Event]()
+    for nth in range(many):
+        at = begin + every_s * (nth + 1)
+        of = {"rows": 8, "group": f"{worker}{nth}", "worker": worker, "host": "a"}
+        found.append(happened(Kind.PUT, at, **of))
+        found.append(happened(Kind.READY, at, **of, stage="reward", field="x"))
+    return found
+
+
+def explained(events: list[Event]) -> Why:
+    return explain(Step(sorted(events, key=lambda event: event.at), STEP))
+
+
+def test_a_stage_without_a_worker_is_named() -> None:
+    """Nobody ever claimed from it, or its worker died, or stopped claiming."""
+    never = explained([*rolled(4), waits(1.0, 20.0, Reason.FIELD)])
+    assert never.cause is Cause.TOO_FEW_WORKERS
+    text = "because 4 groups waited for reward, and no worker "
+    assert f"{text}had claimed from it" in never.sentence
+    for how, words in (({"reason": Reason.DIED}, "died"), ({}, "stopped claiming")):
+        work = stage("reward", 1.2, 1.5, "rollout0", "pid 7")
+        work += stage("reward", 1.6, 2.0, "rollout1", "pid 7", **how)
+        found = explained([*rolled(5), *work, waits(1.0, 20.0, Reason.FIELD)])
+        assert found.cause is Cause.TOO_FEW_WORKERS
+        assert f"no worker claimed from it after pid 7 {words}" in found.sentence
+        assert found.shares[0].seconds == pytest.approx(18.0, abs=0.2)
+
+
+def test_a_stage_whose_worker_came_late_is_named_after_the_step() -> None:
+    """Rows were ready at 1.1 s; the first worker claimed at 9 s."""
+    events = [*rolled(1), *stage("reward", 9.0, 9.5, "rollout0", "pid 7")]
+    events += stage("train", 9.5, 9.6, "rollout0", "trainer")
+    of = {"stage": "train", "worker": "trainer", "host": "a", "reason": Reason.FIELD}
+    events.append(happened(Kind.CLAIM_WAIT, 9.5, seconds=8.5, **of))
+    found = explained(events)
+    assert found.finished
+    assert "7.9 s because 1 group waited for reward, and no worker had claimed" in found.sentence
+
+
+def test_a_last_stage_that_nobody_claims_from_is_named() -> None:
+    """Also if its workers are busy with another step: then nothing is wrong."""
+    events = rolled(3)
+    for nth in range(3):
+        events += stage("reward", 2.0 + nth, 2.5 + nth, f"rollout{nth}", "pid 7")
+    later = happened(Kind.ARENA, 20.0, partition="")
+    found = explained([*events, later])
+    assert (found.stage, found.finished, found.cause) == ("train", False, Cause.TOO_FEW_WORKERS)
+    assert "because 3 groups waited for train, and no worker had claimed from it" in found.sentence
+    busy = {"stage": "train", "worker": "trainer", "lease": 1, "rows": 8, "partition": "step-40"}
+    found = explained([*events, happened(Kind.LEASE_BEGIN, 0.5, **busy), later])
+    assert found.cause is Cause.STAGE
+    assert "while train had rows of other steps" in found.sentence
+
+
+def test_a_group_that_lacks_rows_is_named() -> None:
+    of = {"rows": 3, "group": "short", "worker": "rollout", "host": "a"}
+    events = [*put(1.1, "g0", "rollout"), *put(1.2, "g1", "rollout"), happened(Kind.PUT, 1.3, **of)]
+    found = explained([*events, waits(1.0, 20.0, Reason.OPEN_GROUP)])
+    assert found.cause is Cause.NOT_SEALED
+    assert "1 group is incomplete ('short' has 3 rows) and the partition is not" in found.sentence
+
+
+def test_a_slow_rollout_worker_among_those_of_its_host_is_named_and_a_single_group_is_not() -> None:
+    for slow_s, cause in ((0.5, Cause.SLOW_WORKER), (0.1, Cause.STRAGGLER)):
+        events = list[Event]()
+        for worker, every_s in (("u", 0.1), ("v", 0.1), ("w", slow_s)):
+            for nth in range(4):
+                events += put(1.0 + every_s * (nth + 1), f"{worker}{nth}", worker)
+        if slow_s == 0.1:
+            events += put(4.0, "w4", "w")
+        end = max(e.at for e in events)
+        of = {"stage": "train", "worker": "trainer", "host": "a"}
+        events.append(happened(Kind.CLAIM_WAIT, end, seconds=end - 1.0, **of))
+        for e in [e for e in events if e.kind is Kind.PUT]:
+            lease = of | {"group": e.group, "rows": 8, "lease": 1}
+            events.append(happened(Kind.LEASE_BEGIN, end, **lease))
+            events.append(happened(Kind.LEASE_END, end + 0.1, **lease, reason=Reason.ACK))
+        found = explained(events)
+        assert found.cause is cause, found.sentence
+        if cause is Cause.SLOW_WORKER:
+            assert "because rollout in w ran at 0.2 × the speed of the other" in found.sentence
+
+
+def test_a_slow_worker_of_the_last_stage_is_named_if_it_ends_alone() -> None:
+    for slow_s, cause in ((4.0, Cause.SLOW_WORKER), (1.0, Cause.LAST_STAGE)):
+        events = list[Event]()
+        for nth in range(8):
+            worker = "pid 8" if nth % 4 == 3 else "pid 7"
+            begin = 1.0 + nth % 4 / 4 * 3 + nth // 4 / 4
+            events += put(1.0, f"g{nth}", "rollout")
+            if worker == "pid 7":
+                events += stage("train", begin, begin + 0.24, f"g{nth}", worker)
+        for nth, group in enumerate(("g3", "g7")):
+            begin = 1.0 + slow_s * nth
+            events += stage("train", begin, begin + slow_s, group, "pid 8")
+        found = explained(events)
+        assert found.cause is cause, found.sentence
+        if cause is Cause.SLOW_WORKER:
+            slow = "step-41 took 8 s, 6 s of it because train in pid 8 ran at 0.06 × the speed of"
+            assert found.sentence.startswith(slow)
+            assert found.sentence.endswith("; train was busy 100% of it")
+
+
+def test_a_stalled_peer_is_named_and_not_the_link_from_it() -> None:
+    """Peer b does not run for four of the five seconds that a pull from it takes."""
+    events = [*put(1.0, "g0", "rollout"), *stage("train", 1.1, 6.2, "g0", "trainer")]
+    pull = {"stage": "train", "by": "b", "nbytes": 1 << 20, "partition": "", "generation": 0}
+    events.append(happened(Kind.PULL, 6.1, seconds=5.0, **pull))
+    events.append(happened(Kind.STALL, 5.5, peer="b", seconds=4.0, partition=""))
+    found = explained(events)
+    assert found.cause is Cause.STARVED_PEER, found.sentence
+    assert "4 s because peer b got no processor time" in found.sentence
 
 
 def test_many_bytes_at_full_speed_and_few_bytes_are_no_slow_link() -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dataplane.client._async.attaching import attach, comes_too_late
 from dataplane.client._async.backend import offload
-from dataplane.client._async.on_device import DevicePart, OnDevice, take_located
+from dataplane.client._async.other_memory import OtherPart
 from dataplane.client._async.write import Putting, row_cost
 from dataplane.client.arguments import flag, texts
 from dataplane.client.deadline import Deadline
@@ -37,6 +37,9 @@ from dataplane.client.write.rows import (
 )
 from dataplane.errors import DataplaneError, FieldExists, RowsGone, counted
 from dataplane.wire.tables import Name
+
+if TYPE_CHECKING:
+    from dataplane.gpu.client.puts import OnDevice
 
 log = logging.getLogger(__name__)
 
@@ -91,12 +94,12 @@ async def _put(
     replace, reuse = flag(replace, "replace"), flag(reuse, "reuse")
     names = None if key is None else name_list(key, "key")
     n = None if names is None else len(names)
-    prepared, on_devices = _prepare(handle, columns, n, dedup, deadline)
+    prepared, others = _prepare(handle, columns, n, dedup, deadline)
     if handle.defined is None:
         await attach(handle, deadline)
         if handle.definition.fields:
-            prepared, on_devices = _prepare(handle, columns, n, dedup, deadline)
-    n = (prepared or on_devices[0].columns)[0].count
+            prepared, others = _prepare(handle, columns, n, dedup, deadline)
+    n = (prepared or others[0].columns)[0].count
     identity = identify(session, n, names, group)
     tagged = {tag: v * n if len(v) == 1 else v for tag, v in tag_columns(tags, n).items()}
     order = order_of(identity.groups)
@@ -107,7 +110,7 @@ async def _put(
             handle.takes_inline(),
             min(UNIT_BYTES, session.share_bytes[0] // 4),
             identity.group_names,
-            [one.columns for one in on_devices],
+            [one.columns for one in others],
             order,
         ),
         (n << 6) + (AHEAD_BYTES if dedup else 0),
@@ -120,9 +123,7 @@ async def _put(
     if len(units[0]) > 1:
         check_names(identity)
         work.check_units(units[0])
-    work.others = [
-        DevicePart(one.opened, some) for one, some in zip(on_devices, units[1:], strict=True)
-    ]
+    work.others = [OtherPart(one, some) for one, some in zip(others, units[1:], strict=True)]
     await work.put_units(units[0], row_cost(identity))
     session.known_keys.note(generation, identity.continued_keys())
     session.tally.add("put", wait_s=time.monotonic() - began)
@@ -187,26 +188,18 @@ def _prepare(
     dedup: Collection[str],
     deadline: Deadline,
 ) -> tuple[list[ValueColumn], list[OnDevice]]:
-    """The fields that go to the host arena, and those of values that lie on a device. All are as
+    """Return the fields that go to the host arena, and those that go to other memory. All are as
     the schema has them, as far as that is known."""
     session, fields = handle.session, handle.definition.fields
 
     def check_time() -> None:
         deadline.check("put")
 
-    if session.devices is None:
+    if session.devices is None or not isinstance(columns, Mapping):
         return prepare(columns, n, dedup, fields, check_time=check_time), []
-    on_devices = take_located(session.devices, columns, n, dedup)
-    taken = {column.field for one in on_devices for column in one.columns}
-    if isinstance(columns, Mapping):
-        rest = {name: column for name, column in columns.items() if name not in taken}
-        session.devices.tell_of_host_copies(
-            rest, "not all values of this field are arrays of one dtype and rank on one device"
-        )
-    if not on_devices:
-        return prepare(columns, n, dedup, fields, check_time=check_time), []
-    n = on_devices[0].columns[0].count
-    for one in on_devices:
+    others, rest = session.devices.take(columns, n, dedup)
+    for one in others:
         schema.check(one.columns, fields)
-    host = prepare(rest, n, dedup, fields, check_time=check_time) if rest else []
-    return host, on_devices
+        n = one.columns[0].count
+    host = prepare(rest, n, dedup, fields, check_time=check_time) if rest or not others else []
+    return host, others

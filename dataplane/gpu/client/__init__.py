@@ -5,5 +5,6 @@ The client loads this by name, through `dataplane.gpu.registry`, and only if it 
 | idea | file |
 |---|---|
 | the device arenas of one session | pools |
+| puts of values on a device | puts |
 | columns on a device, and tensors on a GPU | columns |
 """

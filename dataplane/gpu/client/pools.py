@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from queue import Empty, SimpleQueue
@@ -21,6 +21,7 @@ from dataplane.client.read.table import TableReader
 from dataplane.errors import DeviceMissing, ProtocolError
 from dataplane.gpu import registry
 from dataplane.gpu.client.columns import DeviceTableReader
+from dataplane.gpu.client.puts import OnDevice, fields_on_devices
 from dataplane.gpu.device import Device, Located, Pool, PoolHandle
 from dataplane.gpu.registry import Wish
 from dataplane.memory.extents import Extent
@@ -180,6 +181,19 @@ class Devices:
     def reader(self, table: Table, pin: object) -> TableReader:
         """A reader of the table's chunks, some of which may be in a pool that is read in place."""
         return DeviceTableReader(table, pin, self) if self.in_place else TableReader(table, pin)
+
+    def take(
+        self, columns: Mapping[str, Any], n: int | None, dedup: Collection[str]
+    ) -> tuple[list[OnDevice], dict[str, Any]]:
+        """Return the fields of a put that go to device arenas, and the others, of which the log
+        says it. Raise InvalidRows if a field does not have n values."""
+        taken = fields_on_devices(self, columns, n, dedup)
+        names = {column.field for one in taken for column in one.columns}
+        rest = {name: column for name, column in columns.items() if name not in names}
+        self.tell_of_host_copies(
+            rest, "not all values of this field are arrays of one dtype and rank on one device"
+        )
+        return taken, rest
 
     def tell_of_host_copies(self, columns: Mapping[str, Any], why: str) -> None:
         """Says in the log, once a field, that values on a device are copied to the host arena.

@@ -3,35 +3,26 @@
 The copy of a value runs after all earlier work on the value's stream, so the caller need not wait
 before a put. The client names the values to the peer only after the copies have finished, so no
 process can see a partial value. If the device arena is full, the copies go to the host arena.
-
-
-Generated from dataplane/client/_async/on_device.py: change that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-from dataplane.client._sync.backend import offload
-from dataplane.client._sync.write import give_back, needed, room_for
 from dataplane.client.deadline import Deadline
-from dataplane.client.handle import Handle
-from dataplane.client.session.session import Session
-from dataplane.client.write.chunks import Chunk, Piece, Unit, spaces_of
+from dataplane.client.write.chunks import Chunk
 from dataplane.client.write.columns import ValueColumn, check_lengths, checked_name, spec_of
 from dataplane.errors import InvalidCall, InvalidRows
+from dataplane.gpu.device import Copy, Located
+from dataplane.memory.mapping import WriteMaps
 from dataplane.wire.limits import MAX_RANK
 
 if TYPE_CHECKING:
     from dataplane.gpu.client.pools import Devices, Opened
-    from dataplane.gpu.device import Copy, Located
 
-_OFF_LOOP_BYTES = 64 << 20
-"""Added to the size of a copy, so that a thread waits for the device and not the event loop."""
-
-Columns: TypeAlias = "dict[str, list[Located]]"
+Columns = dict[str, list[Located]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +32,28 @@ class OnDevice:
     opened: Opened
     columns: list[ValueColumn]
 
+    @property
+    def memory(self) -> int:
+        """The number of the device arena."""
+        return self.opened.number
 
-def take_located(
+    @property
+    def most_bytes(self) -> int:
+        """How much of a put is copied at once: a quarter of the device arena."""
+        return self.opened.pool.nbytes // 4
+
+    def copies(self, chunks: Sequence[Chunk], writes: WriteMaps) -> DeviceCopies:
+        """The copies of these fields' values to the places of their chunks."""
+        return DeviceCopies(self.opened, chunks, writes)
+
+
+def fields_on_devices(
     devices: Devices, columns: Mapping[str, Any], n: int | None, dedup: Collection[str]
 ) -> list[OnDevice]:
     """Return the fields whose values are all on one device on which this peer has an arena. The
     other fields go to the host arena. Raise InvalidRows if a field does not have n values."""
     found: dict[int, tuple[Opened, Columns]] = {}
-    for name, values in columns.items() if isinstance(columns, Mapping) else ():
+    for name, values in columns.items():
         located = _located(devices, values)
         if located is not None:
             opened, each = located
@@ -104,72 +109,17 @@ def _column(name: str, values: list[Located]) -> ValueColumn:
     return column
 
 
-@dataclass(frozen=True, slots=True)
-class DevicePart:
-    """The fields of a put that go to one device arena or, if it is full, to the host arena.
-    Implements `write.OtherMemory`."""
-
-    opened: Opened
-    units: Sequence[Unit]
-
-    @property
-    def memory(self) -> int:
-        return self.opened.number
-
-    def upto(self, first: int, last: int) -> int:
-        """See `OtherMemory.upto`. The units take at most a quarter of the device arena."""
-        most, nbytes = self.opened.pool.nbytes // 4, 0
-        for stop in range(first, last):
-            nbytes += self.units[stop].nbytes
-            if stop > first and nbytes > most:
-                return stop - first
-        return last - first
-
-    def write(
-        self, handle: Handle, generation: int, which: slice, continuing: bool, until: Deadline
-    ) -> list[Piece]:
-        """See `OtherMemory.write`."""
-        run = self.units[which]
-        units = needed(run)
-        done = 0
-        try:
-            while done < len(units):
-                rest = units[done:]
-                if not any(rest):
-                    break
-                count, _ = room_for(handle, generation, rest, continuing, until, self.memory)
-                chunks = [chunk for unit in rest[:count] for chunk in unit]
-                _Copies(handle.session, self.opened, chunks).carry_out(until)
-                done += count
-        except BaseException:
-            give_back(handle.session, [chunk for unit in units[:done] for chunk in unit])
-            raise
-        return [piece for unit in run for piece in unit.pieces]
-
-
-class _Copies:
+class DeviceCopies:
     """Copies of values to the places of their chunks, asked of the streams that the values are
     on."""
 
-    def __init__(self, session: Session, opened: Opened, chunks: list[Chunk]) -> None:
-        self._session, self._opened, self._chunks = session, opened, chunks
+    def __init__(self, opened: Opened, chunks: Sequence[Chunk], writes: WriteMaps) -> None:
+        self._opened, self._chunks, self._writes = opened, chunks, writes
         self._windows: list[object] = []
 
     def carry_out(self, until: Deadline) -> None:
-        """Copy the values, and return once the copies have finished. After a failure, the space is
-        freed once no stream uses it."""
-        nbytes = sum([chunk.nbytes for chunk in self._chunks])
-        try:
-            offload(lambda: self._copy(until), nbytes + _OFF_LOOP_BYTES)
-        except BaseException:
-            self._session.keep_when_finished(spaces_of(self._chunks), self)
-            for chunk in self._chunks:
-                chunk.offset = -1
-            raise
-        for chunk in self._chunks:
-            chunk.columns = ()
-
-    def _copy(self, until: Deadline) -> None:
+        """Copy the values, and return once the copies have finished. If this raises, a stream may
+        still use the chunks: keep this object until it does not."""
         copies: list[Copy] = []
         for chunk in self._chunks:
             for column, (start, _) in zip(chunk.columns, chunk.places, strict=True):
@@ -184,6 +134,6 @@ class _Copies:
         """Where an address of the peer's memory is in this process."""
         if target >= self._opened.base:
             return self._opened.place(target)
-        window = self._session.writes.view(target, max(1, nbytes))
+        window = self._writes.view(target, max(1, nbytes))
         self._windows.append(window)
         return int(window.__array_interface__["data"][0])

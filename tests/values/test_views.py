@@ -113,8 +113,8 @@ def test_a_column_is_a_sequence(arena: Any) -> None:
         ([np.ones((1, 2)), np.ones((3, 2))], "float64[*,2] of length 1 to 3, first [1.0, 1.0]"),
         ([np.ones(1), np.ones(1, np.int8)], "2 rows, arrays of float64 and int8, first [1.0]"),
         (["a" * 1000, "b"], f"2 rows, str, first '{'a' * 12}...{'a' * 13}'"),
-        ([{"role": "user"}, None], "2 rows, dict, first {'role': 'user'}"),
-        ([None, 3], "2 rows, NoneType, first None"),
+        ([{"role": "user"}, None], "2 rows, NoneType and dict, first {'role': 'user'}"),
+        ([None, 3], "2 rows, NoneType and int, first None"),
     ):
         assert told in repr(arena.view(values)), repr(arena.view(values))
     assert repr(arena.view([1, 2]).take([])) == "<x: 0 rows, no values>"

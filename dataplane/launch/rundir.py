@@ -196,9 +196,6 @@ class PeerLock:
         self._announced = announced
         _held.add(self)
 
-    def __repr__(self) -> str:
-        return f"<PeerLock {self.name} {'released' if self._fd < 0 else 'held'} in {self.folder}>"
-
     def write_card(self, address: str | None) -> None:
         """Write the card, which tells other processes of this host the peer's identity and
         address."""

@@ -159,10 +159,6 @@ class Progress:
         self.on_awaited: Callable[[], None] = lambda: None
         """called when somebody begins to wait for the backup"""
 
-    def __repr__(self) -> str:
-        word = "required" if self.required else "not required"
-        return f"<Progress {self.confirmed} of {self.done}, {word}>"
-
     @property
     def is_settled(self) -> bool:
         return not self.required or self.confirmed >= self.done

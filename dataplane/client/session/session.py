@@ -386,11 +386,6 @@ class Session:
         )
         self.connections.close(self.closed)
 
-    def __repr__(self) -> str:
-        granted = sum(slabs.nbytes for slabs in self.slabs)
-        state = "closed" if self.closed else f"{self._pins} pins, {granted} B granted"
-        return f"<Session {self.id:x} at peer {self.peer!r}: {state}>"
-
 
 class Abandoned(NamedTuple):
     """A lease whose batch is gone. rows: those that were not finished. forgotten: what happened to

@@ -41,7 +41,7 @@ def watch(arguments: argparse.Namespace, find: Find) -> int:
 
 def _on_page(arguments: argparse.Namespace, watcher: Watcher) -> int:
     """Serve the page until Ctrl-C or SIGTERM. Raise InvalidConfig, TokenMissing or AddressInUse."""
-    where, file = values.parse_page(arguments.page), arguments.token_file
+    where, file = values.parse_http(arguments.page, "page", "127.0.0.1:8787"), arguments.token_file
     token = read_token(file) if file else settings.of_variable("token-file")
     values.check_visible("the page", where, token)
     key = token.key(arguments.run, ROLE).hex() if token is not None else secrets.token_hex(16)
@@ -53,7 +53,7 @@ async def _serve(watcher: Watcher, key: str, host: str, port: int) -> None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    server = Server(watcher.picture_of, key)
+    server = Server(watcher.history.picture_of, key)
     bound, port = await server.open(host, port)
     shown = socket.gethostname() if bound in ("0.0.0.0", "::") else bound
     shown = f"[{shown}]" if ":" in shown else shown

@@ -26,7 +26,6 @@ from dataplane.launch import values
 from dataplane.launch.token import Token, read_token
 from dataplane.launch.values import (
     AUTO,
-    MIN_ARENA_BYTES,
     DeviceMemory,
     HttpAddress,
     Spill,
@@ -247,7 +246,7 @@ TABLE = (
         "HOST:PORT",
         "none",
         "address at which the peer serves metrics to Prometheus",
-        values.parse_metrics,
+        values.parse_http,
     ),
     # life
     Setting(
@@ -402,13 +401,8 @@ class PeerConfig:
         self._check_own_seed()
         if self.bulk_tls:
             self._check_bulk_tls()
-        if self.arena_bytes < MIN_ARENA_BYTES:
-            raise InvalidConfig(
-                f"an arena of {sized(self.arena_bytes)} is too small: use at least "
-                f"{MIN_ARENA_BYTES >> 20}MiB (--arena or DATAPLANE_ARENA)",
-                arena_bytes=self.arena_bytes,
-                minimum=MIN_ARENA_BYTES,
-            )
+        where = " (--arena or DATAPLANE_ARENA)"
+        values.check_size("an arena", where, arena_bytes=self.arena_bytes)
         if self.arena_bytes > (allowed := values.allowed_memory_bytes()):
             raise InvalidConfig(
                 f"an arena of {sized(self.arena_bytes)} exceeds the {sized(allowed)} of memory "

@@ -31,7 +31,8 @@ _ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(\d{1,5})/?")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
 
 
-MIN_ARENA_BYTES = 1 << 20
+MIN_BYTES = 1 << 20
+"""The smallest arena, of a host or of a device, and the smallest spill file."""
 
 
 def parse_size(text: str) -> int:
@@ -43,6 +44,17 @@ def parse_size(text: str) -> int:
             f"{text!r} is not a valid size: use a size such as 8GiB or 512MiB, or a number of bytes"
         )
     return int(float(match[1]) * unit)
+
+
+def check_size(what: str, setting: str, **size: int) -> None:
+    """Raise InvalidConfig for a size below `MIN_BYTES`, which is the one detail in `size`."""
+    (nbytes,) = size.values()
+    if nbytes < MIN_BYTES:
+        raise InvalidConfig(
+            f"{what} of {sized(nbytes)} is too small: use at least {MIN_BYTES >> 20}MiB{setting}",
+            **size,
+            minimum=MIN_BYTES,
+        )
 
 
 def parse_yes(text: str) -> bool:
@@ -245,7 +257,6 @@ def parse_transport(text: str) -> TransportChoice:
 
 ARENAS = 4
 """Without a SIZE: this many times the arena."""
-MIN_SPILL_BYTES = 1 << 20
 _PAGE_BYTES = 4096
 
 
@@ -283,13 +294,8 @@ def parse_spill(text: str) -> Spill:
             f"the spill directory {base} does not exist: create it, or choose another directory",
             path=str(base),
         )
-    if colon and size_bytes < MIN_SPILL_BYTES:
-        raise InvalidConfig(
-            f"a spill size of {sized(size_bytes)} is too small: use at least "
-            f"{MIN_SPILL_BYTES >> 20}MiB",
-            size_bytes=size_bytes,
-            minimum=MIN_SPILL_BYTES,
-        )
+    if colon:
+        check_size("a spill size", "", size_bytes=size_bytes)
     spill = Spill(base, size_bytes)
     spill.folder()
     return spill
@@ -310,17 +316,9 @@ class HttpAddress:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def parse_metrics(text: str) -> HttpAddress:
-    """Parse `127.0.0.1:9464` or `[::]:9464`. Raises InvalidConfig for anything else."""
-    return _parse_http(text, "metrics", "127.0.0.1:9464")
-
-
-def parse_page(text: str) -> HttpAddress:
-    """The same for the page of `dataplane watch`."""
-    return _parse_http(text, "page", "127.0.0.1:8787")
-
-
-def _parse_http(text: str, use: str, example: str) -> HttpAddress:
+def parse_http(text: str, use: str = "metrics", example: str = "127.0.0.1:9464") -> HttpAddress:
+    """Parse `127.0.0.1:9464` or `[::]:9464`. Raises InvalidConfig for anything else, with its use
+    and an example."""
     try:
         return HttpAddress(*parse_address(f"tcp://{text}"))
     except InvalidConfig:
@@ -345,7 +343,6 @@ def check_visible(what: str, at: HttpAddress, token: Token | None) -> None:
 
 # memory of devices
 
-MIN_BYTES = 1 << 20
 MAX_DEVICES = 16
 _DEVICES = re.compile(r"(?P<kind>[a-z0-9_-]+)(@(?P<numbers>\d{1,3}(,\d{1,3})*))?")
 
@@ -385,13 +382,7 @@ def parse_device_arena(text: str) -> DeviceMemory:
             f"the device arena {text!r} lists a device twice: list each device once"
         )
     memory = DeviceMemory(parse_size(size), devices["kind"], numbers)
-    if memory.nbytes < MIN_BYTES:
-        raise InvalidConfig(
-            f"a device arena of {sized(memory.nbytes)} is too small: use at least "
-            f"{MIN_BYTES >> 20}MiB",
-            nbytes=memory.nbytes,
-            minimum=MIN_BYTES,
-        )
+    check_size("a device arena", "", nbytes=memory.nbytes)
     return memory
 
 

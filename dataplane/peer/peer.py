@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from dataplane.errors import DataplaneError
 from dataplane.gpu.registry import peer_devices
 from dataplane.launch.settings import PeerConfig
-from dataplane.launch.values import MIN_ARENA_BYTES, Spill
+from dataplane.launch.values import MIN_BYTES, Spill
 from dataplane.memory.arena import arena_beside
 from dataplane.memory.space import Space
 from dataplane.memory.spill import SpillFile
@@ -97,7 +97,7 @@ class Peer:
         roster = Roster.from_seeds(config.seeds, keeps=not config.roster, launch=config.launch)
         address = canonical(config.listen) if config.listen and config.seeds else roster.members[0]
         plug_in = peer_devices(config.device_arena)
-        arena = arena_beside(config.arena_bytes, config.arena_name, MIN_ARENA_BYTES)
+        arena = arena_beside(config.arena_bytes, config.arena_name, MIN_BYTES)
         self.host = Host(
             plane=config.run,
             name=config.name,
@@ -280,10 +280,6 @@ class Peer:
         """Return this peer's heartbeat for the roster keeper."""
         synced, wanted = self.shipping.has_all, self.janitor.is_wanted()
         return Beat(synced, leaving, self.leaving.clear(), wanted, spare)
-
-    def life_sign(self, owner: Owner, epoch: tuple[int, int]) -> None:
-        """Note a heartbeat that arrived at this peer, which is the roster keeper."""
-        self.confirming.life_sign(owner, epoch)
 
     def turned(self, old: Roster, new: Roster) -> None:
         """Apply a newer roster."""

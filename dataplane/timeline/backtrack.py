@@ -28,17 +28,13 @@ LEAST_S = 1.0
 MAX_WALK = 10_000
 
 
-def idle(step: Step) -> tuple[list[Spent], int]:
-    """Return what the idle time of the last stage's workers was spent on, and how many workers
-    there are."""
-    return _Backtrack(step).idle()
-
-
-class _Backtrack:
+class Backtrack:
     def __init__(self, step: Step) -> None:
         self.step = step
 
     def idle(self) -> tuple[list[Spent], int]:
+        """Return what the idle time of the last stage's workers was spent on, and how many workers
+        there are."""
         step, spent = self.step, list[Spent]()
         workers = {one.worker for one in step.leases if one.stage == step.last}
         for wait in step.waits:

@@ -11,7 +11,7 @@ import msgspec
 
 from dataplane.errors import duration, nearest
 from dataplane.events.merge import Event
-from dataplane.timeline.backtrack import idle
+from dataplane.timeline.backtrack import Backtrack
 from dataplane.timeline.causes import NAMED_SHARE, Cause, Links, Share, shares, slow_at_the_end
 from dataplane.timeline.step import Step
 from dataplane.timeline.waits import PRODUCER, waits
@@ -83,7 +83,7 @@ def steps(events: Iterable[Event]) -> list[str]:
 def explain(step: Step) -> Why:
     """Why this step took as long as it did."""
     seconds = max(0.0, step.end - step.begin)
-    spent, workers = idle(step)
+    spent, workers = Backtrack(step).idle()
     idle_s = sum(one.seconds for one in spent) / max(1, workers)
     has_worked = any(one.stage == step.last for one in step.leases)
     if has_worked and idle_s < IDLE_SHARE * seconds:

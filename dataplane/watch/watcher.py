@@ -19,7 +19,6 @@ from dataplane.client.session.opening import visit
 from dataplane.errors import DataplaneError
 from dataplane.launch.rundir import LivingPeer
 from dataplane.watch.history import History, View
-from dataplane.watch.picture import Picture
 
 log = logging.getLogger(__name__)
 
@@ -35,11 +34,11 @@ Stats cost a peer more than events, because they grow with the rows that it serv
 
 class Watcher:
     """find: returns the peer to ask. It is called at each look, because the peer may have been
-    replaced. One thread looks; other threads may call `picture_of` meanwhile."""
+    replaced. One thread looks; other threads may call `history.picture_of` meanwhile."""
 
     def __init__(self, run: str, find: Callable[[], LivingPeer]) -> None:
         self._run, self._find = run, find
-        self._history = History(run)
+        self.history = History(run)
         self._over = threading.Event()
         self._every_s = EVERY_S
         self._stats_due = float("-inf")
@@ -49,12 +48,12 @@ class Watcher:
         began = time.monotonic()
         try:
             with Plane(visit(self._find())) as plane:
-                events = plane.events(self._history.since(began))
+                events = plane.events(self.history.since(began))
                 stats = self._stats(plane) if began >= self._stats_due else None
         except DataplaneError as error:
-            self._history.failed(error.message)
+            self.history.failed(error.message)
         else:
-            self._history.look(events, stats, began)
+            self.history.look(events, stats, began)
         took_s = time.monotonic() - began
         self._every_s = min(SLOWEST_S, max(EVERY_S, took_s / BUSY_SHARE))
         return self.view()
@@ -67,11 +66,7 @@ class Watcher:
         return stats
 
     def view(self) -> View:
-        return self._history.view(time.monotonic(), self._every_s)
-
-    def picture_of(self, number: int) -> Picture | None:
-        """Return the picture of a step as of the last look. Never waits for the look under way."""
-        return self._history.picture_of(number)
+        return self.history.view(time.monotonic(), self._every_s)
 
     def pause(self) -> bool:
         """Wait until the next look is due. Return whether there is to be one."""
@@ -87,7 +82,7 @@ class Watcher:
                     seen(self.look())
                 except Exception as error:
                     log.exception("watcher of run %r: update failed, trying again", self._run)
-                    self._history.failed(
+                    self.history.failed(
                         f"`dataplane watch` failed to show the run: {error!r}; "
                         "its log has the traceback, please report it"
                     )

@@ -13,7 +13,7 @@ import pytest
 
 from dataplane.errors import InvalidConfig, TokenMissing
 from dataplane.launch.token import Token, new_token, read_token
-from dataplane.launch.values import check_visible, parse_metrics
+from dataplane.launch.values import check_visible, parse_http
 from dataplane.peer.host import MAX_SUMS, OTHER, ByLabel
 from dataplane.peer.watch import metrics
 from tests.end_to_end.conftest import PLANE, Cluster, free_addresses, peer_command, until
@@ -140,18 +140,18 @@ def token(tmp_path: Path) -> Token:
 def test_without_a_token_metrics_stay_on_loopback(token: Token) -> None:
     for text in ("0.0.0.0:9464", "node1:9464", "[::]:9464"):
         with pytest.raises(TokenMissing, match="no cluster token"):
-            check_visible("metrics", parse_metrics(text), None)
-        check_visible("metrics", parse_metrics(text), token)
-        assert str(parse_metrics(text)) == text
-    assert parse_metrics("127.0.0.1:9464").port == 9464
-    assert parse_metrics("[::1]:9464").host == "::1"
-    check_visible("metrics", parse_metrics("[::1]:9464"), None)
+            check_visible("metrics", parse_http(text), None)
+        check_visible("metrics", parse_http(text), token)
+        assert str(parse_http(text)) == text
+    assert parse_http("127.0.0.1:9464").port == 9464
+    assert parse_http("[::1]:9464").host == "::1"
+    check_visible("metrics", parse_http("[::1]:9464"), None)
 
 
 @pytest.mark.parametrize("text", ["9464", "host", "host:99999", "http://host:1"])
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(InvalidConfig, match="HOST:PORT"):
-        parse_metrics(text)
+        parse_http(text)
 
 
 def test_names_that_users_choose_are_labels_up_to_a_bound() -> None:

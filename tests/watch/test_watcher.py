@@ -60,7 +60,7 @@ def test_a_step_is_read_while_a_look_is_under_way(
     monkeypatch.setattr(history, "picture", slow)
     monkeypatch.setattr(Told, "events_told", step("step-2", 1_100.0, number=1_000))
     found = list[Picture | None]()
-    reader = threading.Thread(target=lambda: found.append(looking.picture_of(number)))
+    reader = threading.Thread(target=lambda: found.append(looking.history.picture_of(number)))
     with looking.looking(lambda view: None):
         try:
             assert drawing.wait(20)

@@ -250,7 +250,7 @@ class Membership:
     def beat_here(self, caller: Caller, body: Beat) -> Body:
         if self.role.is_open and self.keeper.sure():
             self.role.note(caller.owner, body, caller.epoch)
-            self.peer.life_sign(caller.owner, caller.epoch)
+            self.peer.confirming.life_sign(caller.owner, caller.epoch)
             if not self.role.is_open:
                 raise Unavailable(
                     f"the roster keeper at {self.host.address} is restarting: repeat the call"

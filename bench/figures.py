@@ -47,7 +47,7 @@ def others_cores(run: Mapping[str, Any]) -> float:
     told = run["cpu_seconds"]
     ours = sum(sum(worker["cpu_seconds"].values()) for worker in run["workers"].values())
     ours += sum(seconds for name, seconds in told.items() if name != "machine")
-    return float(max(0.0, (told["machine"] - ours) / run["seconds"]))
+    return float(max(0.0, (told["machine"] - ours) / run["cpu_counted_seconds"]))
 
 
 def _percentiles(values: list[float]) -> dict[str, float]:

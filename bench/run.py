@@ -167,6 +167,7 @@ class _Run:
         self._step_starts: dict[int, float] = {}  # of the first rollout worker
         self._step_ends: list[float] = []
         self._cpu_seconds: dict[str, float] = {}  # of services, the runner, everybody
+        self._counted_s = 0.0  # in which those were counted
 
     def perform(self) -> None:
         """The whole run, under the limits that the job asks for."""
@@ -183,6 +184,7 @@ class _Run:
             workers = self._workers(crew)
             self._sampler.sample()  # a run may be over before the sampler looks again
             before, busy = self._cpu_of_services(crew), cpu.machine_seconds()
+            counted_from = time.monotonic()
             self._sampled_before_s = self._sampler.sampling_seconds
             counted = self._plane.messages()
             with Traffic(self.network) if self.network else nullcontext() as self._traffic:
@@ -193,6 +195,7 @@ class _Run:
             self._ended = max(self._done[worker]["end"] for worker in workers)
             self._cpu_seconds = cpu.between(before, self._cpu_of_services(crew))
             self._cpu_seconds["machine"] = cpu.machine_seconds() - busy
+            self._counted_s = time.monotonic() - counted_from
             speaking = {name for name, one in crew.members.items() if one.speaks}
             self._listen(crew, "the plane to finish", lambda: self._done.keys() >= speaking)
             self._moved = self._plane.moved(self._done)
@@ -342,6 +345,7 @@ class _Run:
                 for name, event in self._done.items()
             },
             "cpu_seconds": self._cpu_seconds,
+            "cpu_counted_seconds": self._counted_s,
             "latency_ms": figures.latency(self._done),
             "bench_seconds": figures.own_cost(
                 self._done, sampler.sampling_seconds - self._sampled_before_s

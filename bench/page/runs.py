@@ -113,8 +113,7 @@ def _family(run: Run) -> str:
     limit, a_host = run["memory_limit_bytes"], run["prompts"] / run["hosts"]
     return (
         f"{run['trace']}, "
-        + ("rollout on half of the hosts, " if run["apart"] else "every stage on every host, ")
-        + f"{a_host:g} prompt{'' if a_host == 1 else 's'} a host, "
+        + f"{placement(run)}, {a_host:g} prompt{'' if a_host == 1 else 's'} a host, "
         + limits_of_links(run)
         + (f", {gib(limit)} a host" if limit else "")
     )

@@ -50,5 +50,5 @@ def test_the_page_tells_steps_and_binary_units(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     write(page, [report(runs=[run("dataplane", rows=128, step_seconds=[9.0, 4.0])])])
     told = page.read_text()
-    assert "<td>4.00 (4–4)</td><td>9.00</td>" in told  # steady and cold
+    assert "<td>4.00 (4.00–4.00)</td><td>9.00</td>" in told  # steady and cold
     assert "at most 1 GiB" in told and "limit of a host, 3 GiB" in told

@@ -172,6 +172,7 @@ def as_run(told: Job, prices: Costs, rivals: float, others: float, watch: float 
             "latency_ms": {},
             "workers": controller,
             "cpu_seconds": cpu_seconds,
+            "cpu_counted_seconds": ends[-1],
             "bytes_moved": 0,
         },
     )

@@ -123,6 +123,14 @@ def test_they_outlive_the_host_that_wrote_them(cluster: Cluster) -> None:
         plane.close()
 
 
+def fill(part: dataplane.Partition, timeout: float) -> None:
+    """Put rows until the shard has no room for their metadata. Given keys take a hundred times the
+    room of generated ones, so tens of thousands of rows are enough."""
+    for number in range(200):
+        names = [f"{number}/{row}" for row in range(1_000)]
+        part.put({"y": np.zeros(1_000, np.uint8)}, key=names, timeout=timeout)
+
+
 def test_where_the_shard_is_full_they_stay_at_the_writer_and_then_rows_wait(
     cluster: Cluster,
 ) -> None:
@@ -138,8 +146,7 @@ def test_where_the_shard_is_full_they_stay_at_the_writer_and_then_rows_wait(
         assert told["values_bytes"] <= size // 4 and told["refused_values"] > 0
         assert arena(plane)["used_bytes"] > 0
         with pytest.raises(dataplane.BackPressure, match=f"peer {plane.stats()['peer']!r}"):
-            for _ in range(400):
-                part.put({"y": np.zeros(10_000, np.uint8)}, timeout=5)
+            fill(part, timeout=5)
         part.put({"x": [np.full(1000, 7, np.uint8)]}, key=["one"])  # no new row
         batch = part.claim("s", rows=400, timeout=20)
         assert {len(one) for one in batch["x"]} == {1000}
@@ -161,8 +168,7 @@ def test_new_rows_that_wait_for_room_which_nobody_is_left_to_make_are_told(
     writer = next(name for name in "ab" if name != home)
     part = planes[writer].partition("p", {"s": ["x"]}, free="acked")
     with pytest.raises(dataplane.BackPressure, match="all of them are waiting"):
-        for _ in range(400):
-            part.put({"y": np.zeros(10_000, np.uint8)}, timeout=600)
+        fill(part, timeout=600)
     assert metadata(planes[home])["used_bytes"] > metadata(planes[home])["size_bytes"]
     with cluster.connect(home) as other, ThreadPoolExecutor() as threads:
         rows = other.partition("p", {"s": ["x"]}, free="acked")  # somebody is there who could

@@ -69,6 +69,19 @@ call_context: ContextVar[CallContext] = ContextVar("call_context", default=CallC
 """Set by the doors for each request. The default is for work that no call waits for."""
 
 
+CALL_S = 30.0
+"""The deadline of work that no call waits for, and of calls without one."""
+
+
+def call_end(now: float, timeout_s: float | None = None) -> float:
+    """Return when others must have answered what the current call asks of them (monotonic): at the
+    call's own deadline, however late that is, and within timeout_s if it is given."""
+    until = call_context.get().until
+    if timeout_s is not None:
+        return min(now + timeout_s, until)
+    return now + CALL_S if until == math.inf else until
+
+
 def waits_s(timeout_ms: int) -> float:
     """Return how long the current call may wait at its shard; -1 means as long as the call
     lives. A call that was repeated because the shard moved has less time left than its message

@@ -10,18 +10,17 @@ A request that waits continues in a task.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable
 
 import msgspec
 
 from dataplane.peer.failures import failed
-from dataplane.peer.host import Host
+from dataplane.peer.host import CALL_S, Host
 from dataplane.peer.operations import Operation
 from dataplane.peer.tasks import begin, result_of
 from dataplane.wire.messages import Body
 
-CONFIRM_S = 30.0
-"""How long the backup is awaited for a call without a deadline of its own."""
 MARGIN_S = 0.1
 """A peer answers another one at most this long before the deadline of the call."""
 
@@ -101,7 +100,7 @@ class Call(msgspec.Struct, eq=False):
     async def _hold(self, reply: Body) -> None:
         """Answer once the reply may leave. If that takes too long, what it hands out comes back."""
         host = self.host
-        until = min(self.until, host.now() + CONFIRM_S)
+        until = host.now() + CALL_S if self.until == math.inf else self.until
         try:
             if not host.progress.is_settled:
                 await host.progress.reached(until)

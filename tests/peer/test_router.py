@@ -160,6 +160,22 @@ async def test_asking_ends_with_its_call_and_with_what_was_said_last() -> None:
     assert left[0] == 7.0 and min(left) > 0 and left == sorted(left, reverse=True)
 
 
+@pytest.mark.parametrize("call", ["a read", "a change"])
+async def test_a_call_with_a_late_deadline_is_asked_for_until_then(call: str) -> None:
+    """It ended after 30 s, whatever `timeout=` its caller had given."""
+    shards = Asked(*[Unavailable("away")] * 40, Done(), takes_s=2.0)
+    ends = call_context.set(CallContext(shards.time + 170.0))
+    try:
+        if call == "a read":
+            assert await shards.router.ask(Seal("p", 1)) == Done()
+        else:
+            body = Drop("p", 1, groups=["g"])
+            assert await shards.references.change(body, Caller(HERE, 1)) == Done()
+    finally:
+        call_context.reset(ends)
+    assert shards.time > 180.0
+
+
 async def test_nobody_is_asked_for_the_microseconds_that_a_timer_left() -> None:
     shards = Asked(Unavailable("away"))
     shards.early_s = 1e-5

@@ -25,7 +25,7 @@ from dataplane.errors import (
     duration,
 )
 from dataplane.peer.failures import LinkBroken, again
-from dataplane.peer.host import Caller, Host, call_context
+from dataplane.peer.host import CALL_S, Caller, Host, call_end
 from dataplane.peer.net import greetings
 from dataplane.peer.net.greetings import Gate
 from dataplane.peer.net.links import Bulk, KnownPeers, Link, Unreadable
@@ -39,7 +39,6 @@ from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
 
-CALL_S = 30.0
 RETRY_S = 0.5
 RECONNECT_S = 0.05
 
@@ -114,12 +113,12 @@ class Mesh:
         body: Body,
         *,
         caller: Caller | None = None,
-        timeout_s: float = CALL_S,
+        timeout_s: float | None = None,
         to: int | None = None,
         epoch: tuple[int, int] | None = None,
     ) -> Any:
         """Call a peer and return its reply. Raise its typed error, or Unavailable if it does not
-        reply in time, at the latest when the client's call must end.
+        reply in time: within timeout_s, and at the latest when the client's call must end.
 
         to: call only this incarnation of the peer. epoch: the version of the roster that chose
         it; StaleEpoch if the peer uses another one.
@@ -153,10 +152,10 @@ class Mesh:
                 address=address,
             )
 
-    def _until(self, timeout_s: float) -> float:
-        return min(self.host.now() + timeout_s, call_context.get().until)
+    def _until(self, timeout_s: float | None) -> float:
+        return call_end(self.host.now(), timeout_s)
 
-    async def _asked(self, asked: _Call, timeout_s: float) -> Any:
+    async def _asked(self, asked: _Call, timeout_s: float | None) -> Any:
         """Once the backup has what the request may tell of; again on a new connection where the
         one before broke, until the peer is no member any more."""
         until, kind = self._until(timeout_s), type(asked.body)

@@ -25,8 +25,8 @@ from dataplane.errors import (
 )
 from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.failures import fail
-from dataplane.peer.host import Caller, Host, call_context
-from dataplane.peer.net.mesh import CALL_S, Mesh
+from dataplane.peer.host import Caller, Host, call_context, call_end
+from dataplane.peer.net.mesh import Mesh
 from dataplane.wire.messages import Admit, Body, Claim, Losses, Wait, Withdraw
 
 log = logging.getLogger(__name__)
@@ -62,9 +62,12 @@ class Router:
         """by partition and generation, what its shard has yet to hear, and who waits for that"""
         self._telling: set[asyncio.Task[None]] = set()
 
-    async def ask(self, body: Any, caller: Caller | None = None, timeout_s: float = CALL_S) -> Any:
-        """Return the reply of the shard, repeating the request until the call's deadline."""
-        end = min(self.host.now() + timeout_s, call_context.get().until)
+    async def ask(
+        self, body: Any, caller: Caller | None = None, timeout_s: float | None = None
+    ) -> Any:
+        """Return the reply of the shard, repeating the request until the call's deadline, and for
+        timeout_s at most."""
+        end = call_end(self.host.now(), timeout_s)
         return await self.reach(lambda roster, left_s: self.at(roster, body, caller, left_s), end)
 
     async def wait(
@@ -154,7 +157,11 @@ class Router:
                 told.cancel()
 
     def at(
-        self, roster: Roster, body: Any, caller: Caller | None = None, timeout_s: float = CALL_S
+        self,
+        roster: Roster,
+        body: Any,
+        caller: Caller | None = None,
+        timeout_s: float | None = None,
     ) -> Awaitable[Any]:
         """Return the shard's reply, from its primary in this roster, without a retry."""
         home, epoch = roster.home(body.partition), roster.epoch

@@ -16,8 +16,7 @@ from xxhash import xxh3_64_intdigest
 from dataplane.memory.admission import Admission
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard import checkpoint
-from dataplane.peer.host import Caller, Entry, call_context
-from dataplane.peer.net.mesh import CALL_S
+from dataplane.peer.host import Caller, Entry, call_end
 from dataplane.peer.net.router import Router
 from dataplane.peer.requests.puts import Writing
 from dataplane.peer.requests.reads import Reading
@@ -55,8 +54,7 @@ class Checkpoints:
             names = sorted(name for one in told for name in one.partitions)
             return CensusDone(names, _placement(roster))
 
-        end = min(self.host.now() + CALL_S, call_context.get().until)
-        return await self.router.reach(all_by, end)
+        return await self.router.reach(all_by, call_end(self.host.now()))
 
     async def census_here(self, caller: Caller, body: Census) -> Body:
         return CensusDone(list(self.host.entries), 0)

@@ -22,8 +22,8 @@ from dataplane.memory.lent import Lent
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.second_copies import named_by
 from dataplane.metadata.tables.references import ids_of, ranges_of
-from dataplane.peer.host import Caller, Entry, Host, call_context
-from dataplane.peer.net.mesh import CALL_S, Mesh
+from dataplane.peer.host import Caller, Entry, Host, call_end
+from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.router import Router
 from dataplane.peer.room.admission import Room
 from dataplane.wire.journal import Settle
@@ -69,7 +69,7 @@ class References:
         Values that the shard rejects are released. A peer that may have taken them without
         replying is asked until it says so. carried: the chunks in the message.
         """
-        end = min(self.host.now() + CALL_S, call_context.get().until)
+        end = call_end(self.host.now())
         of = body.partition, body.generation
         body.change = await self.host.changes.begin(*of, end)
         try:

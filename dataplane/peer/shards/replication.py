@@ -25,8 +25,8 @@ from dataplane.memory.space import PULLER
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.second_copies import Copies, Named, named_by
 from dataplane.metadata.tables.references import Array
-from dataplane.peer.host import Entry, Host, call_context
-from dataplane.peer.net.mesh import CALL_S, RETRY_S, Mesh
+from dataplane.peer.host import Entry, Host, call_context, call_end
+from dataplane.peer.net.mesh import RETRY_S, Mesh
 from dataplane.peer.pull.pulls import Pulls
 from dataplane.peer.room.admission import Room
 from dataplane.peer.tasks import first_of
@@ -145,7 +145,7 @@ class Copying:
         """Wait until the backup has made copies, or another roster comes: a backup that confirms
         nothing leaves the in-sync set, and nobody waits for it any longer. Whether it has them."""
         made = asyncio.ensure_future(self.mesh.call(address, body))
-        turned = self.host.another_roster(roster, self.host.now() + CALL_S)
+        turned = self.host.another_roster(roster, call_end(self.host.now()))
         if made not in await first_of(made, turned):
             return False
         made.result()

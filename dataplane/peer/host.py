@@ -57,12 +57,14 @@ class CallContext(msgspec.Struct, frozen=True):
     """The call that is being served.
 
     until: when it must be answered (monotonic). notice: writes to the log of the process that
-    made the call. stage: the stage of a claim, "" for any other call.
+    made the call. stage: the stage of a claim, "" for any other call. delayed_s: for how long it
+    has waited until this peer was sure that it may serve.
     """
 
     until: float = math.inf
     notice: Callable[[str], None] = logging.getLogger(__name__).warning
     stage: str = ""
+    delayed_s: float = 0.0
 
 
 call_context: ContextVar[CallContext] = ContextVar("call_context", default=CallContext())  # noqa: B039
@@ -485,9 +487,8 @@ class Serving:
         except TimeoutError as exc:
             slow = {OVERDUE: True} if self.host.now() - self._confirmed < SLOW_S else {}
             raise Unavailable(
-                f"peer {self.host.name!r} cannot serve requests now: {self._why()}, so another "
-                "peer may already have taken over its partitions. Repeat the call; if this "
-                "persists, check the network between the peers",
+                f"{self.reason}. Repeat the call; if this persists, check the network between the "
+                "peers",
                 **slow,
             ) from exc
         finally:
@@ -498,11 +499,18 @@ class Serving:
             while not self.is_sure():
                 await asyncio.sleep(POLL_S)
 
-    def _why(self) -> str:
+    @property
+    def reason(self) -> str:
+        """Why this peer may not serve now."""
         backup, in_sync = self.host.roster.backup_of(self.host.address)
         if backup is not None and in_sync:
-            return f"the backup of its partitions, {backup}, does not respond"
+            why = f"the backup of its partitions, {backup}, does not respond"
+        else:
+            why = (
+                f"its partitions have no backup in sync, and the roster keeper{self.authority} "
+                "does not respond"
+            )
         return (
-            f"its partitions have no backup in sync, and the roster keeper{self.authority} does "
-            "not respond"
+            f"peer {self.host.name!r} cannot serve requests now: {why}, so another peer may "
+            "already have taken over its partitions"
         )

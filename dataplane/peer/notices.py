@@ -41,7 +41,7 @@ class Telling:
         self._timer: asyncio.TimerHandle | None = None
 
     def __enter__(self) -> Telling:
-        self._began = self.host.now()
+        self._began = self.host.now() - call_context.get().delayed_s
         self.host.notices.begin(self.subject, self._began)
         self._arm(reasons.SOON_S if self.soon else reasons.FIRST_S)
         return self

@@ -280,3 +280,35 @@ def test_a_forgotten_seal_a_dead_producer_and_a_misspelt_run_read_differently(
             part = plane.partition("q", stages={"s": ["x"]})
             until(lambda: "also exists in run 'other'" in why(), "its card names the partition")
             assert "connect both sides to the same run" in why()
+
+
+def test_a_call_that_waits_for_its_peers_backup_says_so_and_counts_that_time(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster.start("a", "b")
+    with cluster.connect("a") as plane, cluster.connect("b") as other:
+        part = next(  # one that peer a serves
+            one
+            for one in (plane.partition(f"p{n}", {"s": ["x"]}) for n in range(9))
+            if one.name not in other.stats()["partitions"]
+        )
+
+        def is_unsure() -> bool:
+            with pytest.raises(dataplane.DataplaneError) as told:
+                part.claim("s", rows=1, timeout=0.1)
+            return "cannot serve requests now" in told.value.message
+
+        cluster.peers["b"].send_signal(signal.SIGSTOP)
+        try:
+            until(is_unsure, "peer a misses its backup")
+            with ThreadPoolExecutor() as pool:
+                call = pool.submit(part.claim, "s", rows=1, timeout=FIRST_S + 2)
+                until(lambda: "cannot serve" in caplog.text, "the wait was told", FIRST_S + 2)
+                cluster.peers["b"].send_signal(signal.SIGCONT)
+                with pytest.raises(dataplane.ClaimTimeout, match="timed out after 12 s: no row"):
+                    call.result()
+        finally:
+            cluster.peers["b"].send_signal(signal.SIGCONT)
+    (line,) = lines(caplog, "cannot serve requests now")
+    assert line.startswith(f"a call on partition {part.name!r} has waited 10 s: peer 'a' cannot")
+    assert "the backup of its partitions, tcp://" in line

@@ -33,10 +33,12 @@ from dataplane.errors import (
     ProtocolError,
     VersionMismatch,
 )
+from dataplane.metadata.shard.reasons import Subject
 from dataplane.peer import descriptors
 from dataplane.peer.failures import failed
 from dataplane.peer.host import CallContext, Host, call_context
 from dataplane.peer.net.router import WaitingCall
+from dataplane.peer.notices import Telling
 from dataplane.peer.operations import OPERATIONS, ClientHandler, Once, Operation, Waits
 from dataplane.peer.pipeline import MARGIN_S, Call
 from dataplane.peer.sessions import Session, Sessions
@@ -461,14 +463,19 @@ class _Call(Call):
     async def admission(self) -> None:
         """Wait until this peer may serve its partitions. The wait counts towards the call's
         deadline."""
+        body, serving = self.request.body, self.host.serving
+        partition = getattr(body, "partition", "")
+        what = f"a call on partition {partition!r}" if partition else "a call"
         try:
-            await self.host.serving.until_sure(self.until)
+            with Telling(self.host, what, Subject("call"), lambda: (serving.reason, {})):
+                await serving.until_sure(self.until)
         except DataplaneError as exc:
             exc.details[UNHEARD] = True
             raise
-        body = self.request.body
+        delayed_s = self.host.now() - self.began
+        call_context.set(msgspec.structs.replace(call_context.get(), delayed_s=delayed_s))
         if isinstance(body, WaitingCall) and body.timeout_ms > 0:
-            left_ms = body.timeout_ms - int((self.host.now() - self.began) * 1000)
+            left_ms = body.timeout_ms - int(delayed_s * 1000)
             left = msgspec.structs.replace(body, timeout_ms=max(0, left_ms))
             self.request = msgspec.structs.replace(self.request, body=left)
 

@@ -25,7 +25,7 @@ from dataplane.errors import (
     duration,
 )
 from dataplane.metadata.shard import reasons
-from dataplane.peer.host import Host, waits_s
+from dataplane.peer.host import Host, call_context, waits_s
 from dataplane.peer.net.router import Router
 from dataplane.peer.notices import Telling, Why
 from dataplane.peer.requests.directory import Directory
@@ -80,7 +80,7 @@ class Waits:
                 if body.timeout_ms and told is not None:
                     await self.directory.learn(_producers(told))
                 age_ms = 0 if isinstance(body, Wait) else body.waited_ms
-                within_s = (age_ms + body.timeout_ms) / 1000
+                within_s = call_context.get().delayed_s + (age_ms + body.timeout_ms) / 1000
                 reason, details = why()
                 late = f"{what} timed out after {duration(within_s)}: {reason}"
                 raise ClaimTimeout(late, **details) from exc

@@ -33,7 +33,8 @@ class Queue:
     items, `get` may return an item from the caller's host before older items from other hosts.
 
     - `maxsize`: the largest number of items in the queue; 0 for no limit. The arena limits memory
-      in either case. With several producers, each may exceed the limit by one.
+      in either case. With several producers, the queue may exceed `maxsize` by one item per
+      producer.
     - `name`: the name of the queue's partition. Queues of the same name share their items.
       Default: a new, unique name.
     - `run`: as for `dataplane.connect`.

@@ -570,8 +570,9 @@ class Holder:
         stretches = len(self._starts) + more
         if stretches > self.most_stretches:
             raise LimitExceeded(
-                f"this client could have {stretches} separate stretches of the arena to write "
-                f"into, over the limit of {self.most_stretches}: finish or cancel puts first",
+                f"this call would leave this client with {stretches} separate stretches of the "
+                f"arena to write into, over the limit of {self.most_stretches}: finish or cancel "
+                "some puts first",
                 limit=self.most_stretches,
             )
 

@@ -47,9 +47,8 @@ def check(shape: Shape, rank: int) -> None:
         )
     if not shape.ranks <= shape.ranks * shape.minibatches <= MAX_PLAN_PARTS:
         raise ProtocolError(
-            f"a plan of {shape.ranks} ranks and {shape.minibatches} mini-batches is "
-            f"invalid: choose them so that their product is from {shape.ranks} to "
-            f"{MAX_PLAN_PARTS}"
+            f"a plan of {shape.ranks} ranks and {shape.minibatches} mini-batches is invalid: use "
+            f"at least 1 mini-batch, and at most {MAX_PLAN_PARTS} mini-batches of all ranks"
         )
 
 

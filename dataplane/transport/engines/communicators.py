@@ -62,7 +62,9 @@ class Communicator(ABC):
         done = self._idle.wait(timeout_s)
         if self._failure is not None or self.aborted:
             raise TransferFailed(
-                f"the communicator of the two ranks failed: {self._failure!r}; repeat the call"
+                "the NCCL communicator of this peer and the other one "
+                f"{'was aborted' if self._failure is None else f'failed: {self._failure!r}'}; "
+                "repeat the call"
             )
         return done
 

@@ -570,9 +570,9 @@ class Holder:
         stretches = len(self._starts) + more
         if stretches > self.most_stretches:
             raise LimitExceeded(
-                f"this call would leave this client with {stretches} separate stretches of the "
-                f"arena to write into, over the limit of {self.most_stretches}: finish or cancel "
-                "some puts first",
+                f"this call would leave this client with {stretches} separate writable stretches "
+                f"of the arena, over the limit of {self.most_stretches}: finish or cancel some "
+                "pending puts first",
                 limit=self.most_stretches,
             )
 

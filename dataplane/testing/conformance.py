@@ -50,7 +50,7 @@ def _open_in_workers(*peers: Host) -> int:
 
 def once(act: Callable[[], None]) -> Callable[[], None]:
     """Return a function that runs `act` only the first time it is called. Set it as `on_pin` to
-    run `act` while a transfer is certainly in flight."""
+    run `act` at a moment when a transfer is guaranteed to be in flight."""
     todo = [act]
     return lambda: todo.pop()() if todo else None
 

@@ -74,6 +74,21 @@ def test_a_late_put_of_a_dropped_row_or_group_learns_it() -> None:
     assert s.closed_groups == 0
 
 
+def test_a_put_of_dropped_rows_says_whether_to_go_on_or_to_leave_them_out() -> None:
+    one = store(group_size=2)
+    put(one, [1, 2], ["p", "p"])
+    one.drop(groups=["p"])
+    again = "A restarted producer should continue with its next"
+    for keys, groups, says in (
+        ([1, 2], ["p", "p"], f"2 rows .* for example 1. {again} rows. To put new rows in"),
+        ([3, 4], ["p", "p"], f"1 group .* for example 'p'. {again} groups. To put new rows in"),
+        ([1, 9], ["p", "q"], "1 row .* for example 1. Leave these rows out and repeat the put"),
+        ([8, 9], ["p", "q"], "1 group .* for example 'p'. Leave these groups out and repeat"),
+    ):
+        with pytest.raises(RowsDropped, match=says):
+            put(one, list(keys), list(groups))
+
+
 def test_a_seal_forbids_new_rows_but_not_new_fields() -> None:
     s = store()
     put(s, [1], ["p"])

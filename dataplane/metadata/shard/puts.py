@@ -281,8 +281,8 @@ def _check_new_rows(state: State, rows: RowsIn, new: Sequence[int], buried: bool
             keys = shown(rows.names, rows.keys, dropped)
             said = counted(len(dropped), "row of this put was", "rows of this put were")
             raise RowsDropped(
-                f"{said} dropped earlier from partition {state.partition!r}: {keys}. "
-                "Leave these rows out and repeat the put, or pass reuse=True",
+                f"{said} dropped earlier from partition {state.partition!r}, for "
+                f"example {keys[0]!r}. {_instead_of(len(dropped), rows.count, 'rows')}",
                 keys=keys,
                 rows=len(dropped),
             )
@@ -385,11 +385,23 @@ def _check_new_groups(state: State, rows: RowsIn, made: Sequence[int]) -> None:
     dropped = [at for at in made if state.tombstones.dropped(of_group(rows.group_keys[at]))]
     if dropped:
         names = shown(rows.group_names, rows.group_keys, dropped)
+        said = counted(len(dropped), "group of this put was", "groups of this put were")
+        given = len(rows.group_keys) + bool(rows.group and min(rows.group) < 0)
         raise RowsDropped(
-            f"groups {names} were dropped and accept no more rows: leave their rows out "
-            "and repeat the put, or pass reuse=True",
+            f"{said} dropped earlier from partition {state.partition!r}, for example {names[0]!r}. "
+            f"{_instead_of(len(dropped), given, 'groups')}",
             groups=names,
         )
+
+
+def _instead_of(dropped: int, given: int, what: str) -> str:
+    """What to do about rows or groups that were dropped."""
+    if dropped == given:
+        return (
+            f"A restarted producer should continue with its next {what}. To put new rows in their "
+            "place, pass reuse=True"
+        )
+    return f"Leave these {what} out and repeat the put, or pass reuse=True"
 
 
 def _check_known_groups(rows: RowsIn, known: Sequence[Block | None]) -> None:

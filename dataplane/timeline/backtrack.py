@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from functools import cached_property
+from itertools import pairwise
 
 from dataplane.events.merge import Event
 from dataplane.timeline.spent import Spent, What, admitted, busy, carved, hindered
@@ -229,6 +230,8 @@ class Backtrack:
             lease = min(at_work, key=lambda one: one.began)
             more, since, _ = self._made(lease, begin, end)
             return [*more, *([Spent(begin, since)] if since > begin else [])]
+        if self._is_putting() and wait.reason not in (Reason.BEHIND, Reason.LEASED):
+            return [Spent(begin, end, "unput")]
         return [Spent(begin, end)]
 
     def _is_forgotten(self, lease: Lease, wait: Event) -> bool:
@@ -257,12 +260,20 @@ class Backtrack:
         is_for_rest = wait.reason in (Reason.OPEN_GROUP, Reason.FIELD) and step.open_groups
         if not is_for_more and not is_for_rest:
             return False
-        times = sorted(put.at for put in step.puts)
-        pause_s = max([b - a for a, b in zip(times, times[1:], strict=False)], default=0.0)
-        if len(times) < 2 or step.now - times[-1] < max(LEAST_S, QUIET * pause_s):
+        if len(step.puts) < 2 or self._is_putting():
             return False
         ready = {e.group for e in step.ready if e.stage == wait.stage}
         return {put.group for put in step.puts} - step.open_groups.keys() <= ready
+
+    def _is_putting(self) -> bool:
+        """Return whether more rows may come: the partition is not sealed, and its producers have
+        not been silent for long."""
+        step = self.step
+        if step.seals or not step.puts:
+            return False
+        times = sorted(put.at for put in step.puts)
+        pause_s = max([b - a for a, b in pairwise(times)], default=0.0)
+        return step.now - times[-1] < max(LEAST_S, QUIET * pause_s)
 
     # rows that nobody takes
 

@@ -135,6 +135,8 @@ class _Causes:
                 return Cause.TOO_FEW_WORKERS, self._absent(longest)
             case "other":
                 return Cause.STAGE, f"while {longest.stage} had rows of other steps"
+            case "unput":
+                return Cause.GENERATION, "while rollout had no more rows ready"
             case "filter":
                 text = f"because the filter of {longest.worker} excludes all rows that are ready"
                 return Cause.FILTER, text

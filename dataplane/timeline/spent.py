@@ -18,7 +18,19 @@ from dataplane.wire.events import Kind
 HINDRANCES = {Kind.PULL, Kind.ROOM_WAIT, Kind.ADMIT_WAIT, Kind.STALL}
 
 What = Literal[
-    "", "work", "put", "pull", "room", "admit", "stall", "held", "seal", "filter", "absent", "other"
+    "",
+    "work",
+    "put",
+    "pull",
+    "room",
+    "admit",
+    "stall",
+    "held",
+    "seal",
+    "filter",
+    "absent",
+    "other",
+    "unput",
 ]
 """What time was spent on.
 
@@ -27,6 +39,7 @@ What = Literal[
 - `seal`: no more rows came, and the partition was not sealed.
 - `absent`: rows were ready for a stage, but none of its workers claimed or held any.
 - `other`: its workers held rows of other steps.
+- `unput`: all rows that were put were done, and rollout was still putting.
 - "": unknown.
 """
 

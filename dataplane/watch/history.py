@@ -169,7 +169,7 @@ class History:
             new = self._events
         for e in (*new, *self._now):
             self._extend(e)
-        self._draw(touched)
+        self._draw(touched, asked)
         self._error, self._looked_at = "", asked
 
     def failed(self, error: str) -> None:
@@ -231,7 +231,7 @@ class History:
         elif event.generation == known.generation:
             known.add(event)
 
-    def _draw(self, touched: set[str]) -> None:
+    def _draw(self, touched: set[str], now: float) -> None:
         """Draw the newest steps again, of those that have new events or have not ended."""
         extents = self._extents
         put = [name for name, one in extents.items() if one.put < float("inf")]
@@ -247,8 +247,9 @@ class History:
             key = name, extent.generation
             number, _ = pictures.get(key, (self._numbers + 1, None))
             self._numbers = max(self._numbers, number)
-            during = self._during(name, extent, name == named[-1])
-            pictures[key] = number, picture(during, name)
+            is_newest = name == named[-1]
+            during = self._during(name, extent, is_newest)
+            pictures[key] = number, picture(during, name, now if is_newest else 0.0)
         order = {name: at for at, name in enumerate(named)}
         ordered = sorted(pictures.items(), key=lambda one: order.get(one[0][0], -1))
         self._pictures = dict(ordered[-MAX_STEPS:])

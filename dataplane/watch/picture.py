@@ -108,7 +108,7 @@ class Pace(msgspec.Struct, frozen=True):
 class Picture(msgspec.Struct, frozen=True):
     """The figures of one step.
 
-    - `begun`: groups that have rows. `unready`: groups of these that are ready for no stage.
+    - `begun`: groups that have rows. `unready`: groups of these that are not complete.
     - `staleness`: how many groups were acked, by the number of versions after their first put. None
       if no version is known.
     - `left_out`: how many lanes and links are not listed.
@@ -148,9 +148,10 @@ def short(name: Name) -> str:
     return text if len(text) <= MAX_LETTERS else text[: MAX_LETTERS - 1] + "…"
 
 
-def picture(events: Sequence[Event], partition: str) -> Picture:
-    """Return the picture of this step. `events`: all events of the plane, the earliest first."""
-    step = Step(events, partition)
+def picture(events: Sequence[Event], partition: str, now: float = 0.0) -> Picture:
+    """Return the picture of this step. `events`: all events of the plane, the earliest first.
+    `now`: when they were asked for."""
+    step = Step(events, partition, now)
     why = explain(step)
     mine, begin, end = step.events, step.begin, max(step.begin, step.end)
     during = [e for e in events if e.at > begin and e.began < end]
@@ -161,7 +162,7 @@ def picture(events: Sequence[Event], partition: str) -> Picture:
     waited = [Wait(short(stage), reason, seconds) for (stage, reason), seconds in sums.items()]
     waited.sort(key=lambda one: -one.seconds)
     links = Links(step)
-    groups = _Groups(mine, why.stage)
+    groups = _Groups(step)
     return Picture(
         short(partition),
         why.sentence,
@@ -307,33 +308,38 @@ def _flow(events: Iterable[Event]) -> list[Flow]:
 
 
 class _Groups:
-    """When each group of a step began, when it was ready for the last stage, and when it was
-    acked by it."""
+    """When each group of a step began, when it was complete, when it was ready for the last stage,
+    and when it was acked by it."""
 
-    def __init__(self, events: Sequence[Event], last: str) -> None:
+    def __init__(self, step: Step) -> None:
         self.put, self.ready = dict[Name, float](), dict[Name, float]()
-        self.first, self.acked = dict[Name, float](), dict[Name, float]()
-        for e in events:
+        self.whole, self.acked = dict[Name, float](), dict[Name, float]()
+        self._first = dict[Name, str]()
+        for e in step.events:
             if e.group == "":  # a group may be called 0
                 continue
             if e.kind is Kind.PUT:
                 self.put.setdefault(e.group, e.at)
             elif e.kind is Kind.READY:
-                self.first.setdefault(e.group, e.at)
-                if e.stage == last:
+                # All stages get all rows of a group. Those that the first one got last complete it.
+                if self._first.setdefault(e.group, e.stage) == e.stage:
+                    self.whole[e.group] = e.at
+                if e.stage == step.last:
                     self.ready[e.group] = e.at
-            elif e.kind is Kind.LEASE_END and e.stage == last and e.reason is Reason.ACK:
+            elif e.kind is Kind.LEASE_END and e.stage == step.last and e.reason is Reason.ACK:
                 self.acked[e.group] = e.at
+        for group in step.open_groups:
+            self.whole.pop(group, None)
 
     @property
     def unready(self) -> int:
-        return len(self.put.keys() - self.first.keys())
+        return len(self.put.keys() - self.whole.keys())
 
     @property
     def complete(self) -> Dwell:
         """Times from the first put of a group until all of it was ready for some stage."""
-        both = self.put.keys() & self.first.keys()
-        return _dwell([(max(0.0, self.first[one] - self.put[one]), 1) for one in both])
+        both = self.put.keys() & self.whole.keys()
+        return _dwell([(max(0.0, self.whole[one] - self.put[one]), 1) for one in both])
 
     def late(self, begin: float) -> list[Late]:
         def end(group: Name) -> float:

@@ -252,6 +252,16 @@ def test_a_stage_without_a_worker_is_named() -> None:
         assert found.shares[0].seconds == pytest.approx(18.0, abs=0.2)
 
 
+def test_a_step_that_waits_for_the_next_put_says_so_while_puts_come() -> None:
+    """They come every second; after four without one, the partition is not sealed."""
+    for until, cause in ((5.0, Cause.GENERATION), (9.0, Cause.NOT_SEALED)):
+        events = [e for nth in range(3) for e in put(1.0 + nth, f"g{nth}", "rollout")]
+        for nth in range(3):
+            events += stage("train", 1.0 + nth, 1.1 + nth, f"g{nth}", "trainer")
+        found = explained([*events, waits(3.1, until, Reason.NO_ROWS)])
+        assert found.cause is cause, found.sentence
+
+
 def test_a_stage_whose_worker_came_late_is_named_after_the_step() -> None:
     """Rows were ready at 1.1 s; the first worker claimed at 9 s."""
     events = [*rolled(1), *stage("reward", 9.0, 9.5, "rollout0", "pid 7")]

@@ -64,6 +64,30 @@ def test_rows_on_their_way_are_counted_where_they_are() -> None:
     assert 0.1 < reward.lease.p50 <= reward.lease.p90 <= reward.lease.p99 < 0.3
 
 
+def test_a_group_is_complete_with_its_last_row() -> None:
+    """Each row is put alone, two seconds after the one before; one group still lacks its third."""
+    events = list[Event]()
+    for group, rows in (("g", 3), ("h", 2)):
+        for row in range(rows):
+            of = {"partition": "s", "group": group, "rows": 1, "generation": 1}
+            at = 1.0 + 2.0 * row
+            events.append(Event(Kind.PUT, at, "a", **of))  # type: ignore[arg-type]
+            for stage in ("reward", "train"):
+                later = at + 5.0 if stage == "train" else at
+                events.append(Event(Kind.READY, later, "a", stage=stage, **of))  # type: ignore[arg-type]
+    shown = picture(sorted(events, key=lambda e: e.at), "s")
+    assert (shown.begun, shown.unready) == (2, 1)
+    assert shown.complete.p50 == 4.0
+
+
+def test_the_newest_step_lasts_until_now_even_if_nobody_waits() -> None:
+    """Rows are ready for the trainer, which does not claim."""
+    history = History("run")
+    events = [e for e in step("s", 1_000.0) if e.stage != "train" or e.kind is Kind.READY]
+    history.look(events, None, 1_300.0)
+    assert "no worker had claimed from it" in history.view(1_300.0, 2.0).sentence
+
+
 def test_the_slow_host_and_the_slow_link_stand_beside_their_peers() -> None:
     shown = picture(step("s", 1_000.0, slow_reward=8.0, slow_link=50.0, groups=32), "s")
     slowest = shown.paces[0]

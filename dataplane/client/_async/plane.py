@@ -220,7 +220,7 @@ class Plane:
 
     def __reduce__(self) -> Any:
         """Pickle the plane. The other process gets a client of the same run, one per process."""
-        return reconnect, (Plane, *self._session.origin)
+        return reconnect, (Plane, self.name, self.peer)
 
     async def __aenter__(self) -> Plane:
         return self

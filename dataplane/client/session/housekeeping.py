@@ -186,7 +186,7 @@ class Housekeeper:
                     log.info(
                         "peer %r did not acknowledge some messages, which the client will resend: "
                         "%s",
-                        self._peer,
+                        self.session.peer,
                         exc,
                     )
                     return
@@ -194,7 +194,7 @@ class Housekeeper:
                     log.info(
                         "peer %r: connection lost; the client will resend unacknowledged messages: "
                         "%s",
-                        self._peer,
+                        self.session.peer,
                         exc,
                     )
                     self._anchor.close()
@@ -209,7 +209,7 @@ class Housekeeper:
             if isinstance(reply.body, Failed):
                 log.info(
                     "peer %r refused a message that needs no reply: %s",
-                    self._peer,
+                    self.session.peer,
                     reply.body.message,
                 )
         for request in self._untold:
@@ -223,12 +223,10 @@ class Housekeeper:
         except (DataplaneError, OSError) as exc:
             self._ended = self.session.peer_died or isinstance(exc, ClientClosed)
             then = "dropped its unacknowledged messages" if self._ended else "will retry"
-            log.info("peer %r: the client could not reconnect and %s: %s", self._peer, then, exc)
+            log.info(
+                "peer %r: the client could not reconnect and %s: %s", self.session.peer, then, exc
+            )
             return None
-
-    @property
-    def _peer(self) -> str:
-        return self.session.peer
 
     def close(self, why: str, exiting: bool = False) -> None:
         """End the session in order; live views stay readable, their pins go when they do. Calls

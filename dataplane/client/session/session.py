@@ -160,11 +160,6 @@ class Session:
         self._orphans: SimpleQueue[Connection] = SimpleQueue()
         self._pins = 0
 
-    @property
-    def origin(self) -> tuple[str, str]:
-        """The run and the peer that it belongs to: what another process connects to."""
-        return self.plane, self.peer
-
     # identity of requests and rows
 
     def request(

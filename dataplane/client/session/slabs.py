@@ -39,7 +39,7 @@ class Slabs:
 
     def __init__(self, share_bytes: int, most_bytes: int = AHEAD_BYTES) -> None:
         """share_bytes: of the memory, what new groups may have."""
-        self._most_bytes = most_bytes
+        self._most_bytes, self._kept_bytes = most_bytes, 2 * most_bytes
         self._fair_bytes = min(most_bytes, max(LEAST_AHEAD_BYTES, share_bytes // FAIR_SHARE))
         self._lock = threading.Lock()
         self._slabs: list[Extent] = []
@@ -104,15 +104,8 @@ class Slabs:
         return slabs
 
     @property
-    def _kept_bytes(self) -> int:
-        return 2 * self._most_bytes
-
-    @property
     def nbytes(self) -> int:
         return sum([length for _, length in self._slabs])
-
-    def __len__(self) -> int:
-        return len(self._slabs)
 
 
 def _length(slab: Extent) -> int:

@@ -144,7 +144,8 @@ def sentences(runs: list[Run]) -> list[str]:
     """The sentences of the headline. The first trace has transfers, their share of a step,
     memory, and links of usual nodes; the others have transfers and shares. Then come runs
     without dedup, and jobs in which a controller is faster."""
-    linked = [r for r in runs if r["memory_limit_bytes"] is None and _has_links(r)]
+    unlimited = [run for run in runs if run["memory_limit_bytes"] is None]
+    linked = [run for run in unlimited if run["link"] or run["computed_link"]]
     traces = list(_by_trace([run for run in linked if run["dedup"]]))
     told = [said for mine in traces for said in (_transfers(mine), _shares(mine))]
     found = [*told[:2], _memory(runs), *map(_computed, traces[:1]), *told[2:]]
@@ -153,20 +154,12 @@ def sentences(runs: list[Run]) -> list[str]:
 
 
 def _by_trace(runs: list[Run]) -> Iterator[list[list[Run]]]:
-    """Of each trace the runs on the most hosts, in lists of one placement."""
+    """Of each trace the runs on the most hosts, in lists of one placement: apart, then together."""
     for trace in dict.fromkeys(run["trace"] for run in runs):
-        yield _on_most_hosts([run for run in runs if run["trace"] == trace])
-
-
-def _has_links(run: Run) -> bool:
-    return bool(run["link"] or run["computed_link"])
-
-
-def _on_most_hosts(runs: list[Run]) -> list[list[Run]]:
-    """Runs of one trace on the most hosts, in lists of one placement: apart, then together."""
-    hosts = max((run["hosts"] for run in runs), default=0)
-    here = [run for run in runs if run["hosts"] == hosts]
-    return [same for apart in (True, False) if (same := [r for r in here if r["apart"] == apart])]
+        hosts = max(run["hosts"] for run in runs if run["trace"] == trace)
+        here = [run for run in runs if (run["trace"], run["hosts"]) == (trace, hosts)]
+        placements = ([run for run in here if run["apart"] is apart] for apart in (True, False))
+        yield list(filter(None, placements))
 
 
 def _transfers(placements: list[list[Run]]) -> str:

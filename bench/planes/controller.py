@@ -30,7 +30,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -63,7 +63,6 @@ from bench.traces import Prompt
 _ALIGNMENT_SLACK = 64 * 64  # of one row's values
 _IN_FLIGHT = 2
 """Groups that a worker has: one to work on, one on the way."""
-_BARRIERS = "barriers"
 _TOLD = "told "
 """Prefix of an event: a worker of this stage was sent the end of the step."""
 
@@ -117,10 +116,9 @@ class ControllerEndpoint(Endpoint):
 
 
 class ControllerPlane(Plane):
-    """The runner's side: one service, on the first host."""
+    """The runner's side of both: one service, on the first host."""
 
     endpoint = ControllerEndpoint
-    barriers: ClassVar[bool] = True
     dedup_variants = (False, True)
     _port = 0
 
@@ -131,8 +129,6 @@ class ControllerPlane(Plane):
     def services(self) -> list[Service]:
         job = msgspec.json.encode(self.job).decode()
         argv = [sys.executable, "-m", "bench.planes.controller", job, self._path]
-        if self.barriers:
-            argv.append(_BARRIERS)
         return [Service("controller", argv, speaks=True)]
 
     def reachable(self, ready: Mapping[str, dict[str, Any]]) -> bool:
@@ -147,12 +143,6 @@ class ControllerPlane(Plane):
 
     def moved(self, done: Mapping[str, dict[str, Any]]) -> Moved:
         return msgspec.convert(done["controller"]["moved"], Moved)
-
-
-class StreamingControllerPlane(ControllerPlane):
-    """The same without barriers."""
-
-    barriers = False
 
 
 class Connection:
@@ -440,17 +430,17 @@ class Controller:
         )
 
 
-def main(job_json: str, path: str, *order: str) -> None:
+def main(job_json: str, path: str) -> None:
     """The controller's process: all steps, then its counters, then the end."""
     from bench.processes import die_with
 
     job = msgspec.json.decode(job_json, type=Job)
     die_with(job.parent)
-    controller = Controller(job, path, barriers=_BARRIERS in order)
+    controller = Controller(job, path, barriers=job.plane == "controller")
     moved = msgspec.to_builtins(controller.run())
     Path(path).unlink(missing_ok=True)
     emit("done", moved=moved, cpu_seconds={"controller": controller.cpu_seconds})
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:3])

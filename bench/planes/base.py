@@ -201,8 +201,7 @@ class Batch(ABC):
 class Group(Batch):
     """A batch of one group whose columns are there; what was done to it, the plane says later."""
 
-    def __init__(self, prompt: int, columns: Mapping[str, Sequence[Array]]) -> None:
-        self.prompt = prompt
+    def __init__(self, columns: Mapping[str, Sequence[Array]]) -> None:
         self.added: dict[str, Sequence[Array]] = {}
         self.dropped = False
         self._columns = columns
@@ -228,8 +227,7 @@ class Endpoint(ABC):
     def put(self, step: int, prompt: int, columns: Columns) -> None:
         """Put one whole group. The caller may overwrite the arrays afterwards."""
 
-    @abstractmethod
-    def finish(self, step: int) -> None:
+    def finish(self, step: int) -> None:  # noqa: B027  # many planes know it by themselves
         """Note that this rollout worker has put all its groups of the step."""
 
     @abstractmethod

@@ -103,7 +103,7 @@ class ControllerEndpoint(Endpoint):
             if frame.kind == "end":
                 return
             room = receive_into(self._sock, self._landing.reuse(nbytes))
-            batch = Group(frame.prompt, unpack(frame, room))
+            batch = Group(unpack(frame, room))
             yield batch
             if batch.dropped:
                 send(self._sock, Frame("drop", step=step, prompt=frame.prompt))

@@ -89,9 +89,6 @@ class DataplaneEndpoint(Endpoint):
             self._copied += sum(v.nbytes for v in (values[:1] if name in shared else values))
         self._partition(step).put(dict(columns), group=prompt, dedup=shared)
 
-    def finish(self, step: int) -> None:
-        """Nothing to do: the runner seals the partition when all workers have finished."""
-
     def batches(self, step: int, stage: str) -> Iterator[Batch]:
         for batch in self._partition(step).stream(stage, **self._claim(stage)):
             taken = DataplaneBatch(batch)

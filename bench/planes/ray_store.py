@@ -101,16 +101,13 @@ class BoardEndpoint(Endpoint):
 
         ray.get(self._board.put.remote(step, prompt, self._host, places))
 
-    def finish(self, step: int) -> None:
-        """The board knows how many groups a step has."""
-
     def batches(self, step: int, stage: str) -> Iterator[Batch]:
         import ray
 
         fields = self.job.stages()[stage]
         while taken := self.next(step, stage, fields):
             prompt, places, unseen = taken
-            group = Group(prompt, self.columns(self.fetch(step, prompt, places, unseen)))
+            group = Group(self.columns(self.fetch(step, prompt, places, unseen)))
             del taken, places
             yield group
             if group.dropped or stage == "train":

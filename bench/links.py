@@ -18,7 +18,6 @@ import time
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from bench.processes import leashed
@@ -135,12 +134,7 @@ class Network:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
 
     def wrap(self, host: int, argv: Sequence[str]) -> list[str]:

@@ -194,13 +194,13 @@ class Network:
 class Traffic:
     """The traffic of the links while the body runs, from their own counters, ten times a second."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, rate: str) -> None:
         self._network = network
-        rate = network.rate
-        self._full = bits_per_second(rate) / 8 * _FULL if rate else None  # bytes a second
+        self._full = bits_per_second(rate) / 8 * _FULL  # bytes a second
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="links", daemon=True)
-        self._before = self._after = network.carried()
+        self._before: list[tuple[int, int]] = []
+        self._after: list[tuple[int, int]] = []
         self._intervals = 0
         self._full_intervals = [0] * network.hosts
 
@@ -215,28 +215,25 @@ class Traffic:
 
     def busiest(self) -> dict[str, Any]:
         """The link that carried most. bytes: of both directions. busy_share: the share of 100 ms
-        intervals in which either direction carried at least 80 % of its rate, None without a
-        rate."""
+        intervals in which either direction carried at least 80 % of its rate."""
         pairs = zip(self._before, self._after, strict=True)
         moved = [(new[0] - old[0], new[1] - old[1]) for old, new in pairs]
         host = max(range(len(moved)), key=lambda h: sum(moved[h]))
-        busy = self._full_intervals[host] / max(1, self._intervals)
         return {
             "host": host,
             "bytes": sum(moved[host]),
             "received_bytes": moved[host][0],
             "sent_bytes": moved[host][1],
-            "busy_share": busy if self._full else None,
+            "busy_share": self._full_intervals[host] / max(1, self._intervals),
         }
 
     def _watch(self) -> None:
         at = time.monotonic()
         while not self._stop.wait(INTERVAL_S):
             now, after = time.monotonic(), self._network.carried()
-            if self._full:
-                for host, (old, new) in enumerate(zip(self._after, after, strict=True)):
-                    most = max(new[0] - old[0], new[1] - old[1])
-                    self._full_intervals[host] += most >= self._full * (now - at)
+            for host, (old, new) in enumerate(zip(self._after, after, strict=True)):
+                most = max(new[0] - old[0], new[1] - old[1])
+                self._full_intervals[host] += most >= self._full * (now - at)
             self._intervals += 1
             self._after, at = after, now
         self._after = self._network.carried()

@@ -125,7 +125,7 @@ def _step(run: Run) -> str:
     if run["status"] != "ok" or took is None:
         return str(run["status"])
     link = run["busiest_link"]
-    full = f"; link {link['busy_share']:.0%}" if link and link["busy_share"] is not None else ""
+    full = f"; link {link['busy_share']:.0%}" if link else ""
     return "{:.2f} s ({:.2f}–{:.2f})".format(*took) + full
 
 

@@ -58,15 +58,14 @@ def table(runs: list[Run], machine: dict[str, Any]) -> Table:
 def cells(run: Run) -> dict[str, str]:
     """The cells of a run in the table, by column."""
     took, nbytes = steady(run), max(run["peak_memory_bytes"].values(), default=0)
-    link = run["busiest_link"] or {}
-    share = link.get("busy_share")
+    link = run["busiest_link"]
     return {
         "run": label(run),
         "status": run["status"],
         "steady step s": "{} ({}–{})".format(*map(_seconds, took)) if took else "–",
         "cold step s": _or_dash(next(iter(run["step_seconds"]), None), ".2f"),
         "link GB": _or_dash(link["bytes"] / _GB if link else None, ".2f"),
-        "link full %": _or_dash(None if share is None else 100 * share, ".0f"),
+        "link full %": _or_dash(100 * link["busy_share"] if link else None, ".0f"),
         "peak GB": f"{nbytes / _GB:.2f}",
     }
 

@@ -187,7 +187,9 @@ class _Run:
             counted_from = time.monotonic()
             self._sampled_before_s = self._sampler.sampling_seconds
             counted = self._plane.messages()
-            with Traffic(self.network) if self.network else nullcontext() as self._traffic:
+            rate = str(self._job.link)
+            traffic = Traffic(self.network, rate) if self.network else nullcontext()
+            with traffic as self._traffic:
                 self._started = time.monotonic()
                 for worker in workers:
                     crew.tell(worker, "policy 0")

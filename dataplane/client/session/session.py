@@ -157,6 +157,9 @@ class Session:
         """causes that were logged: by stage how a batch was forgotten, and unknown tags"""
         self._unpinned: SimpleQueue[list[int]] = SimpleQueue()
         """numbers of pins whose last view is gone"""
+        self._unpin: Callable[[list[int]], None] = self._unpinned.put
+        if devices is not None and devices.in_place:  # whose streams may still read
+            self._unpin = devices.ends
         self._orphans: SimpleQueue[Connection] = SimpleQueue()
         self._pins = 0
 
@@ -213,9 +216,7 @@ class Session:
             return self.reads.pin(0)
         with self._lock:
             self._pins += len(held)
-        devices = self.devices if self.devices is not None and self.devices.in_place else None
-        let_go = partial(_let_go, self._unpinned, self.bell, held, devices)
-        pin = self.reads.pin(held[0], let_go)
+        pin = self.reads.pin(held[0], partial(_let_go, self._unpin, self.bell, held))
         self.tend()
         return pin
 
@@ -506,17 +507,9 @@ def split_keys(column: bytes) -> list[bytes]:
     return [column[i : i + size] for i in range(0, len(column), size)]
 
 
-def _let_go(
-    unpinned: SimpleQueue[list[int]],
-    bell: Bell,
-    pins: list[int],
-    devices: Devices | None,
-) -> None:
-    """The views of these pins are gone; streams of this process may still read what they showed."""
-    if devices is None:
-        unpinned.put(pins)
-    else:
-        devices.ends(pins)
+def _let_go(unpin: Callable[[list[int]], None], bell: Bell, pins: list[int]) -> None:
+    """The views of these pins are gone."""
+    unpin(pins)
     bell.ring()
 
 

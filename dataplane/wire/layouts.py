@@ -23,7 +23,7 @@ import numpy as np
 
 from dataplane.errors import ProtocolError
 from dataplane.wire.arrays import dtype_of
-from dataplane.wire.limits import ALIGNMENT_BYTES, MAX_FIELDS, MAX_RANK
+from dataplane.wire.limits import ALIGNMENT_BYTES, MAX_FIELDS, MAX_LAYOUT_BYTES, MAX_RANK
 
 OPEN = -1
 """In `ColumnSpec.shape`: an open axis, whose length may differ between rows."""
@@ -31,6 +31,7 @@ OBJECT_ALIGNMENT_BYTES = 16
 """Objects, and the arrays in them, start at multiples of this."""
 VERSION = 1
 _WITH_DTYPE = "array", "scalar", "number"
+_OF_NUMBERS = "bool", "int64", "float64"
 
 
 def aligned(nbytes: int) -> int:
@@ -88,6 +89,11 @@ def encode(columns: tuple[ColumnSpec, ...]) -> bytes:
 @lru_cache(1024)
 def decode(layout: bytes) -> tuple[ColumnSpec, ...]:
     """Return the columns of a layout. Raise ProtocolError if it is invalid."""
+    if len(layout) > MAX_LAYOUT_BYTES:  # this function keeps the layouts that it decoded
+        raise ProtocolError(
+            f"a chunk layout has {len(layout)} bytes: expected at most {MAX_LAYOUT_BYTES}. Install "
+            "the same dataplane release everywhere"
+        )
     try:
         found = _decoder.decode(layout)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
@@ -114,6 +120,12 @@ def decode(layout: bytes) -> tuple[ColumnSpec, ...]:
             raise ProtocolError(
                 f"invalid column of kind {spec.kind!r} and dtype {spec.dtype!r}: only columns of "
                 f"the kinds {', '.join(_WITH_DTYPE)} have a dtype"
+            )
+        if spec.kind == "number" and spec.dtype not in _OF_NUMBERS:
+            raise ProtocolError(
+                f"invalid dtype {spec.dtype[:64]!r} of a column of kind 'number': expected "
+                f"{', '.join(_OF_NUMBERS[:-1])} or {_OF_NUMBERS[-1]}. Install the same dataplane "
+                "release everywhere"
             )
         if spec.dtype:
             dtype_of(spec.dtype)

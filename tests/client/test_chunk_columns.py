@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -17,6 +18,7 @@ from dataplane.client.read.chunk_columns import ChunkColumn, columns_of
 from dataplane.errors import ProtocolError
 from dataplane.wire import layouts
 from dataplane.wire.layouts import OPEN, ColumnSpec
+from dataplane.wire.limits import MAX_LAYOUT_BYTES
 
 Memory = npt.NDArray[np.uint8]
 DTYPES = [np.int64, np.float32, np.bool_, np.float16, ml_dtypes.bfloat16]
@@ -137,6 +139,8 @@ def test_random_bytes_are_read_or_refused(raw: bytes, rows: int, data: st.DataOb
         ColumnSpec("array"),
         ColumnSpec("scalar"),
         ColumnSpec("number", "object"),
+        ColumnSpec("number", "datetime64[D]"),  # would be read as dates
+        ColumnSpec("number", "complex64"),
         ColumnSpec("scalar", "int64", (OPEN,)),
         ColumnSpec("text", "int64"),
     ],
@@ -144,6 +148,15 @@ def test_random_bytes_are_read_or_refused(raw: bytes, rows: int, data: st.DataOb
 def test_a_spec_that_is_none_is_refused(spec: ColumnSpec) -> None:
     with pytest.raises(ProtocolError):
         layouts.decode(layouts.encode((spec,)))
+
+
+def test_a_layout_longer_than_the_limit_is_refused_and_not_kept() -> None:
+    columns = ["text", "", [], False], *[["bytes", "", [], False]] * 3
+    layout = msgspec.msgpack.encode([layouts.VERSION, columns, bytes(MAX_LAYOUT_BYTES)])
+    kept = layouts.decode.cache_info().currsize
+    with pytest.raises(ProtocolError, match=f"at most {MAX_LAYOUT_BYTES}"):
+        layouts.decode(layout)
+    assert layouts.decode.cache_info().currsize == kept
 
 
 def test_lengths_whose_product_wraps_are_refused() -> None:

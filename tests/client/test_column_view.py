@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from dataplane.client.read.chunk_columns import columns_of
 from dataplane.client.read.column_view import ColumnView, RowSpan, same
-from dataplane.errors import FieldUnknown
+from dataplane.errors import FieldUnknown, ProtocolError
+from dataplane.wire import objects
 from dataplane.wire.layouts import ColumnSpec
 from tests.client.test_chunk_columns import columns, laid_out
 
@@ -93,3 +94,14 @@ def test_a_text_may_have_any_character() -> None:
     raw = [text.encode("utf-8", "surrogatepass") for text in texts]
     column = columns_of([ColumnSpec("text")], 4, laid_out([ColumnSpec("text")], [raw]))[0]
     assert list(ColumnView("x", [RowSpan(column, 0, 4)])) == texts
+
+
+def test_a_view_with_a_value_that_cannot_be_decoded_has_a_representation() -> None:
+    spec = ColumnSpec("object")
+    rows = [objects.encode_many([None])[0], b"\xff" * 8]  # type: ignore[index]
+    column = columns_of([spec], 2, laid_out([spec], [rows]))[0]
+    view = ColumnView("x", [RowSpan(column, 0, 2)])
+    assert view[0] is None
+    with pytest.raises(ProtocolError):
+        view[1]
+    assert repr(view).startswith("<x: 2 rows, unreadable: received a truncated object")

@@ -27,9 +27,9 @@ from dataplane.wire.arrays import Array, ArrayForm, as_array, is_jagged, is_torc
 from dataplane.wire.layouts import OPEN, ColumnSpec
 
 _SHOWN = 4
+"""How many numbers of a value a representation shows."""
 _LOOKED_AT = 64
 """Objects whose types a representation names."""
-"""How many numbers of a value a representation shows."""
 
 
 class RowSpan(NamedTuple):
@@ -77,10 +77,11 @@ class ColumnView(Sequence[Any]):
         try:
             first = self[int(rows[0])]
             shown = _shown(first)
+            form = arrays_of(self)._described_form(first, rows)
         except DataplaneError as exc:  # a representation is no place to fail
             return f"unreadable: {exc.message:.80}"
         lacking = f", {len(self) - len(rows)} rows without a value" if len(rows) < len(self) else ""
-        return f"{arrays_of(self)._described_form(first, rows)}{lacking}, first {shown}"
+        return f"{form}{lacking}, first {shown}"
 
     def _described_form(self, first: Any, rows: npt.NDArray[np.intp]) -> str:
         """rows: those that have a value, of which `first` is the first one."""

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.errors import DataplaneError
-from dataplane.metadata.tables.bits import all_of, bits_of, rows_of
+from dataplane.metadata.tables.bits import all_of, bits_of, bytes_of, rows_of
 from dataplane.metadata.tables.pieces import (
     SHARED_SHAPE_BYTES,
     UNUSED,
@@ -23,7 +23,13 @@ from dataplane.metadata.tables.pieces import (
     shape_of,
     split,
 )
-from dataplane.metadata.tables.values_on_wire import OutgoingValues, values_in
+from dataplane.metadata.tables.values_on_wire import (
+    SHARED_RUNS,
+    MessageShape,
+    OutgoingValues,
+    shape_in,
+    values_in,
+)
 from dataplane.wire import tables as wire
 from dataplane.wire.tables import INLINE, Owner
 
@@ -345,3 +351,23 @@ def test_blocks_share_small_shapes_and_a_bounded_number_of_them() -> None:
     large = shape(256, tuple(range(256)))
     assert large.nbytes > SHARED_SHAPE_BYTES
     assert shape(256, tuple(range(256))) is not large
+
+
+def test_messages_share_small_shapes_and_not_those_that_would_fill_the_memory() -> None:
+    def shape(fields: list[str], rows: int, given: int) -> MessageShape:
+        piece = wire.Piece(0, list(range(len(fields))), 0, bytes_of(given))
+        chunk = wire.Chunk(0, 1, rows, 8, 0)
+        return shape_in(wire.Values(fields, [], [b"layout"], [chunk], [piece]), rows)
+
+    def both(fields: list[str], rows: int, given: int) -> tuple[MessageShape, MessageShape]:
+        return shape(list(fields), rows, given), shape(list(fields), rows, given)
+
+    one, other = both(["a", "b"], 8, all_of(8))
+    assert one is other and one.runs is other.runs
+    assert [len(runs) for runs in one.runs.values()] == [1, 1]
+    rows = SHARED_RUNS  # of which every second one has both fields
+    one, other = both(["a", "b"], rows, bits_of(range(0, rows, 2)))
+    assert one is other and one.runs is not other.runs
+    assert one.runs == other.runs and len(one.runs["b"]) == rows
+    one, other = both([letter * 500 for letter in "abc"], 8, all_of(8))  # over SHARED_BYTES
+    assert one is not other and one.runs == other.runs

@@ -15,6 +15,7 @@ from dataplane.client.read.chunk_columns import columns_of
 from dataplane.client.read.column_view import ColumnView, RowSpan, cut, same
 from dataplane.client.read.table import TableReader
 from dataplane.errors import FieldUnknown, ProtocolError
+from dataplane.metadata.tables.values_on_wire import SHARED_RUNS
 from dataplane.wire import layouts
 from dataplane.wire.layouts import ColumnSpec
 from dataplane.wire.records import EXTENT, KEY
@@ -193,6 +194,28 @@ def test_pieces_say_which_rows_have_a_value(arena: Any) -> None:
         arena, changed(pieces=[Piece(0, [0], 0, b"\x03"), Piece(0, [0], 2, b"\x03", 2)]), [(0, 32)]
     )
     assert len(both.runs) == 2 and same(np.array(both.dense()), np.arange(4))
+
+
+def test_every_field_of_rows_in_many_runs_is_read(arena: Any) -> None:
+    rows, there = 2 * SHARED_RUNS, SHARED_RUNS
+    given = np.packbits([1, 0] * there, bitorder="little").tobytes()  # every second row
+    memory = np.concatenate((np.arange(there), -np.arange(there))).view(np.uint8)
+    arena.memory[: len(memory)] = memory
+    values = Values(
+        ["x", "y"],
+        [Owner("p", 1)],
+        [layouts.encode((INT, INT))],
+        [Chunk(0, 1, there, len(memory), 0)],
+        [Piece(0, [0, 1], 0, given)],
+    )
+    raw = np.array([(0, len(memory))], EXTENT).tobytes()
+    reader = TableReader(Table(Rows(bytes(KEY.itemsize * rows)), values, {}, raw), arena.base())
+    for reading in (reader, reader.part(np.arange(rows))):
+        for field, sign in (("x", 1), ("y", -1)):
+            view = reading.view(field)
+            assert [row for row in range(rows) if view.present(row)] == list(range(0, rows, 2))
+            found = [int(view[row]) for row in range(0, rows, 2)]
+            assert found == [sign * n for n in range(there)]
 
 
 @pytest.mark.parametrize("place", [(1 << 40, 32), (0, 1 << 40), (64, 2**64 - 32), (0, 31), (0, 40)])

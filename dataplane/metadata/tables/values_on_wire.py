@@ -51,8 +51,10 @@ _NO_NAMES: Mapping[Chunk, tuple[Owner, int]] = {}
 Known = Callable[[Owner, int], Chunk | None]
 """The chunk that a shard has under this name."""
 SHARED_BYTES, SHARED_CHUNKS, SHARED_ROWS = 1_024, 64, 1_024
-"""What a message brings is looked up only if its encoded pieces, its chunks and its rows are no
-more: larger ones hardly repeat, and would fill the memory."""
+"""What a message brings is looked up only if its encoded pieces, the names of its fields, its
+chunks and its rows are no more: larger ones hardly repeat, and would fill the memory."""
+SHARED_RUNS = 512
+"""The same of the runs of all its fields."""
 SHARED_BLOCKS = 32
 """The same of blocks whose values leave together."""
 
@@ -113,16 +115,20 @@ class MessageShape(msgspec.Struct, gc=False, eq=False):
 
     @property
     def runs(self) -> dict[str, list[MessageRun]]:
-        """By field, where the values of all rows are, in the order of the rows."""
-        if self._runs is None:
-            found: dict[str, list[tuple[int, MessageRun]]] = {field: [] for field in self.fields}
-            for one in self.pieces:
-                for row, first, last in _stretches(one):
-                    for column_, field in enumerate(one.fields):
-                        if field != UNUSED:
-                            found[field].append((row, MessageRun(one.chunk, column_, first, last)))
-            self._runs = {field: _without_gaps(runs, self.count) for field, runs in found.items()}
-        return self._runs
+        """By field, where the values of all rows are, in the order of the rows. More than
+        SHARED_RUNS are found again for each caller."""
+        if self._runs is not None:
+            return self._runs
+        found: dict[str, list[tuple[int, MessageRun]]] = {field: [] for field in self.fields}
+        for one in self.pieces:
+            for row, first, last in _stretches(one):
+                for column_, field in enumerate(one.fields):
+                    if field != UNUSED:
+                        found[field].append((row, MessageRun(one.chunk, column_, first, last)))
+        runs = {field: _without_gaps(placed, self.count) for field, placed in found.items()}
+        if sum(map(len, runs.values())) <= SHARED_RUNS:
+            self._runs = runs
+        return runs
 
 
 def _stretches(piece: Piece[int]) -> Iterator[tuple[int, int, int]]:
@@ -200,8 +206,13 @@ def shape_in(values: wire.Values, rows: int) -> MessageShape:
     neither its chunks nor its rows."""
     pieces = _encoder.encode(values.pieces)
     chunk_rows = tuple([one.rows for one in values.chunks])
-    is_shared = len(pieces) <= SHARED_BYTES and len(chunk_rows) <= SHARED_CHUNKS
-    made = _shape_in if is_shared and rows <= SHARED_ROWS else _shape_in.__wrapped__
+    is_shared = (
+        len(pieces) <= SHARED_BYTES
+        and len(chunk_rows) <= SHARED_CHUNKS
+        and rows <= SHARED_ROWS
+        and sum(map(len, values.fields)) <= SHARED_BYTES
+    )
+    made = _shape_in if is_shared else _shape_in.__wrapped__
     return made(tuple(values.fields), pieces, chunk_rows, rows)
 
 

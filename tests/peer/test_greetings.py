@@ -23,7 +23,6 @@ from dataplane.peer.failures import LinkBroken
 from dataplane.peer.net.greetings import (
     RECONNECT_MAX_MS,
     RECONNECT_MS,
-    Dialled,
     Gate,
     Greetings,
     tune,
@@ -73,9 +72,7 @@ class Dialler:
         self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self.broke = 0
         self.told = asyncio.Event()
-        self.dialled: Dialled = desk.here.dial(
-            desk.address, greeting, self.answer.set_result, self._broke
-        )
+        self.close = desk.here.dial(desk.address, greeting, self.answer.set_result, self._broke)
 
     def _broke(self) -> None:
         self.broke += 1
@@ -160,7 +157,7 @@ async def test_who_is_refused_before_the_greeting_is_sent_is_told(
     refused = Dialler(desk)
     await asyncio.wait_for(refused.told.wait(), LIMIT_S)
     assert refused.broke == 1 and not refused.answer.done()
-    refused.dialled.close()
+    refused.close()
     del refused
     gc.collect()
     await asyncio.sleep(0)
@@ -215,8 +212,8 @@ async def test_a_connection_that_ends_is_told_of_once(desk: Desk, answered: bool
 async def test_of_what_was_closed_nothing_is_told(desk: Desk) -> None:
     desk.serve(lambda greeting: b"welcome")
     closed, other = Dialler(desk), Dialler(desk)
-    closed.dialled.close()
-    closed.dialled.close()
+    closed.close()
+    closed.close()
     await asyncio.wait_for(other.answer, LIMIT_S)
     assert not closed.answer.done() and not closed.broke
 
@@ -261,7 +258,7 @@ async def test_a_peer_greets_more_peers_than_libzmq_has_sockets_for_unless_told(
     resource.setrlimit(resource.RLIMIT_NOFILE, (4_096, hard))
     try:
         for one in [Dialler(desk) for _ in range(500)]:
-            one.dialled.close()
+            one.close()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

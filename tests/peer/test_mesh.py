@@ -38,12 +38,12 @@ class Far:
         self.asked: asyncio.Queue[bytes] = asyncio.Queue()
         self.streams = Streams(False, lambda stream, frame: self.asked.put_nowait(bytes(frame)))
 
-    def dial(self, address: str, greeting: bytes, take: Any, broke: Any) -> Far:
+    def dial(self, address: str, greeting: bytes, take: Any, broke: Any) -> Any:
         self.greeted += 1
         if self.answer is not None:
             rid = peering.decode_request(greeting).rid
             asyncio.get_running_loop().call_soon(take, self.answer(rid))
-        return self
+        return self.close
 
     def close(self) -> None: ...
 

@@ -13,7 +13,6 @@ import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from dataplane.peer.failures import LinkBroken
@@ -329,7 +328,7 @@ class Streams:
 
 
 class Dealer:
-    """One that was dialled, as `peer.net.greetings.Dialled`."""
+    """A connection that was dialled."""
 
     wire: Wire | None = None
     closed = False
@@ -396,7 +395,7 @@ class Greetings:
     """Stands where `peer.net.greetings.Greetings` does."""
 
     def __init__(self, network: Network, gate: object) -> None:
-        self.dial = partial(Dealer, network)
+        self.dial = lambda *how: Dealer(network, *how).close
         self._network = network
         self._router: Router | None = None
 

@@ -149,20 +149,6 @@ def tune(socket: zmq.Socket[Any], address: str) -> None:
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, random.randint(*RECONNECT_MAX_MS))
 
 
-class Dialled:
-    """A connection to another peer, made or being made."""
-
-    def __init__(self, socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> None:
-        self._socket, self._monitor = socket, monitor
-
-    def close(self) -> None:
-        """Close the connection without further notifications."""
-        if not self._socket.closed:
-            self._socket.disable_monitor()
-            self._monitor.close(linger=0)
-            self._socket.close(linger=0)
-
-
 class Greetings:
     """The greetings of one peer, sent and received."""
 
@@ -209,8 +195,9 @@ class Greetings:
         greeting: bytes,
         take: Callable[[bytes], None],
         broke: Callable[[], None],
-    ) -> Dialled:
-        """Greet the peer at an address as soon as one is there.
+    ) -> Callable[[], None]:
+        """Greet the peer at an address as soon as one is there. Returns what closes the connection,
+        made or being made, without further notifications.
 
         take: gets the reply. broke: called when the connection ends after it was made. Raises
         LinkBroken if no file descriptor is left for it; one may be free a moment later.
@@ -233,7 +220,14 @@ class Greetings:
         answer.add_done_callback(lambda _: None if answer.cancelled() else take(answer.result()))
         with suppress(zmq.Again):  # the queue is long enough; refused by now, and `broke` is told
             asyncio.ensure_future(socket.send(greeting, zmq.NOBLOCK)).result()
-        return Dialled(socket, monitor)
+
+        def close() -> None:
+            if not socket.closed:
+                socket.disable_monitor()
+                monitor.close(linger=0)
+                socket.close(linger=0)
+
+        return close
 
     def close(self) -> None:
         """Close every socket. Messages that are not sent yet are lost."""

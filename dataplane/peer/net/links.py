@@ -148,11 +148,11 @@ class Link:
         """
         answer, mesh = self._expect(rid), self.mesh
         broke = partial(mesh.broke, self)
-        dialled = mesh.greetings.dial(self.address, greeting, self.received, broke)
+        close = mesh.greetings.dial(self.address, greeting, self.received, broke)
         try:
             hello = await answer
         finally:
-            dialled.close()
+            close()
         if not isinstance(hello, PeerHello):
             raise ProtocolError(
                 f"the peer at {self.address} sent an unexpected reply to a greeting: "

@@ -41,6 +41,10 @@ def test_a_steps_figures_are_of_what_was_done_since_the_last_ones(cluster: Clust
         assert second.keys() == first.keys()
         assert second["put/rows"] == second["stage/train/rows"] == second["copy/bytes"] == 0
         assert second["stage/train/behind_rows"] == 2
+        for _ in range(2):
+            part.claim("train", rows=2).release()
+        third = plane.metrics()
+        assert (third["stage/train/released_rows"], third["stage/train/redelivered_rows"]) == (4, 2)
 
 
 def test_figures_of_one_step_say_why_it_took_so_long_and_how_stale_it_was() -> None:

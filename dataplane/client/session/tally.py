@@ -14,6 +14,11 @@ MAX_STAGES = 64
 OTHER = "other"
 """Stages have figures of their own, up to so many; the others are counted together."""
 _OF_ARENA = ("size", "used", "pinned", "cached", "spilled")
+_OF_STAGE = {
+    "behind_rows": "outstanding_rows",
+    "released_rows": "released_rows",
+    "redelivered_rows": "redelivered_rows",
+}
 _OF_PEER = ("pulled_bytes", "carried_bytes")
 
 
@@ -71,7 +76,8 @@ class Tally:
         for stage in stages:
             waited = sums[f"stage/{stage}", "wait_s"]
             taken[f"stage/{stage}/idle_share"] = min(1.0, waited / seconds)
-            taken[f"stage/{stage}/behind_rows"] = _behind(stats, stage)
+            for name, figure in _OF_STAGE.items():
+                taken[f"stage/{stage}/{name}"] = _of_stage(stats, stage, figure)
         taken |= _admission(stats)
         taken["peer/pulled_bytes"] = 0.0 if first else moved
         arena = stats["arena"]
@@ -88,7 +94,8 @@ def _admission(stats: dict[str, Any]) -> dict[str, float]:
     return {f"admission/{name}": float(max(one[name] for one in told)) for name in names}
 
 
-def _behind(stats: dict[str, Any], stage: str) -> float:
+def _of_stage(stats: dict[str, Any], stage: str, figure: str) -> float:
+    """The sum over all partitions."""
     partitions = stats["everywhere"]["partitions"].values()
     stages = (partition["stages"].get(stage) for partition in partitions)
-    return float(sum(figures["outstanding_rows"] for figures in stages if figures))
+    return float(sum(figures[figure] for figures in stages if figures))

@@ -13,7 +13,6 @@ import pytest
 
 import dataplane
 from dataplane import Batch, Partition, Plane
-from dataplane.client._sync.lease import dropped
 from dataplane.wire.frames import encode
 from dataplane.wire.messages import (
     Body,
@@ -166,12 +165,12 @@ def test_a_dropped_group_leaves_the_lease_with_what_was_added_for_it(
 
 
 def test_dropping_every_row_ends_the_lease(peer: ScriptedPeer, batch: Batch) -> None:
+    with pytest.raises(dataplane.InvalidRows, match="'zz'"):
+        batch.drop(groups=["zz"])
     batch.drop(rows=[0, 1])
     batch.drop()
     assert finishes(peer) == [("drop", [0, 1]), ("drop", [2, 3])]
     assert batch.state == "dropped"
-    with pytest.raises(dataplane.InvalidRows, match="'zz'"):
-        dropped(None, ["zz"], batch._table, 4)
 
 
 def test_a_context_acks_at_its_end_and_releases_on_an_exception(

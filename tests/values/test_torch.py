@@ -134,6 +134,15 @@ def test_rows_are_jagged_in_their_first_length(arena: Any) -> None:
         to_torch(arena.view([np.ones((2, 1)), np.ones((1, 2))]), "jagged")
 
 
+def test_no_rows_make_an_empty_list_and_no_tensor(arena: Any) -> None:
+    for values in ([np.ones(2), np.ones(3)], np.ones((2, 3)), [1, 2], ["a", "b"]):
+        none = arena.view(values)[0:0]
+        assert to_torch(none) == to_torch(none, "list") == []
+        for layout in ("dense", "padded", "jagged"):
+            with pytest.raises(InvalidValue, match=f"no rows, so a {layout} tensor would have no"):
+                to_torch(none, layout)  # type: ignore[arg-type]
+
+
 def test_an_error_advises_only_layouts_that_fit(arena: Any) -> None:
     along_two_axes = arena.view([np.ones((2, 1)), np.ones((1, 2))])
     with pytest.raises(InvalidValue, match="several axes, .* use layout='padded', or use") as told:

@@ -64,6 +64,12 @@ def to_torch(
     """
     _check_device(device)
     _check_layout(layout)
+    if not len(column) and layout in ("dense", "padded", "jagged"):
+        raise InvalidValue(
+            f"field {column.field!r}: there are no rows, so a {layout} tensor would have no dtype "
+            "and shape: convert only selections with rows, or use layout='list'",
+            field=column.field,
+        )
     column = arrays_of(column)
     holds_arrays = column.holds_arrays
     if holds_arrays:

@@ -11,21 +11,23 @@
 | torchrun | WORLD_SIZE > LOCAL_WORLD_SIZE | MASTER_ADDR, others join | TORCHELASTIC_RUN_ID |
 | Kubernetes Indexed Job, JobSet | JOB_COMPLETION_INDEX > 0 | – | host name less its index |
 
-From the top: the run is named by the first launcher that tells an id, seeds come from the first
-that sees several hosts and names them; where hosts are seen and not named, SeedsMissing. Only what
-one launch of a launcher has for itself is an id: a Slurm job without a step, or with a step of one
-task, such as a shell, is a place in which many things may be started, torchrun's id is "none"
-unless one is given, and the job ids of Ray begin anew in each of its sessions.
-mpirun is asked before Slurm, by which it may start ranks: those of its own host have no step then.
-"Others join": only the first host is known, so a peer must start there; those of other hosts wait
-for it, and join from the address that reaches it. On Ray, `dataplane.integrations.ray.start()`
-starts one on every host instead.
+`jobs` asks the launchers from the top. The first one with an id names the run. Seeds come from the
+first one that sees several hosts and names them. SeedsMissing is raised if several hosts are seen
+and not named.
 
-Chosen for Kubernetes: nothing tells a pod how many pods its Job, JobSet or StatefulSet has, so only
-a LeaderWorkerSet derives seeds; the others want DATAPLANE_SEEDS, which their manifest knows
-(`tcp://<set>-0.<service>:7101,...`). The first pod of an Indexed Job cannot see from variables that
-there are others: give it seeds too.
-A derived seed's port is a function of the run's name and the user, so that two on one host differ.
+An id belongs to one launch. A Slurm job without a step, or a step of one task, such as a shell, has
+none, because many programs may start there. A torchrun without `--rdzv-id` has none either. Job ids
+of Ray repeat in each session, so the session is a part of the id. Open MPI is asked before Slurm:
+mpirun may start ranks through Slurm, and the ranks of its own host then have no step.
+
+"Others join": the launcher names only the first host. A peer must start there. Peers of the other
+hosts wait for it, and join from the address that reaches it. On Ray,
+`dataplane.integrations.ray.start()` starts one on every host instead.
+
+A pod cannot tell how many pods its Job, JobSet or StatefulSet has. Only a LeaderWorkerSet derives
+seeds. The others need DATAPLANE_SEEDS (`tcp://<set>-0.<service>:7101,...`), also in the first pod
+of an Indexed Job. The port of a derived seed depends on the run's name and the user, so that two
+runs on one host differ.
 """
 
 from __future__ import annotations

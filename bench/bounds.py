@@ -23,7 +23,7 @@ frames = up_to(100_000_000, "a peer takes only a few thousand a second")
 
 
 class Impossible(ValueError):
-    """Options that are valid one by one, but not together."""
+    """A command cannot work with what it was given: options that contradict each other, a file."""
 
 
 def check(prompts: int, steps: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dataplane.errors import BackPressure, LeaseExpired
+from dataplane.errors import BackPressure, LeaseExpired, ProtocolError
 from dataplane.events.ring import Ring
 from dataplane.memory.admission import Admission
 from dataplane.memory.lent import Lent
@@ -18,11 +18,11 @@ from dataplane.metadata.shard.reasons import Notices
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Entry
 from dataplane.peer.requests.leases import Finishing
-from dataplane.peer.requests.puts import Grants
+from dataplane.peer.requests.puts import Grants, Writing
 from dataplane.peer.room.admission import Room
-from dataplane.wire.messages import Finish
+from dataplane.wire.messages import Finish, Put
 from dataplane.wire.records import U8
-from dataplane.wire.tables import Chunk, Definition, Owner, Piece, Values
+from dataplane.wire.tables import Chunk, Definition, Owner, Piece, Rows, Values
 from tests.metadata.stores import put
 
 PAGE = 4096
@@ -61,6 +61,27 @@ async def test_a_small_reservation_does_not_overtake_a_large_one() -> None:
         await settled()
         assert order == served
     await asyncio.gather(*asked)
+
+
+async def test_space_of_a_refused_put_goes_to_a_call_that_waits() -> None:
+    space, me = Space(16 * PAGE), Owner("tcp://a", 7)
+    host: Any = SimpleNamespace(
+        space=space, now=lambda: 0.0, notices=Notices(), events=Ring(), entries={}, lent=Lent(),
+        who=str, owner=me,
+    )  # fmt: skip
+    room = Room(host)
+    nothing: Any = None
+    writing = Writing(host, nothing, Grants(host, room, nothing), *[nothing] * 4)
+    (written,) = space.reserve(1, Admission.PULL, pages(16))[1]
+    asked = asyncio.create_task(room.reserve(2, Admission.PULL, pages(16), 20))
+    await settled()
+    chunk = Chunk(0, 1, 1, 1, 0)
+    sent = Values(["x"], [me], [b""], [chunk], [Piece(0, [0], 0, b"\1")])
+    session: Any = SimpleNamespace(id=1)
+    with pytest.raises(ProtocolError, match="differ in size"):
+        writing.put(session, nothing, Put("p", 1, Rows(b""), sent, ranges=written.tobytes()))
+    await settled()
+    assert asked.done() and (await asked)[0] == 1
 
 
 async def test_who_waits_for_a_stretch_is_told_that_what_is_free_is_in_pieces() -> None:

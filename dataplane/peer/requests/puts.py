@@ -186,10 +186,10 @@ class Grants:
 
     def refused(self, session: Session, written: bytes) -> None:
         """Take back what a rejected message wrote. Once answered, its extents belong to the
-        peer."""
+        peer, and waiting calls get their space: also if `commit` has already released them."""
         with contextlib.suppress(ProtocolError, LimitExceeded):
             self.host.space.give_back(session.id, column(written, EXTENT))
-            self.room.pump()
+        self.room.pump()
 
     def not_taken(self, session: Session, committed: Committed) -> None:
         """Free the values of a message that failed and that no shard has."""

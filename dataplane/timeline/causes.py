@@ -354,9 +354,12 @@ def slow_at_the_end(step: Step) -> Share | None:
 
 def rates(step: Step, leases: Iterable[Lease], kind: str) -> dict[str, float]:
     """Rows a second of work under these leases, by "host" or "worker". Leases that go on count as
-    if they ended now, so a host that has just begun is not slow."""
+    if they ended now, so a host that has just begun is not slow. Rows that were given back, or
+    whose worker died, were not worked on to the end, so their leases do not count."""
     rows, took = defaultdict[str, float](float), defaultdict[str, float](float)
     for lease in leases:
+        if not lease.is_open and lease.reason not in (Reason.ACK, Reason.DROP):
+            continue
         of = getattr(lease, kind)
         rows[of] += lease.rows
         done = busy(step.hindrances, under(lease, lease.began, lease.ended))

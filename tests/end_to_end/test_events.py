@@ -128,6 +128,41 @@ def test_a_worker_has_one_name_while_it_lives_and_after_it_ended(cluster: Cluste
         assert {e.worker for e in plane.events() if e.partition == "p"} - {""} == alive
 
 
+def test_why_names_a_trainer_that_keeps_what_its_next_rows_need_room_for(
+    cluster: Cluster,
+) -> None:
+    """It claims a second value of the other host while it holds a view of the first."""
+    cluster.start("a", "b", arenas={"a": "32MiB"})
+    with cluster.connect("a") as there, cluster.connect("b") as here:
+        part = here.partition("step-1", stages={"train": ["x"]}, group_size=1)
+        values = [np.zeros(18 << 20, np.uint8) for _ in range(2)]
+        for group, value in enumerate(values):
+            part.put({"x": [value]}, group=group)
+        far = there.partition("step-1")
+        first = far.claim("train", groups=1)
+        views = first.numpy("x", view=True)
+        second = threading.Thread(target=lambda: far.claim("train", groups=1).ack())
+        second.start()
+        try:
+
+            def waits() -> bool:
+                going_on = [e for e in here.events() if e.going_on and e.kind == "room_wait"]
+                told = [(e.reason, e.stage, e.peer) for e in going_on]
+                return told == [("pull", "train", "a")]
+
+            until(waits, "the wait is told while it lasts")
+
+            def named() -> bool:
+                return explain(Step(here.events(), "step-1")).cause is Cause.FULL_ARENA
+
+            until(named, "it is named")
+        finally:
+            del views
+            first.ack()
+            del first
+            second.join()
+
+
 def test_why_names_a_reward_host_that_is_slow(cluster: Cluster) -> None:
     """Of three hosts, one takes for one group as long as the others take for nine."""
     cluster.start("a", "b", "c")

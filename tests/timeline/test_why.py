@@ -337,6 +337,19 @@ def test_a_slow_worker_of_the_last_stage_is_named_if_it_ends_alone() -> None:
             assert found.sentence.endswith("; train was busy 100% of it")
 
 
+def test_a_worker_that_died_early_makes_no_other_one_slow() -> None:
+    """Of its two leases one ended when it died, after a moment."""
+    events = list[Event]()
+    for nth in range(8):
+        events += put(1.0, f"g{nth}", "rollout")
+    events += stage("train", 1.0, 1.5, "g0", "pid 7")
+    events += stage("train", 1.5, 1.51, "g1", "pid 7", reason=Reason.DIED)
+    for nth in range(1, 8):
+        events += stage("train", 1.0 + 0.5 * nth, 1.5 + 0.5 * nth, f"g{nth}", "pid 8")
+    found = explained(events)
+    assert found.cause is Cause.LAST_STAGE, found.sentence
+
+
 def test_a_stalled_peer_is_named_and_not_the_link_from_it() -> None:
     """Peer b does not run for four of the five seconds that a pull from it takes."""
     events = [*put(1.0, "g0", "rollout"), *stage("train", 1.1, 6.2, "g0", "trainer")]

@@ -56,6 +56,15 @@ class Waiter:
     since: float
 
 
+@dataclass(slots=True, eq=False)
+class _StarvedClaim:
+    nbytes: int
+    turn: asyncio.Future[None]
+    holder: int
+    since: float
+    stage: str
+
+
 class Room:
     """Admission to the host arena. Calls never wait for space on a device."""
 
@@ -76,7 +85,7 @@ class Room:
         """by a number that each claim has chosen"""
         self._promised_bytes = 0
         """all of them together"""
-        self._claims: dict[int, tuple[int, asyncio.Future[None]]] = {}
+        self._claims: dict[int, _StarvedClaim] = {}
         self._by_rank = [self._lines[admission] for admission in sorted(Admission, reverse=True)]
 
     def __len__(self) -> int:
@@ -288,14 +297,13 @@ class Room:
     def going_on(self) -> list[Record]:
         """Return a record of each call that waits for space: its reason and start time, as for a
         wait that ends now."""
-        now, by, found = self._host.now(), self._most_by() if len(self) else "", list[Record]()
-        for line in self._by_rank:
-            for one in line:
-                record = Record(
-                    Kind.ROOM_WAIT, now, REASONS[one.admission], worker=one.holder, by=by
-                )
-                record.seconds = max(0.0, now - one.since)
-                found.append(record)
+        waiting = [(REASONS[p.admission], "", p.holder, p.since) for q in self._by_rank for p in q]
+        waiting += [(Reason.PULL, c.stage, c.holder, c.since) for c in self._claims.values()]
+        now, by, found = self._host.now(), self._most_by() if waiting else "", list[Record]()
+        for reason, stage, holder, since in waiting:
+            record = Record(Kind.ROOM_WAIT, now, reason, stage=stage, worker=holder, by=by)
+            record.seconds = max(0.0, now - since)
+            found.append(record)
         return found
 
     def _most_by(self) -> str:
@@ -365,23 +373,23 @@ class Room:
 
     def _look_at_claims(self) -> None:
         """Those who have waited longest get theirs."""
-        for claim, (nbytes, turn) in self._claims.items():
-            if not turn.done() and self.promise(claim, nbytes):
-                turn.set_result(None)
+        for claim, starved in self._claims.items():
+            if not starved.turn.done() and self.promise(claim, starved.nbytes):
+                starved.turn.set_result(None)
 
     async def promised(self, claim: int, holder: int, nbytes: int, timeout_s: float | None) -> bool:
         """Wait until the claim may pull its bytes. False at the deadline. Call `back` in both
         cases."""
         turn = asyncio.get_running_loop().create_future()
-        self._claims[claim] = nbytes, turn
-        began, by = self._host.now(), self._most_by()
+        began, by, stage = self._host.now(), self._most_by(), call_context.get().stage
+        self._claims[claim] = _StarvedClaim(nbytes, turn, holder, began, stage)
         self._waits()
         try:
             await asyncio.wait([turn], timeout=timeout_s)
             return turn.done()
         finally:
             del self._claims[claim]
-            self._waited(Reason.PULL, holder, began, by, call_context.get().stage)
+            self._waited(Reason.PULL, holder, began, by, stage)
 
     def why(self, needed_bytes: int) -> Why:
         """Why a claim waits for space, and the figures."""

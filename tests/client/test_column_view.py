@@ -105,3 +105,13 @@ def test_a_view_with_a_value_that_cannot_be_decoded_has_a_representation() -> No
     with pytest.raises(ProtocolError):
         view[1]
     assert repr(view).startswith("<x: 2 rows, unreadable: received a truncated object")
+
+
+def test_a_wrong_index_is_the_error_of_a_sequence_and_names_the_field() -> None:
+    spec = ColumnSpec("bytes")
+    (column,) = columns_of([spec], 3, laid_out([spec], [[b"a", b"b", b"c"]]))
+    view = ColumnView("x", [RowSpan(column, 0, 3)])
+    with pytest.raises(IndexError, match="field 'x': row 3 is out of range, .* there are 3 rows"):
+        view[3]
+    with pytest.raises(TypeError, match=r"field 'x': the index is \[0, 1\]: expected an int or a"):
+        view[[0, 1]]  # type: ignore[call-overload]

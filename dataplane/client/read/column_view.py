@@ -108,7 +108,18 @@ class ColumnView(Sequence[Any]):
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
             return self.take(np.arange(len(self))[index])
-        row = range(len(self))[index]
+        try:
+            row = range(len(self))[index]
+        except IndexError:
+            raise IndexError(
+                f"field {self.field!r}: row {index} is out of range, because there are "
+                f"{len(self)} rows"
+            ) from None
+        except TypeError:
+            raise TypeError(
+                f"field {self.field!r}: the index is {index!r:.40}: expected an int or a slice; to "
+                "select several rows, use batch.rows([…])"
+            ) from None
         column, at = self.place(row)
         if column is not None and column.is_array:
             return column.array(at)

@@ -55,7 +55,7 @@ class Step:
         self.everything = events
         generation = max((e.generation for e in events if e.partition == partition), default=0)
         self.events = [e for e in events if e.partition == partition and e.generation == generation]
-        dropped = any(e.kind is Kind.DROP and e.group == "" for e in self.events)
+        dropped = any(is_whole_drop(e) for e in self.events)
         latest = max((e.at for e in events if e.kind is not Kind.MISSING), default=0.0)
         self.now = latest if dropped else max(now, latest)
         self.near_s = NEAR_S + max((e.uncertain for e in events), default=0.0)
@@ -194,6 +194,11 @@ class Step:
         )
 
 
+def is_whole_drop(event: Event) -> bool:
+    """Return whether the partition was dropped, and not rows of it."""
+    return event.kind is Kind.DROP and event.group == "" and bool(event.nbytes or not event.rows)
+
+
 def leases(events: Iterable[Event], now: float, partly: bool = False) -> list[Lease]:
     """Return the leases whose begin is among these events. partly: also those of which only a later
     event is, which says how long they have lasted."""
@@ -215,6 +220,10 @@ def leases(events: Iterable[Event], now: float, partly: bool = False) -> list[Le
             lease.reason = e.reason
             if lease.left <= 0:
                 lease.ended, lease.is_open = e.at, False
+        elif is_whole_drop(e):
+            for (_, _, *of), lease in found.items():
+                if lease.is_open and of == [e.partition, e.generation]:
+                    lease.ended, lease.is_open, lease.reason = e.at, False, Reason.DROP
     return _of_plans(list(found.values()))
 
 

@@ -288,6 +288,17 @@ def test_a_last_stage_that_nobody_claims_from_is_named() -> None:
     assert "while train had rows of other steps" in found.sentence
 
 
+def test_a_lease_ends_with_its_partition() -> None:
+    """The reward worker held rows of another step that was dropped before this one began."""
+    before = {"partition": "step-40", "stage": "reward"}
+    begun = before | {"worker": "pid 7", "rows": 8, "lease": 1}
+    dropped = happened(Kind.DROP, 0.9, **{"partition": "step-40", "rows": 8, "nbytes": 64})
+    events = [happened(Kind.LEASE_BEGIN, 0.5, **begun), dropped, *rolled(4)]
+    found = explained([*events, waits(1.0, 20.0, Reason.FIELD)])
+    assert found.cause is Cause.TOO_FEW_WORKERS, found.sentence
+    assert "4 groups waited for reward, and no worker had claimed from it" in found.sentence
+
+
 def test_a_group_that_lacks_rows_is_named() -> None:
     of = {"rows": 3, "group": "short", "worker": "rollout", "host": "a"}
     events = [*put(1.1, "g0", "rollout"), *put(1.2, "g1", "rollout"), happened(Kind.PUT, 1.3, **of)]

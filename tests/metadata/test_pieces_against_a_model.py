@@ -363,11 +363,12 @@ def test_messages_share_small_shapes_and_not_those_that_would_fill_the_memory() 
         return shape(list(fields), rows, given), shape(list(fields), rows, given)
 
     one, other = both(["a", "b"], 8, all_of(8))
-    assert one is other and one.runs is other.runs
-    assert [len(runs) for runs in one.runs.values()] == [1, 1]
+    assert one is other and one.runs("a") is one.runs("a")
+    assert [len(one.runs(field)) for field in "ab"] == [1, 1]
     rows = SHARED_RUNS  # of which every second one has both fields
     one, other = both(["a", "b"], rows, bits_of(range(0, rows, 2)))
-    assert one is other and one.runs is not other.runs
-    assert one.runs == other.runs and len(one.runs["b"]) == rows
+    assert one is other and one.runs("b") is one.runs("b") and len(one.runs("b")) == rows
+    assert one.runs("a") is not one.runs("a") and one.runs("a") == one.runs("a")
+    assert {run.column for run in one.runs("a") if run.chunk == 0} == {0}
     one, other = both([letter * 500 for letter in "abc"], 8, all_of(8))  # over SHARED_BYTES
-    assert one is not other and one.runs == other.runs
+    assert one is not other and one.runs("c" * 500) == other.runs("c" * 500)

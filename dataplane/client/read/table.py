@@ -17,7 +17,7 @@ from dataplane.client.read.chunk_columns import ChunkColumn, Memory, columns_of
 from dataplane.client.read.column_view import ColumnView, RowSpan, cut, stretches
 from dataplane.client.write.rows import Index, group_names, row_names, tag_values
 from dataplane.errors import InvalidRows, ProtocolError
-from dataplane.metadata.tables.values_on_wire import MessageRun, MessageShape, shape_in
+from dataplane.metadata.tables.values_on_wire import MessageShape, shape_in
 from dataplane.wire import layouts
 from dataplane.wire.limits import MAX_ROWS_PER_MESSAGE, NO_GROUP
 from dataplane.wire.records import EXTENT, KEY, U4, U8, column
@@ -42,7 +42,6 @@ class TableReader:
         self._places: list[int] = column(table.places, U8, 2 * chunks).tolist()
         self._shape = _shape_of(table)
         self._chunks: dict[int, list[ChunkColumn]] = {}
-        self._message_runs: dict[str, list[MessageRun]] | None = None
         self._runs: dict[str, list[RowSpan]] = {}
         self._rows: Index | None = None
         """those of the table, in this order; None: all"""
@@ -71,10 +70,8 @@ class TableReader:
 
     def _find(self, field: str) -> list[RowSpan]:
         """The field of all rows of the table."""
-        if self._message_runs is None:
-            self._message_runs = self._shape.runs
         opened, runs = self._chunks, list[RowSpan]()
-        for chunk, at, first, last in self._message_runs[field]:
+        for chunk, at, first, last in self._shape.runs(field):
             if chunk < 0:
                 runs.append(RowSpan(None, first, last))
                 continue

@@ -54,7 +54,7 @@ SHARED_BYTES, SHARED_CHUNKS, SHARED_ROWS = 1_024, 64, 1_024
 """What a message brings is looked up only if its encoded pieces, the names of its fields, its
 chunks and its rows are no more: larger ones hardly repeat, and would fill the memory."""
 SHARED_RUNS = 512
-"""The same of the runs of all its fields."""
+"""The same of the runs of its fields."""
 SHARED_BLOCKS = 32
 """The same of blocks whose values leave together."""
 
@@ -96,7 +96,8 @@ class MessageShape(msgspec.Struct, gc=False, eq=False):
     rows: dict[str, int]
     used: dict[int, int]
     _block: BlockShape | None = None
-    _runs: dict[str, list[MessageRun]] | None = None
+    _runs: dict[str, list[MessageRun]] = {}
+    _free_runs: int = SHARED_RUNS
 
     @property
     def block(self) -> BlockShape:
@@ -113,21 +114,21 @@ class MessageShape(msgspec.Struct, gc=False, eq=False):
             self._block = shape_of(self.count, tuple(pieces))
         return self._block
 
-    @property
-    def runs(self) -> dict[str, list[MessageRun]]:
-        """By field, where the values of all rows are, in the order of the rows. More than
-        SHARED_RUNS are found again for each caller."""
-        if self._runs is not None:
-            return self._runs
-        found: dict[str, list[tuple[int, MessageRun]]] = {field: [] for field in self.fields}
-        for one in self.pieces:
-            for row, first, last in _stretches(one):
-                for column_, field in enumerate(one.fields):
-                    if field != UNUSED:
-                        found[field].append((row, MessageRun(one.chunk, column_, first, last)))
-        runs = {field: _without_gaps(placed, self.count) for field, placed in found.items()}
-        if sum(map(len, runs.values())) <= SHARED_RUNS:
-            self._runs = runs
+    def runs(self, field: str) -> list[MessageRun]:
+        """Where the values of a field of all rows are, in the order of the rows. Found again for
+        each caller where this shape would keep more than SHARED_RUNS."""
+        runs = self._runs.get(field)
+        if runs is None:
+            placed = list[tuple[int, MessageRun]]()
+            for one in self.pieces:
+                if field in one.fields:
+                    at = one.fields.index(field)
+                    for row, first, last in _stretches(one):
+                        placed.append((row, MessageRun(one.chunk, at, first, last)))
+            runs = _without_gaps(placed, self.count)
+            if len(runs) <= self._free_runs:
+                self._free_runs -= len(runs)
+                self._runs[field] = runs
         return runs
 
 

@@ -189,6 +189,30 @@ def test_groups_that_were_not_trained_need_a_task_that_filters(tmp_path: Path) -
         load([folder], "math")
 
 
+@pytest.mark.parametrize("plane", ["dataplane", "controller-stream"])
+def test_a_recording_is_run_with_its_stages_and_workers(plane: str, tmp_path: Path) -> None:
+    """Two reward workers on one host, no reference model, a trainer that takes a whole step, and a
+    second step with fewer groups than it takes at once."""
+    of = {"workers": {"reward": 2, "train": 1}, "hosts": 1, "stages": ["reward", "train"]}
+    claims = {"reward": [1, 2], "train": [4, 4]}
+    spent = [{"stage": stage, "seconds": 0.01} for stage in ("reward", "train")]
+    groups = [group(n, host=0, put_seconds=0.01 * n, stages=spent) for n in range(4)]
+    folder = write(
+        tmp_path / "r", [step(n, claims=claims, **of) for n in range(2)], groups, hosts=1
+    )
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist(groups[:3]), folder / "step-000001.parquet"
+    )
+    report = tmp_path / "report.json"
+    argv = ["run", "--trace", "math", "--trace-file", str(folder), "--planes", plane]
+    assert main([*argv, "--link", "none", "--json", str(report)]) == 0
+    (run,) = json.loads(report.read_text())["runs"]
+    assert (run["status"], run["rows"], run["rows_expected"]) == ("ok", 28, 28)
+    names = {"rollout-0", "reward-0", "reward-1", "train-0"}
+    assert run["workers"].keys() - {"controller"} == names
+    assert len(run["step_seconds"]) == 2
+
+
 BAD: dict[str, tuple[Any, str]] = {
     "no step": (lambda folder: write(folder, []), "this recording has no complete step"),
     "another format": (lambda folder: write(folder, [step(0)], format=9), "format 9, but"),

@@ -6,7 +6,6 @@ An error is one line on standard error, and exit code 2.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import logging
 import os
@@ -16,7 +15,7 @@ from collections.abc import Callable, Sequence, Set
 from functools import partial
 from typing import Any, TypeAlias
 
-from dataplane import progress
+from dataplane import plugins, progress
 from dataplane.errors import (
     DataplaneError,
     PeerAmbiguous,
@@ -330,7 +329,7 @@ def _in(module: str, name: str) -> Callable[[argparse.Namespace], int]:
     that it asks."""
 
     def run(arguments: argparse.Namespace) -> int:
-        command = getattr(importlib.import_module(f"dataplane.{module}"), name)
+        command = plugins.own(f"dataplane.{module}:{name}")
         code: int = command(arguments, partial(_one_run, arguments))
         return code
 

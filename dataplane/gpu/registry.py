@@ -7,7 +7,6 @@ that is host memory.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from dataplane import plugins
@@ -60,13 +59,13 @@ def peer_devices(wanted: Any) -> PeerDevices | None:
     device (`DeviceMemory`), or None. Raise DeviceMissing if there is no device."""
     if wanted is None:
         return None
-    devices: PeerDevices = import_module("dataplane.gpu.peer").PeerDevices(wanted)
+    devices: PeerDevices = plugins.own("dataplane.gpu.peer:PeerDevices")(wanted)
     return devices
 
 
 def client_module(name: str) -> Any:
     """Return a module of `dataplane.gpu.client`, which needs the client and is loaded on use."""
-    return import_module(f"dataplane.gpu.client.{name}")
+    return plugins.own(f"dataplane.gpu.client.{name}")
 
 
 def names() -> list[str]:

@@ -173,6 +173,8 @@ class Progress:
         """with the number of operations that each waits for, which only grows"""
         self.on_awaited: Callable[[], None] = lambda: None
         """called when somebody begins to wait for the backup"""
+        self.is_slow: Callable[[], bool] = lambda: True
+        """asked about a backup that has not confirmed a call in time: whether it is only slow"""
 
     @property
     def is_settled(self) -> bool:
@@ -204,7 +206,7 @@ class Progress:
         else:
             self._waiting[reached] = self.done
             reached.add_done_callback(self._waits_no_more)
-            in_time(reached, until, _late)
+            in_time(reached, until, self._late)
             self.on_awaited()
         return reached
 
@@ -212,14 +214,13 @@ class Progress:
         """Out of time, or given up: a backup that is not there may be awaited again and again."""
         self._waiting.pop(reached, None)
 
-
-def _late() -> Unavailable:
-    return Unavailable(
-        "the backup of this host's peer did not confirm the call in time. The call may "
-        "have taken effect: repeat it. If this persists, check the backup with dataplane "
-        "status",
-        **{OVERDUE: True},
-    )
+    def _late(self) -> Unavailable:
+        return Unavailable(
+            "the backup of this host's peer did not confirm the call in time. The call may "
+            "have taken effect: repeat it. If this persists, check the backup with dataplane "
+            "status",
+            **({OVERDUE: True} if self.is_slow() else {}),
+        )
 
 
 @dataclass(slots=True)
@@ -275,6 +276,7 @@ class Host:
 
     def __post_init__(self) -> None:
         self.serving = Serving(self)
+        self.progress.is_slow = lambda: self.serving.is_slow
         self.changes = OutgoingChanges(self.owner)
 
     @property
@@ -467,6 +469,11 @@ class Serving:
         return now - self._confirmed < LEASE_S
 
     @property
+    def is_slow(self) -> bool:
+        """Whether who confirms requests has just done so: it is slow, and not away."""
+        return self.host.now() - self._confirmed < SLOW_S
+
+    @property
     def _confirmed(self) -> float:
         """When the last request was sent that the backup in sync confirmed, or without one the
         keeper."""
@@ -485,7 +492,7 @@ class Serving:
         try:
             await within(until - self.host.now(), self._become_sure())
         except TimeoutError as exc:
-            slow = {OVERDUE: True} if self.host.now() - self._confirmed < SLOW_S else {}
+            slow = {OVERDUE: True} if self.is_slow else {}
             raise Unavailable(
                 f"{self.reason}. Repeat the call; if this persists, check the network between the "
                 "peers",

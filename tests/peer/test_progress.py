@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 
 import pytest
 
 from dataplane.errors import Unavailable
 from dataplane.peer.host import Progress
+from dataplane.wire.messages import OVERDUE
 
 TRIES = 100
 
@@ -33,3 +35,15 @@ async def test_who_is_out_of_time_or_gave_up_is_kept_no_longer() -> None:
     assert progress.is_awaited and not stays.done()
     progress.move(2)
     assert stays.done() and not progress.is_awaited
+
+
+@pytest.mark.parametrize("is_slow", [True, False])
+async def test_only_a_backup_that_confirmed_just_now_is_called_slow(is_slow: bool) -> None:
+    """A call at a slow peer ends with DeadlineExceeded. If the backup is away, it is
+    Unavailable."""
+    progress = Progress()
+    progress.required, progress.done = True, 1
+    progress.is_slow = lambda: is_slow
+    with pytest.raises(Unavailable, match="did not confirm") as caught:
+        await progress.reached(time.monotonic() + 0.01)
+    assert (OVERDUE in caught.value.details) == is_slow

@@ -8,7 +8,6 @@ overhead, idle and wasted. A span that may overlap another of the same worker ha
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 import os
 import re
@@ -16,6 +15,8 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+from dataplane import plugins
 
 log = logging.getLogger(__name__)
 
@@ -199,7 +200,7 @@ def _exporter(signal: str, name: str) -> Any:
     protocol = os.environ.get(f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL", general)
     package = f"opentelemetry.exporter.otlp.proto.{'grpc' if protocol == 'grpc' else 'http'}"
     module = "trace_exporter" if signal == "TRACES" else "metric_exporter"
-    return getattr(importlib.import_module(f"{package}.{module}"), name)()
+    return plugins.own(f"{package}.{module}:{name}")()
 
 
 def _links(parents: Iterable[object]) -> list[Any]:

@@ -201,8 +201,8 @@ def _add_get(commands: Commands) -> None:
         metavar="NAME",
         action="append",
         help=(
-            "show only this field; may be repeated (default: all fields); the values are copied to "
-            "this host"
+            "show only this field, and copy only its values to this host; may be repeated "
+            "(default: all fields)"
         ),
     )
     _add_source(get)

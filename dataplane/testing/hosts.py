@@ -79,8 +79,8 @@ class Host:
         return await self.engine.read(source.remote, copies, timeout_s, self.transport)
 
     async def read_in_the_end(self, source: Host, copies: Records) -> ReadOutcome:
-        """Call `read`, and retry up to four times if the transfer fails, because a worker may be
-        restarting. A peer does the same."""
+        """Call `read`, and retry up to four times if the transfer fails, as a peer does: a worker
+        may be restarting."""
         for _ in range(4):
             try:
                 return await self.read(source, copies)

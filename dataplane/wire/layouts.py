@@ -118,8 +118,9 @@ def decode(layout: bytes) -> tuple[ColumnSpec, ...]:
             )
         if bool(spec.dtype) != (spec.kind in _WITH_DTYPE):
             raise ProtocolError(
-                f"invalid column of kind {spec.kind!r} and dtype {spec.dtype!r}: only columns of "
-                f"the kinds {', '.join(_WITH_DTYPE)} have a dtype"
+                f"invalid column of kind {spec.kind!r} with dtype {spec.dtype[:64]!r}: columns of "
+                f"the kinds {', '.join(_WITH_DTYPE)} must have a dtype, and others must not. "
+                "Install the same dataplane release everywhere"
             )
         if spec.kind == "number" and spec.dtype not in _OF_NUMBERS:
             raise ProtocolError(
@@ -131,6 +132,7 @@ def decode(layout: bytes) -> tuple[ColumnSpec, ...]:
             dtype_of(spec.dtype)
         if spec.shape and spec.kind != "array":
             raise ProtocolError(
-                f"invalid shape {spec.shape} of a column of kind {spec.kind!r}: expected ()"
+                f"invalid shape {spec.shape} of a column of kind {spec.kind!r}: expected (). "
+                "Install the same dataplane release everywhere"
             )
     return found.columns

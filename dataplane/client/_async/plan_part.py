@@ -144,7 +144,7 @@ async def join(
 
 @dataclass(frozen=True, slots=True)
 class FetchedRows:
-    """Fetched rows of a plan. there: their positions in the plan, ascending."""
+    """Rows fetched from a plan. `there` holds their positions in the plan, in ascending order."""
 
     table: Table
     pin: Pin

@@ -254,9 +254,9 @@ class Partition:
         """Return a stream for training loops. While the loop works on one batch, the loader
         prepares the next `prefetch` batches in a thread, or in a task of the event loop.
 
-        That thread or task calls `collate` with each batch. The loop gets the result of `collate`,
-        for example of `lambda batch: batch.tensordict(device="cuda")`. `loader.batch` is the batch
-        itself. The other arguments are those of `stream`.
+        That thread or task calls `collate`, for example
+        `lambda batch: batch.tensordict(device="cuda")`, with each batch, and the loop gets the
+        result. `loader.batch` is the batch itself. The other arguments are those of `stream`.
         """
         return Loader(
             self._handle,
@@ -300,8 +300,8 @@ class Partition:
         - `budget={tag: sum}`: no micro-batch exceeds this sum of the tag, unless it is a single
           row. None: one micro-batch per mini-batch.
         - `balance`: the tag whose sums are made as equal as possible across ranks. Default: the
-          tag of `budget`. Every rank gets the same number of rows, or of groups with
-          `unit="groups"`.
+          tag of `budget`. Every rank gets the same number of rows or, if `unit="groups"`, the same
+          number of groups.
         - `epochs`, `seed`: the number of epochs, and the seed for reshuffling the rows in every
           epoch.
         - `remainder`: if the number of rows is not a multiple of ranks × minibatches, "pad" adds

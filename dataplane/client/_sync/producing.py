@@ -80,7 +80,7 @@ class Admission:
         except DataplaneError as failure:
             # The peer frees them with the session, if it has not received this.
             log.warning(
-                "%r: could not return the permits, which the peer frees when the session ends: %s",
+                "%r: could not return the permits: %s. The peer frees them when the session ends",
                 self,
                 failure,
             )

@@ -120,7 +120,8 @@ def _times(array: Array) -> Array:
     known = array[~np.isnat(array)]
     if known.size and (unit == "generic" or dtype.kind == "m" and unit in ("Y", "M")):
         raise InvalidValue(
-            f"Arrow cannot hold {dtype.name}, whose unit has no fixed length in seconds"
+            f"Arrow cannot hold {dtype.name}, whose unit has no fixed length in seconds: store the "
+            "field in s, ms, us or ns"
         )
     made = array.astype(f"{dtype.kind}8[{_UNITS.get(unit, 's')}]")
     if (made[~np.isnat(array)].astype(dtype) != known).any():

@@ -371,8 +371,8 @@ class ClaimQueue:
                 f"a claim for stage {self.stage!r} of partition {self.store.partition!r} "
                 f"needs to pull {sized(needed_bytes)} from other hosts at once, but the "
                 f"arena of this host can hold at most {sized(claim.asked.most_bytes)} of "
-                "pulled values: claim fewer rows at a time (or pass min=), or give the "
-                "peer a larger arena (--arena, DATAPLANE_ARENA)",
+                "pulled values: claim fewer rows at a time, pass min= to accept fewer rows "
+                "than you ask for, or give the peer a larger arena (--arena, DATAPLANE_ARENA)",
                 needed_bytes=needed_bytes,
                 cap_bytes=claim.asked.most_bytes,
                 admission="pull",

@@ -106,9 +106,8 @@ class Answers:
             above = sum([number >= change.floor for number in caller.answers])
         if above >= MAX_CHANGES_ABOVE_FLOOR and change.number not in caller.answers:
             raise LimitExceeded(
-                f"peer {change.caller.peer} already has {above} unconfirmed changes, over "
-                f"the limit of {MAX_CHANGES_ABOVE_FLOOR}: wait for the reply to the "
-                "oldest, then repeat the call",
+                f"peer {change.caller.peer} already has {above} unconfirmed changes, the maximum: "
+                "wait for the reply to the oldest, then repeat the call",
                 limit=MAX_CHANGES_ABOVE_FLOOR,
             )
 

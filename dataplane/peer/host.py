@@ -174,7 +174,7 @@ class Progress:
         self.on_awaited: Callable[[], None] = lambda: None
         """called when somebody begins to wait for the backup"""
         self.is_slow: Callable[[], bool] = lambda: True
-        """asked about a backup that has not confirmed a call in time: whether it is only slow"""
+        """whether the backup confirmed something recently; asked if a call ran out of time"""
 
     @property
     def is_settled(self) -> bool:
@@ -470,7 +470,8 @@ class Serving:
 
     @property
     def is_slow(self) -> bool:
-        """Whether who confirms requests has just done so: it is slow, and not away."""
+        """Whether the backup or keeper confirmed a request within SLOW_S. It is then slow, and not
+        unreachable."""
         return self.host.now() - self._confirmed < SLOW_S
 
     @property

@@ -556,7 +556,8 @@ def _of_array(name: str, array: Array, dedup: bool) -> ValueColumn:
 def _of_scalars(
     name: str, column: Sequence[Any], kind: type[Any], dedup: bool
 ) -> ValueColumn | None:
-    """Python numbers, or scalars of NumPy, of one type; None where this cannot say them."""
+    """Return a column of Python numbers or NumPy scalars of one type. None if the values do not
+    fit one dtype."""
     if kind in _NUMBERS:
         dtype = np.dtype(_NUMBERS[kind])
         try:

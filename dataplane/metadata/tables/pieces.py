@@ -266,8 +266,8 @@ Part = tuple[Sequence[int], Sequence[int], int]
 
 
 def split(pieces: Sequence[Piece[Chunk]], parts: Sequence[Part]) -> list[Pieces]:
-    """Return what each part gets of the pieces of a message. No two parts share a row. Takes time
-    by the rows of all pieces, however many parts there are, and less where rows are consecutive."""
+    """Split the pieces of a message among parts, which share no row. The time grows with the rows
+    of all pieces, and not with the number of parts. Consecutive rows take less."""
     found: list[list[Piece[Chunk]]] = [[] for _ in parts]
     order = sorted(range(len(parts)), key=lambda number: parts[number][0][0])
     starts = [parts[number][0][0] for number in order]
@@ -307,8 +307,8 @@ def nbytes_of(values: Iterable[tuple[Pieces, int]]) -> int:
 
 
 def _part_of(piece: Piece[Chunk], first: int, end: int, part: Part) -> Piece[Chunk] | None:
-    """How a part of neighbouring rows uses a piece that has all rows of the message from `first` to
-    `end`; None where it does not."""
+    """Return the rows that a part of consecutive rows has of a piece, or None if it has none. The
+    piece has all rows of the message from `first` to `end`."""
     rows, there, _ = part
     low, high = max(first, rows[0]), min(end, rows[-1] + 1)
     if low >= high:

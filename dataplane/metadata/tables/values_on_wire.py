@@ -76,8 +76,8 @@ _same_size = lru_cache(64)(int)
 
 
 class MessageRun(NamedTuple):
-    """Neighbouring rows of a message: in a column of a chunk, rows `first` to `last`. chunk: -1 for
-    rows that lack the field."""
+    """Consecutive rows of a message. Their values are rows `first` to `last` of a column of a
+    chunk. chunk: -1 if the rows lack the field."""
 
     chunk: int
     column: int
@@ -86,9 +86,11 @@ class MessageRun(NamedTuple):
 
 
 class MessageShape(msgspec.Struct, gc=False, eq=False):
-    """What messages have in common that differ only in their chunks. rows: by field, the rows that
-    have it. used: the chunks that pieces use, by number, with their columns; 0 if pieces disagree
-    about them."""
+    """The part of a message that other messages share, which differ from it only in their chunks.
+
+    rows: by field, the rows that have it. used: by number of the chunk, how many columns its pieces
+    name; 0 if its pieces disagree.
+    """
 
     count: int
     fields: tuple[str, ...]
@@ -115,8 +117,8 @@ class MessageShape(msgspec.Struct, gc=False, eq=False):
         return self._block
 
     def runs(self, field: str) -> list[MessageRun]:
-        """Where the values of a field of all rows are, in the order of the rows. Found again for
-        each caller where this shape would keep more than SHARED_RUNS."""
+        """Return where the values of a field are, in the order of the rows. The shape keeps up to
+        SHARED_RUNS of these; further ones are computed for each call."""
         runs = self._runs.get(field)
         if runs is None:
             placed = list[tuple[int, MessageRun]]()
@@ -133,8 +135,8 @@ class MessageShape(msgspec.Struct, gc=False, eq=False):
 
 
 def _stretches(piece: Piece[int]) -> Iterator[tuple[int, int, int]]:
-    """A row of the message, and from which to which row of the chunk its value and the following
-    are."""
+    """Yield the runs of a piece: its first row of the message, its first row of the chunk, and the
+    row of the chunk behind its last."""
     rows, first, base = rows_of(piece.given), piece.first, piece.base
     if piece.at is None and isinstance(rows, range):
         yield base + rows.start, first, first + len(rows)

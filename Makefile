@@ -14,7 +14,7 @@ bench-links: links-packages $(VENV)/.bench-installed
 	$(BIN)/python -m bench links --json bench/out/links.json
 
 bench-memory: $(VENV)/.bench-installed
-	$(BIN)/python -m bench run --trace video --planes dataplane,controller --link none --hosts 2 --prompts 16 --seed 0 --memory-limit 3GiB --json bench/out/limited.json
+	$(BIN)/python -m bench run --trace video --planes dataplane,controller --dedup both --link none --hosts 2 --prompts 16 --memory-limit 3GiB --json bench/out/limited.json
 	$(BIN)/python -m bench memory --prompts 4,8,16 --json bench/out/memory.json
 
 # Debian packages, installed if they are missing and this user may install them: python3-venv, if there is no

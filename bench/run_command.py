@@ -23,12 +23,7 @@ from bench.traces.parquet import TraceError
 from bench.traces.recording import Recording
 from bench.traces.sample import StageReplay
 
-_DEDUP: dict[str | None, tuple[bool | None, ...]] = {
-    None: (None,),  # as each plane says
-    "on": (True,),
-    "off": (False,),
-    "both": (False, True),
-}
+_DEDUP = {"on": (True,), "off": (False,), "both": (True, False)}
 
 
 def register(commands: Any) -> None:
@@ -94,10 +89,10 @@ def _add_work(run: argparse.ArgumentParser) -> None:
 def _add_planes(run: argparse.ArgumentParser) -> None:
     """Add the options of the planes, of their limits and of the report."""
     what = (
-        "whether to send the media of a group only once: on, off, or both in turn (default: on "
-        "for dataplane, both for the controller)"
+        "whether to send the media of a group only once, for all planes: on, off, or both in turn "
+        "(default: on)"
     )
-    run.add_argument("--dedup", choices=("on", "off", "both"), nargs="?", const="on", help=what)
+    run.add_argument("--dedup", choices=_DEDUP, default="on", help=what)
     add(run, "--arena", size, "arena size of each dataplane peer, such as 1GiB", default=0)
     what = "memory limit of each host, such as 3GiB, set with a cgroup"
     add(run, "--memory-limit", size, what, default=0)
@@ -129,14 +124,13 @@ def _run(options: argparse.Namespace, command: str) -> int:
     if rate is not None:
         job = with_link(job, rate, options.no_links)
     plan = [
-        replace(job, trace=trace, plane=plane, dedup=way)
+        replace(job, trace=trace, plane=plane, dedup=dedup and PLANES[plane].can_dedup)
         for trace in options.trace
         for dedup in _DEDUP[options.dedup]
         for plane in options.planes
-        for way in _ways(trace, plane, dedup)
     ]
     for name in options.planes if options.dedup == "on" else ():
-        if True not in PLANES[name].dedup_variants:
+        if not PLANES[name].can_dedup:
             Console().print(f"{name} has no dedup, so it runs without it", markup=False)
     each_once = list(dict.fromkeys(plan))
     return carry_out(each_once, options.json, command, options.no_links if rate else None)
@@ -261,11 +255,3 @@ def carry_out(
 
 def _expected(run: dict[str, Any]) -> set[str]:
     return {"ok", "not installed"} | ({"oom", "refused"} if run["memory_limit_bytes"] else set())
-
-
-def _ways(trace: str, plane: str, dedup: bool | None) -> tuple[bool, ...]:
-    """Whether a plane dedups: as asked, if it can; if nobody asks, both where there are media."""
-    ways = PLANES[plane].dedup_variants
-    if dedup is not None:
-        return (dedup and True in ways,)
-    return ways if TASKS[trace].media else ways[:1]

@@ -249,7 +249,7 @@ class Plane(ABC):
 
     endpoint: ClassVar[type[Endpoint]]  # by which a worker's process attaches
     packages: ClassVar[tuple[str, ...]] = ()  # optional ones, without which it cannot run
-    dedup_variants: ClassVar[tuple[bool, ...]]  # what runs where --dedup is not given
+    can_dedup: ClassVar[bool] = True
 
     def __init__(self, job: Job) -> None:
         self.job = job

@@ -3,11 +3,14 @@
 Two planes, which differ in one thing. `controller` has barriers, as verl's classic driver has
 (`DataProto` in a single controller): a stage begins when the one before has all groups of the step,
 and reward and reference run together. `controller-stream` has none: a group goes to its next stage
-as soon as it is complete. A comparison of the latter with `dataplane`, which streams as well,
-changes one thing too: whether bytes pass through one process.
+as soon as it is complete. `dataplane` streams as well, so a comparison with it changes one thing
+too: whether bytes pass through one process. What follows from that is part of the comparison: a
+controller sends a group to every stage, where a host of `dataplane` keeps what it has pulled.
 
-A stage has one queue of complete groups. The worker with the fewest bytes takes from its front and
-has at most two groups at a time: it works on one while the next one arrives.
+The controller runs on a trainer's host. It sends more than it receives, so where rollout has its
+own hosts, its link carries the least there. A stage has one queue of complete groups. The worker
+with the fewest bytes takes from its front and has at most two groups: while it works on one, the
+next one arrives as far as the socket's buffers hold it. `dataplane` claims no group ahead.
 
 Why nothing of that design can be quicker on the same sockets: no Ray, no pickle, no
 concatenation, no padding and no reordering (whole groups are dealt, so no prompt goes to two ranks
@@ -67,6 +70,11 @@ _TOLD = "told "
 """Prefix of an event: a worker of this stage was sent the end of the step."""
 
 
+def _host(job: Job) -> int:
+    """The controller's."""
+    return job.host_of("train", 0)
+
+
 def _reserve(job: Job, fields: Sequence[Field], prompts: Sequence[Prompt]) -> int:
     slack = sum(len(prompt.response_tokens) for prompt in prompts) * _ALIGNMENT_SLACK
     return slack + sum(group_bytes(tuple(fields), prompt, job.dedup) for prompt in prompts)
@@ -116,10 +124,9 @@ class ControllerEndpoint(Endpoint):
 
 
 class ControllerPlane(Plane):
-    """The runner's side of both: one service, on the first host."""
+    """The runner's side of both: one service, on the first trainer's host."""
 
     endpoint = ControllerEndpoint
-    dedup_variants = (False, True)
     _port = 0
 
     @property
@@ -129,7 +136,7 @@ class ControllerPlane(Plane):
     def services(self) -> list[Service]:
         job = msgspec.json.encode(self.job).decode()
         argv = [sys.executable, "-m", "bench.planes.controller", job, self._path]
-        return [Service("controller", argv, speaks=True)]
+        return [Service("controller", argv, speaks=True, host=_host(self.job))]
 
     def reachable(self, ready: Mapping[str, dict[str, Any]]) -> bool:
         if "controller" in ready:
@@ -137,9 +144,9 @@ class ControllerPlane(Plane):
         return self._port > 0
 
     def address(self, host: int) -> dict[str, Any]:
-        if host == 0:
+        if host == _host(self.job):
             return {"path": self._path}
-        return {"address": [self.job.address_of(0), self._port]}
+        return {"address": [self.job.address_of(_host(self.job)), self._port]}
 
     def moved(self, done: Mapping[str, dict[str, Any]]) -> Moved:
         return msgspec.convert(done["controller"]["moved"], Moved)
@@ -279,7 +286,7 @@ class Controller:
         self.cpu_seconds = 0.0  # of all steps
         self._unix = socket.socket(socket.AF_UNIX)
         self._unix.bind(path)
-        self._tcp = socket.create_server((job.address_of(0), 0))
+        self._tcp = socket.create_server((job.address_of(_host(job)), 0))
 
     def run(self) -> Moved:
         """Serve all steps, one after the other; rollout may be ahead by the staleness."""
@@ -417,10 +424,11 @@ class Controller:
     def _moved(self) -> Moved:
         local = [c for c in self._connections.values() if not c.remote]
         remote = [c for c in self._connections.values() if c.remote]
-        pulled = [sum(c.sent for c in remote if c.host == host) for host in range(self._job.hosts)]
-        pulled[0] += sum(c.received for c in remote)
-        sent = [sum(c.received for c in remote if c.host == h) for h in range(self._job.hosts)]
-        sent[0] += sum(c.sent for c in remote)
+        hosts, at = range(self._job.hosts), _host(self._job)
+        pulled = [sum(c.sent for c in remote if c.host == host) for host in hosts]
+        pulled[at] += sum(c.received for c in remote)
+        sent = [sum(c.received for c in remote if c.host == host) for host in hosts]
+        sent[at] += sum(c.sent for c in remote)
         return Moved(
             copied_in=sum(c.received for c in local),
             across=sum(pulled),

@@ -116,7 +116,6 @@ class DataplanePlane(Plane):
     """The runner's side: `dataplane peer` processes, and a client of each for its counters."""
 
     endpoint = DataplaneEndpoint
-    dedup_variants = (True, False)
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)

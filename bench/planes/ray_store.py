@@ -199,7 +199,6 @@ class RayStorePlane(RayPlane):
     """References passed directly."""
 
     endpoint = StoreEndpoint
-    dedup_variants = (False, True)
 
 
 def shareable(values: Sequence[Array], dedup: bool) -> tuple[list[Array], int]:

@@ -85,7 +85,7 @@ class TransferQueuePlane(RayPlane):
 
     endpoint = TransferQueueEndpoint
     packages = ("TransferQueue", "ray", "tensordict", "torch")
-    dedup_variants = (False,)
+    can_dedup = False
 
     def services(self) -> list[Service]:
         units = UNITS_A_HOST * self.job.hosts

@@ -249,15 +249,12 @@ def planned(monkeypatch: pytest.MonkeyPatch, *options: str) -> list[tuple[str, b
     return list(stopped.value.args[0])
 
 
-def test_media_run_both_ways_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_planes_dedup_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     video = ["--trace", "video", "--planes", "dataplane,controller"]
-    assert planned(monkeypatch, *video) == [
-        ("dataplane", True), ("dataplane", False), ("controller", False), ("controller", True),
-    ]  # fmt: skip
-    on = [("dataplane", True), ("controller", True)]
-    assert planned(monkeypatch, *video, "--dedup", "on") == on
-    math = ["--trace", "math", "--planes", "controller"]
-    assert len(planned(monkeypatch, *math)) == 1  # no media, nothing to share
+    on, off = ([(plane, way) for plane in ("dataplane", "controller")] for way in (True, False))
+    assert planned(monkeypatch, *video) == on
+    assert planned(monkeypatch, *video, "--dedup", "off") == off
+    assert planned(monkeypatch, *video, "--dedup", "both") == [*on, *off]
 
 
 def test_a_plane_without_dedup_runs_without_it_once_and_says_so(

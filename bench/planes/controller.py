@@ -64,7 +64,7 @@ from bench.planes.frames import (
 from bench.traces import Prompt
 
 _ALIGNMENT_SLACK = 64 * 64  # of one row's values
-_IN_FLIGHT = 2
+IN_FLIGHT = 2
 """Groups that a worker has: one to work on, one on the way."""
 _TOLD = "told "
 """Prefix of an event: a worker of this stage was sent the end of the step."""
@@ -169,7 +169,7 @@ class Connection:
 
     def load(self) -> tuple[bool, int]:
         """By which the least busy worker is found: whether it has no room, and its bytes."""
-        return len(self.unanswered) == _IN_FLIGHT, sum(self.unanswered.values())
+        return len(self.unanswered) == IN_FLIGHT, sum(self.unanswered.values())
 
     def send(self, frame: Frame, parts: Sequence[Any] = ()) -> None:
         self.sent += send(self.sock, frame, parts)
@@ -248,7 +248,7 @@ class Line:
         group that is left was sent, the workers hear that none follows."""
         while self._waiting:
             worker = min(self._workers, key=Connection.load)
-            if len(worker.unanswered) == _IN_FLIGHT:
+            if len(worker.unanswered) == IN_FLIGHT:
                 return
             prompt = self._waiting.popleft()
             worker.unanswered[prompt] = self._stock.weights[prompt]

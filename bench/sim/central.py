@@ -1,33 +1,73 @@
-"""The single controller as a model: whole batches in, then stage after stage out, on one host."""
+"""The controller with barriers as a model: whole batches in, then stage after stage out, on one
+host. The steps are those of bench/planes/controller.py.
+"""
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import Any
 
+import simpy
+
+from bench.planes.controller import IN_FLIGHT
 from bench.sim.model import Claimed, Design, Model, Steps, Work
 from bench.traces import Prompt
 
 _AT = 0  # the controller's host
 
 
+class _Line:
+    """One stage of one step: a queue of groups, and those that each worker has."""
+
+    def __init__(self, env: simpy.Environment, workers: int) -> None:
+        self.done = env.event()
+        self.inboxes = [simpy.Store(env) for _ in range(workers)]
+        """Of each worker: groups with the time at which they were dealt, then None."""
+        self._env = env
+        self._waiting: deque[tuple[Prompt, int]] = deque()
+        self._hands: list[dict[int, int]] = [{} for _ in range(workers)]
+        self._is_closed = False
+
+    def open(self, groups: Sequence[tuple[Prompt, int]]) -> None:
+        """Deal these groups, each with its bytes."""
+        self._waiting.extend(groups)
+        self._deal()
+
+    def answered(self, rank: int, prompt: Prompt) -> None:
+        del self._hands[rank][prompt.index]
+        self._deal()
+
+    def _deal(self) -> None:
+        """To the worker with the fewest bytes, while one has room."""
+        while self._waiting:
+            loads = [(len(hand) == IN_FLIGHT, sum(hand.values())) for hand in self._hands]
+            rank = loads.index(min(loads))
+            if loads[rank][0]:
+                return
+            prompt, nbytes = self._waiting.popleft()
+            self._hands[rank][prompt.index] = nbytes
+            self.inboxes[rank].put((self._env.now, prompt))
+        if not self._is_closed:
+            self._is_closed = True
+            for inbox in self.inboxes:
+                inbox.put(None)
+        if not any(self._hands):
+            self.done.succeed()
+
+
 class Central(Design):
-    """One controller; see bench/planes/controller.py, whose steps these are."""
+    """One controller."""
 
     def __init__(self, model: Model) -> None:
         super().__init__(model)
+        job, steps = self.job, range(self.job.steps)
         self._rolled = Counter[int]()
-        self._gathered = [self.env.event() for _ in range(self.job.steps)]
-        self._dealt: dict[tuple[int, str], Any] = {}
-        self._hands: dict[tuple[int, str, int], deque[Prompt]] = {}
-        self._opened: dict[tuple[int, str], float] = {}
-        for step in range(self.job.steps):
-            for stage in ("reward", "reference", "train"):
-                self._dealt[step, stage] = self.env.event()
-        self._answers: Counter[tuple[int, str]] = Counter()
-        self._answered: dict[tuple[int, str], Any] = {}
+        self._gathered = [self.env.event() for _ in steps]
+        self._lines = {
+            (step, stage): _Line(self.env, job.trainers if stage == "train" else job.hosts)
+            for step in steps
+            for stage in job.stages()
+        }
         self._held: Counter[int] = Counter()  # by step
         self.outcome.peak_bytes = [0]
         self.env.process(self._serve())
@@ -43,18 +83,16 @@ class Central(Design):
             self._gathered[step].succeed()
 
     def claim(self, step: int, stage: str, rank: int, most: int) -> Claimed:
-        asked = self.env.now
-        yield self._dealt[step, stage]
-        hand = self._hands[step, stage, rank]
-        host = self.job.host_of(stage, rank)
-        if not hand:
+        host, asked = self.job.host_of(stage, rank), self.env.now
+        dealt = yield self._lines[step, stage].inboxes[rank].get()
+        if dealt is None:
             yield from self._move(_AT, host, 0, self.costs.of(stage, ("claim",), Work()))
             return []
-        prompt = hand.popleft()
+        at, prompt = dealt
         work = self.plan.work_of(stage, prompt)
         yield from self._move(_AT, host, work.nbytes, self.costs.of(stage, ("claim",), work))
         self.outcome.peers[1] += 1
-        self.outcome.claim_s.append(self.env.now - max(asked, self._opened[step, stage]))
+        self.outcome.claim_s.append(self.env.now - max(asked, at))
         return [prompt]
 
     def answer(self, step: int, stage: str, rank: int, groups: Sequence[Prompt]) -> Steps:
@@ -64,36 +102,18 @@ class Central(Design):
             nbytes = self.plan.work_of(f"added {stage}", prompt).nbytes
             yield from self._move(host, _AT, nbytes, own)
             self._hold(step, nbytes)
-        self._answers[step, stage] -= len(groups)
-        if not self._answers[step, stage]:
-            self._answered[step, stage].succeed()
+            self._lines[step, stage].answered(rank, prompt)
 
     def _serve(self) -> Steps:
         """The controller's life: step by step, phase by phase."""
         for step in range(self.job.steps):
             yield self._gathered[step]
             for phase in self.job.phases():
-                yield self.env.all_of([self._deal(step, stage) for stage in phase])
-
-    def _deal(self, step: int, stage: str) -> Any:
-        """Whole groups, each to the worker with the fewest bytes; the event of the last answer."""
-        workers = self.job.trainers if stage == "train" else self.job.hosts
-        loads = [(0, rank) for rank in range(workers)]
-        hands: list[deque[Prompt]] = [deque() for _ in range(workers)]
-        groups = self.plan.stage_of(stage, step)
-        for prompt in groups:
-            load, rank = loads[0]
-            hands[rank].append(prompt)
-            heapq.heapreplace(loads, (load + self.plan.work_of("train", prompt).nbytes, rank))
-        for rank, hand in enumerate(hands):
-            self._hands[step, stage, rank] = hand
-        self._answers[step, stage] = len(groups)
-        self._answered[step, stage] = answered = self.env.event()
-        if not groups:
-            answered.succeed()
-        self._opened[step, stage] = self.env.now
-        self._dealt[step, stage].succeed()
-        return answered
+                for stage in phase:
+                    groups = self.plan.stage_of(stage, step)
+                    weights = [self.plan.work_of("train", prompt).nbytes for prompt in groups]
+                    self._lines[step, stage].open(list(zip(groups, weights, strict=True)))
+                yield self.env.all_of([self._lines[step, stage].done for stage in phase])
 
     def _move(self, source: int, target: int, nbytes: float, worker_s: float) -> Steps:
         """A message, in whichever direction: both ends copy while the links carry."""

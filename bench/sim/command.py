@@ -62,8 +62,8 @@ class Size:
 _FULL = Size(
     fits=[
         (trace, hosts, prompts)
-        for trace in ("math", "image")
-        for hosts, prompts in ((1, 4), (1, 10), (2, 4), (2, 10), (4, 8))
+        for trace in ("math", "image", "search")  # long text, media, short rows
+        for hosts, prompts in ((1, 4), (2, 10), (4, 8))
     ],
     checks=[("image_open", 3, 9), ("straggler", 5, 10), ("video", 6, 6), ("programming", 8, 16)],
     times=3,

@@ -27,7 +27,7 @@ _BY_THE_CLOCK = ("Beat", "Rostered", "Stats", "StatsDone", "Confirm")
 """Messages that peers send whether or not there are rows. A `Confirm` is answered by a `Done`."""
 _SWEEPS = 3_000
 _DRAWS = 4
-_TICK_S = 0.01  # in which the kernel counts processor time
+_TICK_S = 0.01  # in which the kernel counts processor time: less says nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +87,17 @@ def priced(seen: Sequence[Seen], plane: str, cores: int) -> Costs:
     """The costs of one design.
 
     What a service did is what the model of it counts, in the fit as in what is predicted: an
-    operation, a message, a byte that is put or moved, a second of idling. All runs weigh alike,
-    whatever they took; with more prices (of a link, of bytes apart) ten runs fit their own noise.
+    operation, a message, a byte that is moved, a second of idling. With more prices (of a link, of
+    bytes apart) so few runs fit their own noise.
     """
     activities, watch = _activities(seen), float(np.median([_watched(each) for each in seen]))
     free = Costs(activities, 0.0, 0.0, 0.0, 0.0, watch)
     columns, wanted = [], []
     for each in seen:
-        did, took = simulate(each.job, free, plane, cores), each.service_cpu_s()
-        weight = 1 / max(took, _TICK_S)
+        did = simulate(each.job, free, plane, cores)
         idle = each.run["seconds"] * each.job.hosts if plane == "dataplane" else 0.0
-        counts = (did.operations, did.messages, did.copied_bytes, idle)
-        columns.append([count * weight for count in counts])
-        wanted.append(took * weight)
+        columns.append([did.operations, did.messages, did.copied_bytes, idle])
+        wanted.append(each.service_cpu_s())
     operation, message, byte, idle = least_squares(columns, wanted)
     return Costs(activities, operation, message, byte, idle, watch)
 
@@ -151,8 +149,10 @@ def check(
 
 
 def least_squares(columns: ArrayLike, wanted: ArrayLike) -> list[float]:
-    """x ≥ 0 with the least |columns · x − wanted|², by going to the best of one x at a time."""
-    a, b = np.asarray(columns, float), np.asarray(wanted, float)
+    """x ≥ 0 for which columns · x is nearest to what was wanted, by going to the best of one x at a
+    time. All lines weigh alike, whatever they took: the error of each is a share of it."""
+    weights = 1 / np.maximum(np.asarray(wanted, float), _TICK_S)
+    a, b = np.asarray(columns, float) * weights[:, None], wanted * weights
     scale = np.linalg.norm(a, axis=0)
     scale[scale == 0] = 1.0  # a column of nothing: its x stays 0
     a = a / scale

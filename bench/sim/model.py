@@ -285,11 +285,11 @@ class Model:
                 yield self._trained[behind]
             start = self.env.now
             for prompt in self.plan.rolled_out(step, host):
+                work = self.plan.work_of("written", prompt)  # made before it is due, as in flow.py
+                yield self.hosts.work(self.costs.of("rollout", _GENERATE, work))
                 due = start + (prompt.rollout_seconds / job.pace if job.pace else 0.0)
                 if due > self.env.now:
                     yield self.env.timeout(due - self.env.now)
-                work = self.plan.work_of("written", prompt)
-                yield self.hosts.work(self.costs.of("rollout", _GENERATE, work))
                 yield from self._design.put(host, prompt)
             self._design.rolled(step)
 

@@ -54,16 +54,20 @@ class Clock:
 
 
 class Orders:
-    """What the runner tells a worker, a line at a time on stdin: `policy N` when the trainers have
-    finished N steps, `rolled N` when rollout has finished step N."""
+    """What the runner tells a worker, a line at a time on stdin: `policy N AT` when the trainers
+    have finished N steps, at AT on the monotonic clock; `rolled N` when rollout has finished step
+    N."""
 
     def __init__(self) -> None:
         self._version = self._rolled = -1
+        self._since = 0.0
 
-    def wait_for_policy(self, version: int) -> None:
-        """Wait until the trainers have finished `version` steps; 0 is the start of the run."""
+    def wait_for_policy(self, version: int) -> float:
+        """Wait until the trainers have finished `version` steps; 0 is the start of the run. Return
+        since when the latest policy is there."""
         while self._version < version:
             self._hear()
+        return self._since
 
     def wait_for_rollout(self, step: int) -> None:
         """Wait until all rollout workers have finished the step."""
@@ -75,8 +79,8 @@ class Orders:
         if not line:
             raise SystemExit("the runner has ended")
         match line.split():
-            case ["policy", version]:
-                self._version = int(version)
+            case ["policy", version, at]:
+                self._version, self._since = int(version), float(at)
             case ["rolled", step]:
                 self._rolled = int(step)
 
@@ -96,8 +100,8 @@ class Work:
         return self.worker.job
 
     def spend(self, recorded: float, came: float) -> None:
-        """Work on a batch that takes so much recorded time. Where a job was recorded, that is from
-        the lease to the ack: what the bench did since the batch came is part of it."""
+        """Work on a batch that takes so much recorded time. A recorded job's time is all of its
+        worker's: what the bench did since the batch came is part of it."""
         self.pace.spend(recorded, came if self.job.is_recorded else None)
 
     def batches(self, step: int) -> Iterator[Batch]:
@@ -158,11 +162,13 @@ def rollout(work: Work) -> Iterator[None]:
     fields = rollout_fields(job.task)
     source = Source(job.seed, max((prompt.media_bytes for prompt in mine), default=0))
     yield
+    finished = 0.0
     for step in range(job.steps):
         with work.clock.timing("policy"):
-            work.orders.wait_for_policy(step - job.staleness)
-        work.pace.restart()
-        emit("rolling", step=step, at=time.monotonic())
+            policy = work.orders.wait_for_policy(step - job.staleness)
+        start = max(policy, finished)  # without the time that the runner took to say so
+        work.pace.restart(start)
+        emit("rolling", step=step, at=start)
         for prompt in (prompt for prompt in mine if prompt.step == step):
             with work.clock.timing("generate"):
                 columns = {field.name: source.column(field, prompt) for field in fields}
@@ -176,6 +182,7 @@ def rollout(work: Work) -> Iterator[None]:
             emit("produced", rows=rows, digests=told)
         with work.clock.timing("finish"):
             work.endpoint.finish(step)
+        finished = time.monotonic()
         emit("rolled", step=step)
 
 

@@ -22,11 +22,12 @@ class Pace:
         self._speed = speed
         self._zero = time.monotonic()
 
-    def restart(self) -> None:
-        self._zero = time.monotonic()
+    def restart(self, at: float) -> None:
+        """Count from `at`, on the monotonic clock."""
+        self._zero = at
 
     def until(self, recorded: float) -> None:
-        """Wait until this much recorded time has passed since the restart."""
+        """Wait until this much recorded time has passed since the time given to `restart`."""
         if self._speed:
             self._sleep(self._zero + recorded / self._speed - time.monotonic())
 

@@ -165,6 +165,7 @@ class _Run:
         self._rollouts_done: Counter[int] = Counter()  # by step
         self._trainers_done: Counter[int] = Counter()
         self._step_starts: dict[int, float] = {}  # of the first rollout worker
+        self._last_ends: dict[int, float] = {}  # of the trainers that have finished a step
         self._step_ends: list[float] = []
         self._cpu_seconds: dict[str, float] = {}  # of services, the runner, everybody
         self._counted_s = 0.0  # in which those were counted
@@ -192,7 +193,7 @@ class _Run:
             with traffic as self._traffic:
                 self._started = time.monotonic()
                 for worker in workers:
-                    crew.tell(worker, "policy 0")
+                    crew.tell(worker, f"policy 0 {self._started}")
                 self._listen(crew, "the workers to finish", lambda: self._done.keys() >= workers)
             self._ended = max(self._done[worker]["end"] for worker in workers)
             self._cpu_seconds = cpu.between(before, self._cpu_of_services(crew))
@@ -300,10 +301,12 @@ class _Run:
         """A trainer has finished a step; after the last of them the next policy is out."""
         step = int(event["step"])
         self._trainers_done[step] += 1
+        self._last_ends[step] = max(event["at"], self._last_ends.get(step, 0.0))
         if self._trainers_done[step] == self._job.trainers:
-            self._step_ends.append(event["at"] - (self._started or 0.0))
+            ended = self._last_ends.pop(step)
+            self._step_ends.append(ended - (self._started or 0.0))
             for rank in range(self._job.hosts):
-                crew.tell(f"rollout-{rank}", f"policy {step + 1}")
+                crew.tell(f"rollout-{rank}", f"policy {step + 1} {ended}")
 
     def result(self, status: str, error: str) -> dict[str, Any]:
         job, sampler = self._job, self._sampler

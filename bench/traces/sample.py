@@ -66,8 +66,8 @@ class Medium:
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Seconds of a recorded group in the stages, from the lease to the ack, and of the optimiser
-    after the last group of its step."""
+    """Seconds for which the stages worked on a recorded group, and the optimiser after the last
+    group of its step."""
 
     reference: float
     train: float

@@ -31,6 +31,8 @@ class Event(msgspec.Struct, frozen=True, gc=False):
     - `offset`: how far the clock of `peer` is ahead of the client's clock, in seconds. `at` is
       already corrected for it.
     - `seconds`: the duration of the event; the duration so far if it is `going_on`.
+    - `client_s`: of a `put`, the seconds that its call had taken when the client sent it; of a
+      `lease_end`, those for which the client worked with the rows. 0: unknown.
     - `worker`: the process that acted or waited; "" if unknown.
     - `host`: the peer that this process is attached to.
     """
@@ -56,6 +58,7 @@ class Event(msgspec.Struct, frozen=True, gc=False):
     by: str = ""
     transport: str = ""
     version: int = 0
+    client_s: float = 0.0
     offset: float = 0.0
     incarnation: int = 0
 
@@ -139,7 +142,8 @@ _SAME = tuple(name for name in Record.__struct_fields__ if name not in ("at", "w
 
 def _check(page: EventsDone) -> None:
     clocks = [page.now, page.offset, page.uncertain]
-    clocks += [time for one in (*page.records, *page.going_on) for time in (one.at, one.seconds)]
+    for one in (*page.records, *page.going_on):
+        clocks += [one.at, one.seconds, one.client_s]
     counted = 0 < page.kept <= page.first and page.first + len(page.records) <= page.last + 1
     if not (all(map(math.isfinite, clocks)) and (counted or not page.records)):
         raise ProtocolError(

@@ -43,9 +43,9 @@ _Key = tuple[str, int]
 class RecordedGroup(msgspec.Struct, frozen=True):
     """A group of a step; without groups, the rows of one put.
 
-    put_s: when it was complete, in seconds after the step began. host: the number of the host that
-    put it last. stage_s: how long each stage worked on it, in seconds, without waiting for rows or
-    room and without pulls. trained: the last stage has acked all its rows.
+    put_s: when the put that completed it was called, in seconds after the step began. host: the
+    number of the host that put it last. stage_s: how long each stage worked on it, in seconds,
+    without calls of the plane, waits and pulls. trained: the last stage has acked all its rows.
     """
 
     rows: int
@@ -323,7 +323,8 @@ class Recorder:
             step.loose.append(group)
         group.put_rows += event.rows
         group.nbytes += event.nbytes
-        group.at, group.host, group.worker = event.at, event.host, event.worker
+        called = event.at - event.client_s
+        group.at, group.host, group.worker = called, event.host, event.worker
 
     def _claimed(self, step: _OpenStep, event: Event, at: float) -> None:
         """A stage's worker asks for rows of the step: the first time, what came before is over."""
@@ -338,7 +339,8 @@ class Recorder:
 
     def _left(self, step: _OpenStep, event: Event) -> None:
         who = event.stage, event.worker
-        began = max(event.began, self._worked.get(who, -math.inf))
+        got = event.at - event.client_s if event.client_s else event.began
+        began = max(event.began, got, self._worked.get(who, -math.inf))
         _note_last(self._worked, who, event.at)
         _note_last(self._asked, who, event.at)
         lease = step.leases.setdefault(event.lease, _Work(event))

@@ -110,7 +110,9 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 class Record(msgspec.Struct, array_like=True, gc=False):
     """One event of a peer. at: the time at which it happened, or ended, on the peer's monotonic
-    clock. worker: the session of the client; 0: none."""
+    clock. worker: the session of the client; 0: none. client_s: of a `put`, the seconds that its
+    call had taken when the client sent it; of a `lease_end`, those for which the client worked with
+    the rows. 0: unknown."""
 
     kind: Kind
     at: float = 0.0
@@ -128,6 +130,7 @@ class Record(msgspec.Struct, array_like=True, gc=False):
     by: str = ""
     transport: str = ""
     version: int = 0
+    client_s: Seconds = 0.0
 
 
 Records = Annotated[list[Record], msgspec.Meta(max_length=MAX_RECORDS_PER_MESSAGE)]

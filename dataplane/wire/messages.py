@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from dataplane.wire.checkpoint import Answered, Asked
-from dataplane.wire.events import Events, EventsDone
+from dataplane.wire.events import Events, EventsDone, Seconds
 from dataplane.wire.tables import (
     Body as Body,
 )
@@ -205,7 +205,8 @@ class Put(Body, tag=30):
     (u4) has their positions. change: between peers, as in `Tag`. holder: for a backup, the session
     that put the rows, whose permits its new groups use. continuing: as in `Reserve`. reuse: keys
     and group ids of freed rows may be used for new ones. want_bytes: bytes to reserve in the host
-    arena for the next put; want_on_devices: the same for each device arena.
+    arena for the next put; want_on_devices: the same for each device arena. client_s: seconds that
+    the call had taken when the client sent this message.
     """
 
     partition: str
@@ -225,6 +226,7 @@ class Put(Body, tag=30):
     reuse: bool = False
     want_on_devices: list[int] = []
     holder: int = 0
+    client_s: Seconds = 0.0
 
 
 class PutDone(Body, tag=31):
@@ -389,7 +391,8 @@ class Finish(Body, tag=44):
     client ends while it holds the lease; its peer logs that. `expire`, between peers, is a release
     because the `lease=` seconds are over.
     change: between peers, as in `Tag`. ranges, shared: as in `Put`. again: a later ack may name
-    chunks of this one again, so the peer keeps them until the lease ends."""
+    chunks of this one again, so the peer keeps them until the lease ends. client_s: seconds for
+    which the client has had the rows, without those in which it copied added values; 0: unknown."""
 
     lease: int
     outcome: Literal["ack", "release", "drop", "keep", "leave", "abandon", "expire"]
@@ -404,6 +407,7 @@ class Finish(Body, tag=44):
     generation: int = 0
     change: Change | None = None
     again: bool = False
+    client_s: Seconds = 0.0
 
 
 class Wait(Body, tag=45):

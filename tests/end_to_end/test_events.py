@@ -73,6 +73,36 @@ def test_a_group_is_followed_from_its_put_to_the_last_ack_across_hosts(cluster: 
         assert not [event for event in later if event.group == "g"]
 
 
+def test_an_ack_tells_how_long_the_client_worked_and_a_put_how_long_its_call_took(
+    cluster: Cluster,
+) -> None:
+    cluster.start("a", "b")
+    with cluster.connect("a") as here, cluster.connect("b") as there:
+        part = here.partition("p", stages={"reward": ["x"]}, group_size=4, groups=2)
+        large = [np.zeros(1 << 20)] * 4
+        called = time.monotonic()
+        for group in "gh":
+            part.put({"x": large}, group=group)
+        put_s = time.monotonic() - called
+        took = dict[str, float]()
+        for batch in there.partition("p").stream("reward", groups=1):
+            group = str(batch.group_ids[0])
+            got = time.monotonic()
+            time.sleep(0.2)
+            adding = time.monotonic()
+            batch.add(y=large)
+            add_s = time.monotonic() - adding
+            if group == "g":
+                batch.ack()
+            took[group] = time.monotonic() - got - add_s / 2  # it copied for most of that time
+        events = here.events()
+        ended = {e.group: e for e in of(events, "lease_end")}
+        for group in "gh":
+            assert 0.2 <= ended[group].client_s <= took[group]
+            assert ended[group].client_s < ended[group].seconds
+        assert all(0 < e.client_s < put_s for e in of(events, "put") if not e.stage)
+
+
 def test_a_wait_and_a_lease_that_go_on_are_told_with_how_long_they_do() -> None:
     with dataplane.connect() as plane:
         part = plane.partition("p", stages={"train": ["x"]})

@@ -110,6 +110,7 @@ def test_what_is_missing_is_an_event() -> None:
         {"first": -1},
         {"records": [Record(Kind.PUT, math.nan)]},
         {"going_on": [Record(Kind.PUT, 1.0, seconds=math.inf)]},
+        {"records": [Record(Kind.PUT, 1.0, client_s=math.inf)]},
     ],
 )
 def test_impossible_times_and_numbers_are_refused(damage: dict[str, object]) -> None:
@@ -119,7 +120,7 @@ def test_impossible_times_and_numbers_are_refused(damage: dict[str, object]) -> 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("kind", "nap"), ("reason", "why not"), ("rows", -1), ("nbytes", -1), ("seconds", -1.0)],
+    [("kind", "nap"), ("reason", "why not"), ("rows", -1), ("nbytes", -1), ("client_s", -1.0)],
 )
 def test_a_record_that_is_none_is_refused_where_it_comes_in(field: str, value: object) -> None:
     record = Record(Kind.PUT)

@@ -79,6 +79,27 @@ def test_a_stage_s_time_is_from_lease_to_ack_without_pulls_and_shared_by_its_gro
     assert len(one_batch) == 4
 
 
+def test_what_the_plane_s_calls_took_is_not_recorded() -> None:
+    """A replay makes the calls again."""
+    told = {Kind.PUT: 0.25, Kind.LEASE_END: 0.3}
+    events = [
+        msgspec.structs.replace(e, client_s=told.get(e.kind, 0.0) if e.partition else 0.0)
+        for e in played()
+    ]
+    (before,), (step,) = recorded(played()), recorded(events)
+    assert [group.stage_s["train"] for group in step.groups] == pytest.approx([0.3 / 4] * 16)
+    called = [max(0.0, group.put_s - 0.25) for group in before.groups]
+    assert [group.put_s for group in step.groups] == pytest.approx(called)
+
+
+def test_a_client_cannot_have_worked_for_longer_than_its_lease_lasted() -> None:
+    events = [
+        msgspec.structs.replace(e, client_s=1e9) if e.kind is Kind.LEASE_END else e
+        for e in played()
+    ]
+    assert recorded(events) == recorded(played())
+
+
 def test_leases_that_a_worker_holds_at_once_are_not_counted_twice() -> None:
     of = {"partition": "p", "stage": "train", "worker": "w", "host": "a", "rows": 1}
     events = [Event(Kind.PUT, 0.0, "a", partition="p", group=g, rows=1, host="a") for g in "xy"]

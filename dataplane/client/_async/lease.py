@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
@@ -142,6 +143,8 @@ class Lease:
         self._refused: set[str] = set()
         """fields that other writers have set; the next `add` discards them"""
         self._abandoned = False
+        self._since = time.monotonic()
+        """when the client got the rows, later by the time in which it copied added values"""
 
     @property
     def open_rows(self) -> int:
@@ -243,8 +246,9 @@ class Lease:
     ) -> list[Piece]:
         """Copy values of some rows into the arena. The columns have n rows; order: which of them
         these are, None: all in their order. groups: of each of these rows."""
-        check = self._check_told
+        check, began = self._check_told, time.monotonic()
         pieces = await write_columns(self.handle, columns, n, deadline, order, groups, check)
+        self._since += time.monotonic() - began
         nbytes = sum([chunk.nbytes for chunk in chunks_of(pieces)])
         tally = self.handle.session.tally
         tally.of_stage(self.stage, added_bytes=nbytes)
@@ -329,8 +333,12 @@ class Lease:
         """Of all its rows, with nothing to be told beside."""
         if outcome == "ack":
             self._check_lost(set().union(*(names for _, names in self._lost)))
-        await self._send_bare(Finish(self.id, outcome), deadline, then)
+        body = Finish(self.id, outcome, client_s=self._worked_s())
+        await self._send_bare(body, deadline, then)
         self._end(_ENDED[outcome])
+
+    def _worked_s(self) -> float:
+        return max(0.0, time.monotonic() - self._since)
 
     async def _send_bare(self, body: Finish, deadline: Deadline, then: Call | None = None) -> None:
         """Without tags or values."""
@@ -366,7 +374,7 @@ class Lease:
         index = None
         if rows != all_of(self.n):
             index = np.array(rows_of(rows), U4).tobytes()
-        return Finish(self.id, outcome, index, tags=tags)
+        return Finish(self.id, outcome, index, tags=tags, client_s=self._worked_s())
 
     async def _ack(self, rows: int, deadline: Deadline, then: Call | None) -> None:
         """One message for all rows to which the same was added; rows of one that failed stay."""

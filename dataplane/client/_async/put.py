@@ -117,7 +117,7 @@ async def _put(
     )
     generation = await attach(handle, deadline)
     check_groups(identity, handle.definition.group_size)
-    work = Putting(handle, generation, identity, tagged, replace, deadline, reuse)
+    work = Putting(handle, generation, identity, tagged, replace, deadline, began, reuse)
     if order is not None:
         work.order = np.array(order, np.intp)
     if len(units[0]) > 1:

@@ -7,6 +7,7 @@ message names space, the space belongs to that message, even if the message fail
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -92,6 +93,8 @@ class Putting(msgspec.Struct, eq=False):
     tags: dict[str, list[Scalar]]
     replace: bool
     deadline: Deadline
+    began: float
+    """when the caller called put()"""
     reuse: bool = False
     order: Index | None = None
     gone: int = 0
@@ -218,6 +221,7 @@ class Putting(msgspec.Struct, eq=False):
                 continuing=self.continuing,
                 reuse=self.reuse,
                 want_on_devices=list(ahead[1:]),
+                client_s=time.monotonic() - self.began,
             )
             self.deadline.check("put")
             call = Call(body, self.deadline)

@@ -120,7 +120,7 @@ def _put(
     )
     generation = attach(handle, deadline)
     check_groups(identity, handle.definition.group_size)
-    work = Putting(handle, generation, identity, tagged, replace, deadline, reuse)
+    work = Putting(handle, generation, identity, tagged, replace, deadline, began, reuse)
     if order is not None:
         work.order = np.array(order, np.intp)
     if len(units[0]) > 1:

@@ -10,6 +10,7 @@ Generated from dataplane/client/_async/write.py: change that.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -95,6 +96,8 @@ class Putting(msgspec.Struct, eq=False):
     tags: dict[str, list[Scalar]]
     replace: bool
     deadline: Deadline
+    began: float
+    """when the caller called put()"""
     reuse: bool = False
     order: Index | None = None
     gone: int = 0
@@ -221,6 +224,7 @@ class Putting(msgspec.Struct, eq=False):
                 continuing=self.continuing,
                 reuse=self.reuse,
                 want_on_devices=list(ahead[1:]),
+                client_s=time.monotonic() - self.began,
             )
             self.deadline.check("put")
             call = Call(body, self.deadline)

@@ -104,7 +104,7 @@ def finish(state: State, lease: Lease, asked_for: Finish) -> dict[str, int]:
         for part in parts:
             state.end_progress(part.block, stage, part.bits, done)
     state.settled(arrived)
-    _end(state, lease, outcome, asked, parts)
+    _end(state, lease, asked_for, asked, parts)
     return kept
 
 
@@ -159,13 +159,13 @@ def _positions(lease: Lease, index: bytes) -> list[int]:
 def _end(
     state: State,
     lease: Lease,
-    outcome: str,
+    asked_for: Finish,
     asked: Sequence[Part],
     parts: Sequence[Part],
 ) -> None:
-    rows = [(part.block, part.bits) for part in parts]
+    outcome, rows = asked_for.outcome, [(part.block, part.bits) for part in parts]
     if outcome in REASONS:
-        state.left(lease, rows, REASONS[outcome])
+        state.left(lease, rows, REASONS[outcome], asked_for.client_s)
     if outcome in BACK:
         state.come_back(lease, parts)
     elif outcome == "drop" and rows:

@@ -158,7 +158,9 @@ def finish(state: State, member: Member, asked: Finish) -> dict[str, int]:
         end(state, member, finishes.REASONS[asked.outcome])
         return {}
     member.acked = True
-    state.happened(_record(Kind.LEASE_END, member, Reason.ACK), member.started)
+    ended = _record(Kind.LEASE_END, member, Reason.ACK)
+    ended.client_s = asked.client_s
+    state.happened(ended, member.started)
     return _finish_if_done(state, plan)
 
 

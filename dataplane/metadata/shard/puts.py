@@ -184,6 +184,7 @@ def _note_put(state: State, plan: PutPlan, op: Put, nbytes: int) -> None:
     rows, now = plan.rows, state.permits.version
     if rows.group is None:
         put = Record(Kind.PUT, rows=rows.count, nbytes=nbytes, worker=op.holder, version=now)
+        put.client_s = op.client_s
         state.happened(put)
         return
     each: Mapping[int, int] = {0: rows.count} if rows.whole else Counter(rows.group)
@@ -195,7 +196,7 @@ def _note_put(state: State, plan: PutPlan, op: Put, nbytes: int) -> None:
             version = now if group is None else min(now, group.begun)
             name = format_minted(rows.group_keys[at]) if names is None else names[at]
         put = Record(Kind.PUT, group=name, rows=many, worker=op.holder, version=version)
-        put.nbytes = nbytes * many // rows.count
+        put.nbytes, put.client_s = nbytes * many // rows.count, op.client_s
         state.happened(put)
 
 

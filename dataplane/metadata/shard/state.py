@@ -727,7 +727,13 @@ class State:
             stage.move_group(group, SPLIT)
         return Rows(parts)
 
-    def left(self, lease: Lease, parts: Sequence[tuple[Block, int]], reason: Reason) -> None:
+    def left(
+        self,
+        lease: Lease,
+        parts: Sequence[tuple[Block, int]],
+        reason: Reason,
+        client_s: float = 0.0,
+    ) -> None:
         """Note that rows leave a lease."""
         ended = Record(
             Kind.LEASE_END,
@@ -735,6 +741,7 @@ class State:
             stage=lease.stage.name,
             worker=lease.holder,
             lease=lease.number,
+            client_s=client_s,
         )
         if parts:
             self.happened_to(parts, ended, lease.started)

@@ -351,4 +351,5 @@ def _at_shard(lease: Lease, body: Finish, committed: Committed) -> Finish:
         body.tags,
         partition=lease.partition,
         generation=lease.generation,
+        client_s=body.client_s,
     )

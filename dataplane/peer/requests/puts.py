@@ -250,6 +250,7 @@ class Writing:
             body.tags,
             replace=body.replace,
             reuse=body.reuse,
+            client_s=body.client_s,
         )
         entry = self.host.entry(body.partition, body.generation)
         if entry is None or entry.copies is not None or self.share.is_full:

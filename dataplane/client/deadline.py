@@ -21,9 +21,11 @@ class Deadline:
     def __init__(self, timeout_s: float | None) -> None:
         """Raise InvalidCall unless `timeout_s` is a number or None. A negative one is over
         already."""
-        self.timeout_s = arguments.seconds(timeout_s, "timeout")
-        limit_s = math.inf if self.timeout_s is None else max(0.0, self.timeout_s)
-        self.until = time.monotonic() + limit_s
+        self.timeout_s = limit_s = arguments.seconds(timeout_s, "timeout")
+        if limit_s is None:
+            self.until = math.inf
+        else:
+            self.until = time.monotonic() + (limit_s if limit_s > 0 else 0.0)
 
     def check(self, doing: str) -> None:
         """Raise DeadlineExceeded if the deadline has passed. doing: names the operation."""

@@ -22,6 +22,7 @@ HEADER_BYTES = 4
 _T = TypeVar("_T")
 
 _header = struct.Struct("<I")
+_length_in = _header.unpack_from
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -44,15 +45,19 @@ def body_length(
 ) -> int:
     """Return the length in the header of the frame at this offset. Raise FrameTooLarge if it is
     over the limit."""
-    length: int = _header.unpack_from(data, at)[0]
+    length: int = _length_in(data, at)[0]
     if length > limit_bytes:
-        raise FrameTooLarge(
-            f"a frame header announces {length} bytes, over the limit of {limit_bytes}: install "
-            "the same dataplane release everywhere",
-            size=length,
-            limit=limit_bytes,
-        )
+        raise _too_long(length, limit_bytes)
     return length
+
+
+def _too_long(length: int, limit_bytes: int) -> FrameTooLarge:
+    return FrameTooLarge(
+        f"a frame header announces {length} bytes, over the limit of {limit_bytes}: install "
+        "the same dataplane release everywhere",
+        size=length,
+        limit=limit_bytes,
+    )
 
 
 def decoded(
@@ -78,38 +83,37 @@ class FrameReader:
         self.limit_bytes = limit_bytes
         self.awaited_bytes = 0
         """announced by the frame that is not complete yet; 0 between frames"""
-        self._data: bytes | bytearray | memoryview = b""
-        """as it came, where it begins with a frame; else collected"""
-        self._at = 0
+        self.held: bytes | bytearray | memoryview = b""
+        """bytes that `next` has not returned yet, from the start of a frame"""
 
     def add(self, data: bytes | memoryview) -> None:
         """Add bytes, which must not change until `next` has returned all bodies."""
-        if not self._data:
-            self._data = data
+        if not self.held:
+            self.held = data
             return
-        if isinstance(self._data, bytearray):
-            del self._data[: self._at]  # cheap: a bytearray remembers where it starts
-        else:
-            self._data = bytearray(memoryview(self._data)[self._at :])
-        self._data += data
-        self._at = 0
+        self.awaited_bytes = 0
+        if not isinstance(self.held, bytearray):
+            self.held = bytearray(self.held)
+        self.held += data
 
     def next(self) -> bytes | memoryview | None:
         """Return the next complete body, or None. After FrameTooLarge, the connection must end."""
-        data, begin = self._data, self._at + HEADER_BYTES
-        self.awaited_bytes = 0
-        if len(data) < begin:
+        data = self.held
+        rest = len(data) - HEADER_BYTES
+        if rest < 0:
             return None
-        length = body_length(data, self.limit_bytes, self._at)
-        end = begin + length
-        if len(data) < end:
+        (length,) = _length_in(data)
+        if length > self.limit_bytes:
+            raise _too_long(length, self.limit_bytes)
+        if length > rest:
             self.awaited_bytes = length
             return None
-        self._at = end
-        if end == len(data):
-            self._data, self._at = b"", 0
-        body = memoryview(data)[begin:end]
-        return bytes(body) if isinstance(data, bytearray) else body
+        frames = memoryview(data)
+        if length == rest:
+            self.held = b""
+            return frames[HEADER_BYTES:]
+        self.held = frames[HEADER_BYTES + length :]
+        return frames[HEADER_BYTES : HEADER_BYTES + length]
 
     def feed(self, data: bytes | memoryview) -> Iterable[bytes | memoryview]:
         """Add bytes, and yield every body that is complete, as `next` does."""

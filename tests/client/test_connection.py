@@ -17,7 +17,7 @@ from dataplane import Plane
 from dataplane.client._async import backend
 from dataplane.client.deadline import Deadline
 from dataplane.client.session import connection, opening
-from dataplane.client.session.connection import Connection, Inbox
+from dataplane.client.session.connection import Connection
 from dataplane.client.session.handshake import open_connection
 from dataplane.client.session.opening import join
 from dataplane.wire.frames import encode
@@ -39,39 +39,36 @@ from dataplane.wire.messages import (
 from tests.client.scripted_peer import SILENCE, ScriptedPeer
 
 
-def test_a_frame_that_arrives_byte_by_byte_is_one_reply() -> None:
-    inbox = Inbox()
-    replies = []
-    for byte in encode(Reply(3, Done())):
-        inbox.room()[:1] = bytes([byte])
-        inbox.filled += 1
-        replies.append(inbox.reply())
+def test_a_reply_that_arrives_byte_by_byte_is_one_reply() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        connection, replies = Connection(ours), []
+        for byte in encode(Reply(3, Done())):
+            theirs.sendall(bytes([byte]))
+            connection.take()
+            replies.append(connection.arrived())
     assert replies[:-1] == [None] * (len(replies) - 1)
     assert replies[-1] == Reply(3, Done())
 
 
-def test_a_frame_larger_than_the_buffer_makes_it_grow_and_then_shrink() -> None:
-    inbox = Inbox()
-    frame = bytes(encode(Reply(1, StatsDone({"text": "x" * (3 << 20)}))))
-    at = 0
-    while (reply := inbox.reply()) is None:
-        room = inbox.room()
-        count = min(len(room), len(frame) - at)
-        room[:count] = frame[at : at + count]
-        inbox.filled += count
-        at += count
-    assert isinstance(reply.body, StatsDone) and len(reply.body.stats["text"]) == 3 << 20
-    assert len(inbox.room()) <= 1 << 20
+def test_a_reply_larger_than_the_socket_buffer_is_received_whole() -> None:
+    large = Reply(1, StatsDone({"text": "x" * (3 << 20)}))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        sender = threading.Thread(target=theirs.sendall, args=(encode(large),))
+        sender.start()
+        assert Connection(ours).receive(Deadline(10)) == large
+        sender.join(10)
 
 
-def test_two_frames_in_one_read_are_two_replies() -> None:
-    inbox = Inbox()
-    both = bytes(encode(Reply(0, Failed("RowsGone", "gone"))) + encode(Reply(1, Done())))
-    inbox.room()[: len(both)] = both
-    inbox.filled += len(both)
-    assert inbox.reply() == Reply(0, Failed("RowsGone", "gone"))
-    assert inbox.reply() == Reply(1, Done())
-    assert inbox.reply() is None
+def test_two_replies_in_one_read_are_two_replies() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(encode(Reply(1, Done())) + encode(Reply(2, Failed("RowsGone", "gone"))))
+        connection = Connection(ours)
+        assert connection.receive(Deadline(10)) == Reply(1, Done())
+        assert connection.receive(Deadline(0)) == Reply(2, Failed("RowsGone", "gone"))
+        assert connection.arrived() is None
 
 
 def test_a_typed_error_is_raised_and_the_connection_goes_on(
@@ -128,7 +125,7 @@ def test_an_answer_that_arrived_before_the_wait_began_is_taken_after_the_deadlin
     deadline.until -= 10 * connection.GRACE_S
     notice = encode(Reply(0, Notice("3 of 4 ready")))
     large = StatsDone({"text": "x" * (100 << 10)})  # more than is received at once
-    for rid, exchange in enumerate((Connection.exchange, awaited)):
+    for rid, exchange in enumerate((Connection.exchange, awaited), 1):
         ours, theirs = socket.socketpair()
         with ours, theirs:
             theirs.sendall(notice + encode(Reply(rid, large)))
@@ -144,11 +141,10 @@ def test_each_answer_that_has_arrived_of_a_stopped_peer_is_taken(
         for rid in (1, 2):
             theirs.sendall(encode(Reply(rid, Done())))
         left = Connection(ours)
-        turns = left.turns(Deadline(0.0))
-        assert [left.receive(turns).rid for _ in range(2)] == [1, 2]
+        assert [left.receive(Deadline(0.0)).rid for _ in range(2)] == [1, 2]
         for _ in range(2):
             with pytest.raises(dataplane.DeadlineExceeded):
-                left.receive(turns)
+                left.receive(Deadline(0.0))
 
 
 def awaited(connection: Connection, frame: bytes, rid: int, deadline: Deadline) -> Body:
@@ -163,7 +159,7 @@ def test_a_frame_that_was_sent_in_part_is_finished_before_the_next() -> None:
         connection = Connection(ours)
         for frame in (first, second):  # nothing is sent of the second
             with pytest.raises(dataplane.DeadlineExceeded):
-                connection.send(frame, connection.turns(Deadline(0.02)))
+                connection.send(frame, Deadline(0.02))
         read = bytearray()
 
         def reads() -> None:
@@ -172,7 +168,7 @@ def test_a_frame_that_was_sent_in_part_is_finished_before_the_next() -> None:
 
         reader = threading.Thread(target=reads)
         reader.start()
-        connection.send(third, connection.turns(Deadline(10.0)))
+        connection.send(third, Deadline(10.0))
         ours.shutdown(socket.SHUT_WR)
         reader.join(10)
     assert read == first + third
@@ -181,11 +177,11 @@ def test_a_frame_that_was_sent_in_part_is_finished_before_the_next() -> None:
 def test_an_interrupt_while_waiting_closes_the_connection(
     peer: ScriptedPeer, plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(inbox: Inbox) -> None:
+    def interrupted(connection: Connection) -> None:
         raise KeyboardInterrupt
 
     plane.partition("x", stages={})
-    monkeypatch.setattr(Inbox, "reply", interrupted)
+    monkeypatch.setattr(Connection, "arrived", interrupted)
     with pytest.raises(KeyboardInterrupt):
         plane.stats()
     monkeypatch.undo()

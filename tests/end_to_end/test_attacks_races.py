@@ -66,12 +66,12 @@ class Raw:
         request = Request(
             connection.next_rid(), self.session.id, op, 1, self.session.epoch, 20_000, body
         )  # type: ignore[arg-type]
-        connection.send(frame_of(request), connection.turns(Deadline(10)))
+        connection.send(frame_of(request), Deadline(10))
         return connection
 
     def ask(self, op: int, body: Body) -> Body:
         connection = self.send(op, body)
-        return answer(connection.receive(connection.turns(Deadline(20))), connection._rid)
+        return answer(connection.receive(Deadline(20)), connection._rid)
 
     def again(self) -> None:
         """Leave without reading the answer."""

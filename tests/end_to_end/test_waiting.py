@@ -183,7 +183,8 @@ def test_who_waits_for_a_sealed_partition_is_told_that_it_was_dropped(alone: Clu
 
 
 def under_way(plane: Plane) -> int:
-    return len(plane._session.connections._under_way)
+    connections = plane._session.connections
+    return len(connections._open) - len(connections._idle)
 
 
 WAITS: dict[str, Callable[[Partition], object]] = {

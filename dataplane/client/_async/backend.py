@@ -12,14 +12,14 @@ import contextlib
 import inspect
 import socket
 from collections import deque
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from dataplane.client.deadline import Deadline
 from dataplane.client.read.selection import Selection as Fetching
 from dataplane.client.read.tensors import place_named, settled
 from dataplane.client.session import handshake
-from dataplane.client.session.connection import GRACE_S, Connection, answer, unwrap
+from dataplane.client.session.connection import GRACE_S, Connection, unwrap
 from dataplane.client.session.housekeeping import Housekeeper
 from dataplane.client.session.session import Session
 from dataplane.client.tracebacks import shorten
@@ -239,29 +239,39 @@ async def further(session: Session, deadline: Deadline) -> Connection:
 async def exchange(connection: Connection, frame: bytes, rid: int, deadline: Deadline) -> Body:
     """Send a request and return its reply, as `Connection.exchange` does."""
     try:
-        body = answer(await _converse(connection, frame, deadline), rid)
+        waits = connection.waits(deadline, GRACE_S)
+        if frame:
+            await _send(connection, frame, waits)
+            reply = await _receive(connection, waits)
+        else:  # it was sent along with another
+            reply, connection.early = connection.early or await _receive(connection, waits), None
+        while reply.rid != rid:
+            connection.keep_early(reply, rid)
+            reply = await _receive(connection, waits)
     except BaseException as exc:
         connection.fail(exc)
         raise
-    return unwrap(body)
+    return unwrap(reply.body)
 
 
-async def _converse(connection: Connection, frame: bytes, deadline: Deadline) -> Reply:
+async def _send(connection: Connection, frame: bytes, waits: Iterator[float]) -> None:
+    loop, rest = asyncio.get_running_loop(), memoryview(frame)
+    while rest := rest[connection.send_some(rest) :]:
+        await _ready(connection.sock, loop.add_writer, loop.remove_writer, next(waits))
+
+
+async def _receive(connection: Connection, waits: Iterator[float]) -> Reply:
     loop, sock = asyncio.get_running_loop(), connection.sock
-    turns = connection.turns(deadline, GRACE_S)
-    rest = memoryview(frame)
-    while rest and (rest := rest[connection.send_some(rest) :]):
-        await _ready(sock, loop.add_writer, loop.remove_writer, next(turns))
-    while (reply := connection.arrived_reply()) is None:
+    while (reply := connection.arrived()) is None:
         try:
-            wait_s = next(turns)
+            wait_s = next(waits)
         except DeadlineExceeded:
-            if (reply := connection.take_reply()) is None:
+            if (reply := connection.last()) is None:
                 raise
             return reply
         await _ready(sock, loop.add_reader, loop.remove_reader, wait_s)
-        # Not loop.sock_recv_into: a task that is cancelled as that has just received loses how
-        # much, and with it the answer that the housekeeper must undo.
+        # Not loop.sock_recv: a task that is cancelled as that has just received loses the bytes,
+        # and with them the answer that the housekeeper must undo.
         with contextlib.suppress(BlockingIOError):
             connection.take()
     return reply

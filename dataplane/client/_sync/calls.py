@@ -14,7 +14,8 @@ from typing import ParamSpec, TypeVar
 
 from dataplane.client._sync.backend import exchange, further
 from dataplane.client.deadline import Deadline
-from dataplane.client.session.outgoing import Call, Outgoing
+from dataplane.client.session.connection import Connection
+from dataplane.client.session.outgoing import Call
 from dataplane.client.session.session import Session
 from dataplane.client.tracebacks import shorten
 from dataplane.errors import (
@@ -79,36 +80,30 @@ def expect(reply: object, expected: type[B], body: Body) -> B:
 def send(session: Session, call: Call) -> Body:
     """Send a call and return its reply. If its connection breaks, the call is sent again on another
     connection to the same incarnation of the peer."""
-    deadline = call.deadline
-    outgoing: Outgoing | None = None
-    answered = False
-    if call.sent is None:
-        connection = session.connections.idle() or further(session, deadline)
-    else:
-        (connection, outgoing), call.sent = call.sent, None
+    connections, frame = session.connections, b""
+    connection, call.sent = call.sent, None
     try:
-        outgoing = outgoing or Outgoing(session, call)
+        if connection is None:  # else it went along with the call before it
+            connection = connections.idle() or _opened(session, call)
+            frame = call.begin(session)
         while True:
-            connection.later = outgoing.later
-            connection.frame_sent = not outgoing.frame
-            session.connections.begins(connection)
+            connection.frame_sent, connection.later = not frame, call.later
             try:
-                body = exchange(connection, outgoing.frame, outgoing.rid, deadline)
-                answered = True
+                body = exchange(connection, frame, call.rid, call.deadline)
+            except PeerLost as exc:
+                frame = call.broke(session, connection, exc)
+                connection = _opened(session, call)
+            else:
+                call.answered(session, connection)
                 return body
-            except BaseException as exc:
-                outgoing.failed(connection, exc)
-                if not isinstance(exc, PeerLost):
-                    raise
-                outgoing.broke(exc)
-            finally:
-                session.connections.ends(connection)
-            connection = further(session, deadline)
-    finally:
-        if outgoing is None:
-            session.connections.give_back(connection)
-        else:
-            outgoing.over(connection, answered)
+    except BaseException as exc:
+        if connection is not None:
+            call.failed(session, connection, exc)
+        raise
+
+
+def _opened(session: Session, call: Call) -> Connection:
+    return session.connections.opened(further(session, call.deadline))
 
 
 def limit_beside(timeout_s: float | None) -> float:

@@ -1,15 +1,14 @@
 """Connections to this host's peer: one call at a time on each, strictly request and reply.
 
-Runs in the client. Whatever interrupts a wait ends the connection, which cancels the call at the
-peer; a connection that breaks is PeerLost, and the shells send the call again on another. The event
-loop's side of the same sockets is in `client/_async/backend.py`.
+Runs in the client. An error that interrupts a wait ends the connection, which cancels the call at
+the peer. A connection that breaks raises PeerLost, and `calls.send` sends the call again on
+another. `client/_async/backend.py` waits for the same sockets in an event loop.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import select
 import socket
 import struct
@@ -30,7 +29,7 @@ from dataplane.errors import (
     from_wire,
 )
 from dataplane.launch import processes
-from dataplane.wire.frames import HEADER_BYTES, body_length, decode_reply, encode
+from dataplane.wire.frames import FrameReader, decode_reply, encode
 from dataplane.wire.messages import Body, Failed, Notice, Reply, Request
 
 log = logging.getLogger(__name__)
@@ -43,8 +42,7 @@ LOOK_S = 10.0
 call waits for the peer says itself (`Notice`)."""
 _CREDENTIALS = struct.Struct("3i")
 
-_BUFFER_BYTES = 64 << 10
-_KEPT_BUFFER_BYTES = 1 << 20
+_RECEIVE_BYTES = 64 << 10
 _IDLE_CONNECTIONS = 16
 _AT_ONCE = int(socket.MSG_DONTWAIT)
 
@@ -56,54 +54,16 @@ class Cancelled(BaseException):
     """Another thread has cancelled the call."""
 
 
-class Inbox:
-    """Cuts what arrives into replies, in one buffer that grows to what a frame announces."""
-
-    __slots__ = ("_buffer", "filled")
-
-    def __init__(self) -> None:
-        self._buffer = bytearray(_BUFFER_BYTES)
-        self.filled = 0
-        """bytes that were written into the room and were not cut into replies yet"""
-
-    def room(self) -> bytearray | memoryview:
-        """Where the next bytes go. Never empty."""
-        return memoryview(self._buffer)[self.filled :] if self.filled else self._buffer
-
-    def reply(self) -> Reply | None:
-        """The next whole reply; None where more bytes are needed."""
-        if self.filled < HEADER_BYTES:
-            return None
-        end = HEADER_BYTES + body_length(self._buffer)
-        if self.filled < end:
-            if end > len(self._buffer):
-                self._move(0, end)
-            return None
-        reply = decode_reply(memoryview(self._buffer)[HEADER_BYTES:end])
-        if self.filled > end or len(self._buffer) > _KEPT_BUFFER_BYTES:
-            self._move(end, _BUFFER_BYTES)
-        else:
-            self.filled = 0
-        return reply
-
-    def _move(self, start: int, size: int) -> None:
-        rest = bytes(memoryview(self._buffer)[start : self.filled])
-        # One byte more than what is there, so that room() is never empty.
-        self._buffer = bytearray(max(size, len(rest) + 1))
-        self._buffer[: len(rest)] = rest
-        self.filled = len(rest)
-
-
 class Connection:
-    """A joined socket with its inbox; borrowed by one call at a time.
+    """A joined socket with the bytes that arrived on it; borrowed by one call at a time.
 
-    A call waits in `poll`, never in `recv`: who waits in that for a unix socket is woken as well
-    when the other side takes what was sent, looks, and sleeps again: a switch more for both sides.
+    A call waits in `poll`, never in `recv`: the kernel wakes a thread that waits in the `recv` of a
+    unix socket also when the other side reads, which costs both sides a switch.
     """
 
     __slots__ = (
         "sock",
-        "inbox",
+        "frames",
         "peer",
         "left",
         "later",
@@ -121,13 +81,13 @@ class Connection:
         self.sock = sock
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
-        self.inbox = Inbox()
+        self.frames = FrameReader()
         self.peer = peer
         self.left = False
         self.later = 0
-        """the request that went along with the one whose answer is waited for, which comes first"""
+        """The request that was sent with the one that is awaited; 0 if there is none."""
         self.early: Reply | None = None
-        """its answer, which came before that"""
+        """The reply to it, if that came first."""
         self.frame_sent = False
         """The frame of this call may have left this process to its last byte."""
         self._begun = b""
@@ -165,35 +125,148 @@ class Connection:
             self.sock.close()
 
     def shut(self) -> None:
-        """Whoever waits here is woken, and finds what has arrived or the end."""
+        """Wake the call that waits here. It finds what has arrived, or the end."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 
-    def receive(self, turns: Turns) -> Reply:
-        """The next reply, waiting as `turns` say. A reply that arrived before they end is used."""
-        reply = self.arrived_reply() if self.inbox.filled or self.early else None
-        while reply is None:
-            try:
-                ready = self._readable.poll(next(turns) * 1e3)
-            except DeadlineExceeded:
-                if (reply := self.take_reply()) is None:
-                    raise
-            else:
+    # one call
+
+    def exchange(self, frame: bytes, rid: int, deadline: Deadline) -> Body:
+        """Send one request, if it was not sent along with another, and wait for its answer. Raises
+        what the peer answered as an error."""
+        try:
+            if frame:
+                if (sent := self.send_some(frame)) < len(frame):
+                    self._send_rest(frame, sent, deadline, GRACE_S)
+                reply = self.receive(deadline, GRACE_S)
+            else:  # it was sent along with another
+                reply, self.early = self.early or self.receive(deadline, GRACE_S), None
+            while reply.rid != rid:
+                self.keep_early(reply, rid)
+                reply = self.receive(deadline, GRACE_S)
+        except BaseException as exc:
+            self.fail(exc)
+            raise
+        return unwrap(reply.body)
+
+    def send(self, frame: bytes, deadline: Deadline) -> None:
+        """Send all of it. If the deadline ends the send in the middle of the frame, the next send
+        finishes that frame first, because the peer reads the bytes as its rest."""
+        if self._begun:
+            self._send_rest(self._begun, 0, deadline, 0.0)
+        self._send_rest(frame, 0, deadline, 0.0)
+
+    def receive(self, deadline: Deadline, grace_s: float = 0.0) -> Reply:
+        """Wait for the next reply to a request. If one has arrived at the deadline, it is used."""
+        if self.frames.held and (reply := self.arrived()) is not None:
+            return reply
+        waits: Iterator[float] | None = None
+        left_s = deadline.until - time.monotonic()
+        wait_s = LOOK_S if left_s > LOOK_S else max(0.0, left_s)
+        while True:
+            if ready := self._readable.poll(wait_s * 1e3):
                 if self._cancel_fd >= 0 and any(fd == self._cancel_fd for fd, _ in ready):
                     raise Cancelled
-                if ready:
-                    self.take()
-                    reply = self.arrived_reply()
-        return reply
+                self.take()
+                if (reply := self.arrived()) is not None:
+                    return reply
+            if waits is None:  # most calls have their reply by now
+                waits = self.waits(deadline, grace_s, wait_s)
+            try:
+                wait_s = next(waits)
+            except DeadlineExceeded:
+                if (reply := self.last()) is None:
+                    raise
+                return reply
 
-    def take_reply(self) -> Reply | None:
-        """Return the next whole reply that has arrived, without waiting; None if there is none."""
+    def waits(self, deadline: Deadline, grace_s: float, waited_s: float = 0.0) -> Iterator[float]:
+        """Yield the seconds of each further wait for the peer. Raise DeadlineExceeded after the
+        deadline. waited_s: how long the caller has waited already.
+
+        A peer whose process runs gets `grace_s` more, because its answer may be on its way. If the
+        deadline had passed before the first wait, the grace counts from there. Logs that the peer
+        is stopped.
+        """
+        began = time.monotonic() - waited_s
+        look_at = began + LOOK_S
+        while True:
+            now = time.monotonic()
+            if now >= look_at:
+                waited_s = now - began
+                look_at = now + waited_s
+                if is_stopped(self.sock):
+                    log.warning(
+                        "peer %r is stopped (by SIGSTOP or a debugger), and a call has been "
+                        "waiting for %s",
+                        self.peer,
+                        duration(waited_s),
+                    )
+            until = deadline.until
+            if now >= until and not is_stopped(self.sock):
+                until = max(until, began) + grace_s
+            if now >= until:
+                raise no_answer(self.peer, deadline)
+            yield min(until, look_at) - now
+
+    # its steps, which do not wait
+
+    def send_some(self, rest: bytes | memoryview) -> int:
+        """Send as much of the rest of a frame as the socket takes without waiting."""
+        # An interrupt may hide the count of a send: until it is known, all of it may have left.
+        self.frame_sent = True
+        try:
+            sent = self.sock.send(rest, _AT_ONCE)
+        except BlockingIOError:
+            sent = 0
+        if sent < len(rest):
+            self.frame_sent = False
+        return sent
+
+    def take(self, flags: int = _AT_ONCE) -> None:
+        """Receive what has arrived; BlockingIOError if nothing has."""
+        data = self.sock.recv(self.frames.awaited_bytes or _RECEIVE_BYTES, flags)
+        if not data:
+            raise self._complaint or peer_lost(self.peer)
+        self.frames.add(data)
+
+    def arrived(self) -> Reply | None:
+        """Return the next reply to a request, if all of it has arrived."""
+        while (body := self.frames.next()) is not None:
+            reply = decode_reply(body)
+            if reply.rid:
+                return reply
+            self._told(reply.body)
+        return None
+
+    def last(self) -> Reply | None:
+        """Return the next reply to a request that has arrived, as the wait for it ends."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 self.take()
-                if (reply := self.arrived_reply()) is not None:
+                if (reply := self.arrived()) is not None:
                     return reply
         return None
+
+    def keep_early(self, reply: Reply, rid: int) -> None:
+        """Keep the reply to the request that was sent along with request `rid`. ProtocolError for
+        any other."""
+        if reply.rid != self.later:
+            raise _unexpected(reply, rid)
+        self.early = reply
+
+    def _told(self, body: Body) -> None:
+        """Log what the peer says beside its replies. An error of a message that needs no reply is
+        only logged: its call is over. If the peer then closes the connection, that was why."""
+        if isinstance(body, Notice):
+            log.warning("%s", body.text)
+            return
+        if not isinstance(body, Failed):
+            raise _unexpected(Reply(0, body), self.later)  # type: ignore[arg-type]
+        self._complaint = from_wire(body.code, body.message, body.details)
+        if isinstance(self._complaint, PeerLost):  # it says good-bye
+            log.warning("%s", body.message)
+            return
+        log.warning("peer %r refused a message that needs no reply: %s", self.peer, body.message)
 
     @contextlib.contextmanager
     def cancelled_by(self, fd: int) -> Iterator[None]:
@@ -206,58 +279,19 @@ class Connection:
             self._cancel_fd = -1
             self._readable.unregister(fd)
 
-    def take(self) -> None:
-        """Receive what has arrived, without waiting; BlockingIOError where nothing has."""
-        self.count(self.sock.recv_into(self.inbox.room(), 0, _AT_ONCE))
-
-    def turns(self, deadline: Deadline, grace_s: float = 0.0) -> Turns:
-        """How to wait for the peer until a deadline."""
-        return Turns(self, deadline, grace_s)
-
-    def count(self, arrived: int) -> None:
-        """Bytes arrived in the inbox; none means that the peer closed the connection."""
-        if not arrived:
-            raise self._complaint or peer_lost(self.peer)
-        self.inbox.filled += arrived
-
-    def arrived_reply(self) -> Reply | None:
-        """A whole reply, if one is there. What the peer says about one-way frames is only logged:
-        their call is over. Where it then closes the connection, that was the reason."""
-        if self.early is not None and not self.later:
-            early, self.early = self.early, None
-            return early
-        while (reply := self.inbox.reply()) is not None:
-            if reply.rid:
-                if reply.rid != self.later:
-                    return reply
-                self.early = reply
-            elif isinstance(reply.body, Notice):
-                log.warning("%s", reply.body.text)
-            elif isinstance(reply.body, Failed):
-                failed = reply.body
-                self._complaint = from_wire(failed.code, failed.message, failed.details)
-                if isinstance(self._complaint, PeerLost):  # it says good-bye
-                    log.warning("%s", failed.message)
-                    continue
-                log.warning(
-                    "peer %r refused a message that needs no reply: %s", self.peer, failed.message
-                )
-            else:
-                return reply
-        return None
-
-    def exchange(self, frame: bytes, rid: int, deadline: Deadline) -> Body:
-        """Send one request, if it was not sent along with another, and wait for its answer. Raises
-        what the peer answered as an error."""
-        turns = self.turns(deadline, GRACE_S)
+    def _send_rest(self, frame: bytes, sent: int, deadline: Deadline, grace_s: float) -> None:
+        """Send the rest of a frame, of which so many bytes were sent."""
+        rest, waits = memoryview(frame)[sent:], self.waits(deadline, grace_s)
+        writable = select.poll()
+        writable.register(self.sock, select.POLLOUT)
         try:
-            if frame:
-                self.send(frame, turns)
-            body = answer(self.receive(turns), rid)
-        except BaseException as exc:
-            self.fail(exc)
-            raise
-        return unwrap(body)
+            while rest := rest[self.send_some(rest) :]:
+                writable.poll(next(waits) * 1e3)
+        finally:
+            if len(rest) < len(frame):
+                self._begun = bytes(rest)
+
+    # its end
 
     def fail(self, exc: BaseException) -> None:
         """End the connection because of this error; PeerLost where the socket failed."""
@@ -275,90 +309,22 @@ class Connection:
         with contextlib.suppress(OSError, DataplaneError):
             while True:
                 self.take()
-                self.arrived_reply()
+                self.arrived()
         return self._complaint or peer_lost(self.peer)
-
-    def send(self, frame: bytes, turns: Turns) -> None:
-        """Send all of it, waiting as `turns` say. If the time ends in the middle of the frame, the
-        next send finishes that frame first, because the peer reads the bytes as its rest."""
-        if self._begun:
-            self._send(self._begun, turns)
-        self._send(frame, turns)
-
-    def _send(self, frame: bytes, turns: Turns) -> None:
-        """The same of one frame, or of the rest of one."""
-        if (sent := self.send_some(frame)) == len(frame):
-            self._begun = b""
-            return
-        rest, writable = memoryview(frame)[sent:], select.poll()
-        writable.register(self.sock, select.POLLOUT)
-        try:
-            while rest:
-                writable.poll(next(turns) * 1e3)
-                rest = rest[self.send_some(rest) :]
-        finally:
-            if len(rest) < len(frame):
-                self._begun = bytes(rest)
-
-    def send_some(self, rest: bytes | memoryview) -> int:
-        """Send as much of the rest of a frame as the socket takes without waiting."""
-        # An interrupt may hide the count of a send: until it is known, all of it may have left.
-        self.frame_sent = True
-        try:
-            sent = self.sock.send(rest, _AT_ONCE)
-        except BlockingIOError:
-            sent = 0
-        self.frame_sent = sent == len(rest)
-        return sent
-
-
-class Turns:
-    """How long one call may still wait for the peer.
-
-    `next` returns the seconds of the next wait, and raises DeadlineExceeded after the deadline. A
-    peer whose process runs gets `grace_s` more, because its answer may be on its way. If the
-    deadline had passed before the wait began, the grace counts from there. Logs that the peer is
-    stopped. A generator would not do: it ends with its first error, and the housekeeper waits for
-    several answers under one deadline."""
-
-    __slots__ = ("_began", "_connection", "_deadline", "_grace_s", "_look_at")
-
-    def __init__(self, connection: Connection, deadline: Deadline, grace_s: float) -> None:
-        self._connection, self._deadline, self._grace_s = connection, deadline, grace_s
-        self._began = 0.0
-        self._look_at = math.inf
-
-    def __next__(self) -> float:
-        now, connection = time.monotonic(), self._connection
-        if not self._began:
-            self._began = now
-            self._look_at = now + LOOK_S
-        elif now >= self._look_at:
-            waited_s = now - self._began
-            self._look_at = now + waited_s
-            if is_stopped(connection.sock):
-                log.warning(
-                    "peer %r is stopped (by SIGSTOP or a debugger), and a call has been "
-                    "waiting for %s",
-                    connection.peer,
-                    duration(waited_s),
-                )
-        until = self._deadline.until
-        if now >= until and not is_stopped(connection.sock):
-            until = max(until, self._began) + self._grace_s
-        if now >= until:
-            raise no_answer(connection.peer, self._deadline)
-        return min(until, self._look_at) - now
 
 
 def answer(reply: Reply, rid: int) -> Body:
     """The body of the reply to request `rid`."""
     if reply.rid != rid:
-        raise ProtocolError(
-            f"unexpected reply from the peer: expected a reply to request {rid}, got one to "
-            f"request {reply.rid}. Install the same dataplane release everywhere"
-        )
+        raise _unexpected(reply, rid)
     return reply.body
+
+
+def _unexpected(reply: Reply, rid: int) -> ProtocolError:
+    return ProtocolError(
+        f"unexpected reply from the peer: expected a reply to request {rid}, got one to "
+        f"request {reply.rid}. Install the same dataplane release everywhere"
+    )
 
 
 def unwrap(body: Body) -> Body:
@@ -399,7 +365,7 @@ def no_answer(peer: str, deadline: Deadline) -> DeadlineExceeded:
 
 
 class Connections:
-    """The idle connections of one session; more are opened as calls need them.
+    """The connections of one session's calls; more are opened as calls need them.
 
     Idle sockets belong to no event loop, so threads and loops share one pool.
     """
@@ -407,7 +373,8 @@ class Connections:
     def __init__(self, opener: Opener) -> None:
         self.opener = opener
         self._idle: list[Connection] = []
-        self._under_way: set[Connection] = set()
+        self._open: set[Connection] = set()
+        """all, whether idle or borrowed by a call"""
         self._closed: str | None = None
         self.orphaned: Callable[[Connection], None] = Connection.close
         """takes connections that were left with a call under way"""
@@ -421,34 +388,39 @@ class Connections:
         except IndexError:
             return None
 
-    def begins(self, connection: Connection) -> None:
-        """A call is about to wait on it."""
-        self._under_way.add(connection)
-        if self._closed is not None:  # since it was borrowed; or else end_calls() finds it
-            self._under_way.discard(connection)
+    def opened(self, connection: Connection) -> Connection:
+        """Borrow a new connection. ClientClosed if the client was closed meanwhile."""
+        self._open.add(connection)
+        if self._closed is not None:  # else end_calls() finds it
+            self._open.discard(connection)
+            connection.close()
             raise ClientClosed(self._closed)
-
-    def ends(self, connection: Connection) -> None:
-        self._under_way.discard(connection)
-
-    def end_calls(self, why: str) -> None:
-        """No call begins any more, and those of other threads and loops that wait hear of it now:
-        their connections are over, for the peer too, which takes them back."""
-        self._closed = why
-        for connection in list(self._under_way):
-            connection.shut()
+        return connection
 
     def give_back(self, connection: Connection) -> None:
-        if connection.sock.fileno() < 0:
-            return
-        if connection.left:
-            self.orphaned(connection)
-            return
+        """Keep the connection for the next call."""
         if len(self._idle) < _IDLE_CONNECTIONS:
             self._idle.append(connection)
             if self._closed is None:
                 return
+        self._open.discard(connection)
         connection.close()
+
+    def failed(self, connection: Connection) -> None:
+        """Give back the connection of a call that failed, if the call has not ended it."""
+        if connection.is_whole:
+            self.give_back(connection)
+            return
+        self._open.discard(connection)
+        if connection.sock.fileno() >= 0:
+            self.orphaned(connection)
+
+    def end_calls(self, why: str) -> None:
+        """Let no call begin, and end the calls of other threads and loops that wait. The peer sees
+        the end of their connections, and takes them back."""
+        self._closed = why
+        for connection in list(self._open):
+            connection.shut()
 
     def close(self, why: str) -> None:
         """Without a lock: the collector may call it, and a forked child, whose sockets are the
@@ -457,10 +429,9 @@ class Connections:
         self._closed = why
         while self._idle:
             with contextlib.suppress(IndexError):  # another thread was faster
-                self._idle.pop().close()
-
-    def __len__(self) -> int:
-        return len(self._idle)
+                connection = self._idle.pop()
+                self._open.discard(connection)
+                connection.close()
 
 
 def process_of(sock: socket.socket) -> int:

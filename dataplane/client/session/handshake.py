@@ -35,8 +35,8 @@ from dataplane.errors import (
 )
 from dataplane.launch import processes, rundir
 from dataplane.launch.embedded import is_embedded
-from dataplane.wire.frames import encode
-from dataplane.wire.limits import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN
+from dataplane.wire.frames import decode_reply, encode
+from dataplane.wire.limits import MAX_HELLO_BYTES, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN
 from dataplane.wire.messages import Hello, HelloDone, Request, Welcome
 
 HANDSHAKE_S, LEAST_S = 20.0, 1.0
@@ -106,9 +106,8 @@ def open_connection(
             hello.pools, hello.command = greet(welcome), processes.own_command()
             hello.rank = processes.own_rank(os.environ)
         request = Request(rid, joined, 0, 0, welcome.epoch, int(limit_s * 1e3), hello)
-        turns = connection.turns(deadline)
-        connection.send(encode(request), turns)
-        done = unwrap(answer(connection.receive(turns), rid))
+        connection.send(encode(request), deadline)
+        done = unwrap(answer(connection.receive(deadline), rid))
         if not isinstance(done, HelloDone):
             raise ProtocolError(
                 f"unexpected reply to Hello: expected HelloDone, got {type(done).__name__}. "
@@ -232,13 +231,15 @@ def further(session: Session, deadline: Deadline) -> Connection:
 
 
 def _receive_welcome(connection: Connection, descriptors: list[int] | None) -> Welcome:
-    while (reply := connection.inbox.reply()) is None:
-        room = connection.inbox.room()
+    while (frame := connection.frames.next()) is None:
         if descriptors is None:
-            connection.count(connection.sock.recv_into(room))
+            connection.take(flags=0)
         else:
-            connection.count(_receive_with_descriptors(connection.sock, room, descriptors))
-    body = unwrap(reply.body)
+            data = _receive_with_descriptors(connection.sock, descriptors)
+            if not data:
+                raise peer_lost(connection.peer)
+            connection.frames.add(data)
+    body = unwrap(decode_reply(frame).body)
     if not isinstance(body, Welcome):
         raise ProtocolError(
             "unexpected first message from the peer: expected Welcome, got "
@@ -253,17 +254,15 @@ def _receive_welcome(connection: Connection, descriptors: list[int] | None) -> W
     return body
 
 
-def _receive_with_descriptors(
-    sock: socket.socket, room: bytearray | memoryview, descriptors: list[int]
-) -> int:
-    count, ancillary, flags, _ = sock.recvmsg_into(
-        [room], socket.CMSG_SPACE(2 * 4), socket.MSG_CMSG_CLOEXEC
+def _receive_with_descriptors(sock: socket.socket, descriptors: list[int]) -> bytes:
+    data, ancillary, flags, _ = sock.recvmsg(
+        MAX_HELLO_BYTES, socket.CMSG_SPACE(2 * 4), socket.MSG_CMSG_CLOEXEC
     )
     if flags & socket.MSG_CTRUNC:
         raise no_descriptors()
-    for level, kind, data in ancillary:
+    for level, kind, rights in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             received = array.array("i")
-            received.frombytes(data[: len(data) - len(data) % received.itemsize])
+            received.frombytes(rights[: len(rights) - len(rights) % received.itemsize])
             descriptors.extend(received)
-    return count
+    return data

@@ -146,10 +146,10 @@ class Housekeeper:
                 connection.early = None
             try:
                 while True:
-                    while (reply := connection.inbox.reply()) is not None:
+                    while (reply := connection.arrived()) is not None:
                         due += undo(reply.body)
                     connection.sock.settimeout(max(0.0, until - time.monotonic()))
-                    connection.count(connection.sock.recv_into(connection.inbox.room()))
+                    connection.take(flags=0)
             except (TimeoutError, BlockingIOError):
                 self.session.look_later(connection)
             except (OSError, DataplaneError):
@@ -158,7 +158,7 @@ class Housekeeper:
 
     def _parting(self) -> list[Body]:
         """What no call took along."""
-        due, pins = self.session.parting(), self.session.unpinned()
+        due, pins = self.session.parting()
         return [*due, Unpin(pins)] if pins else due
 
     def _over(self) -> bool:
@@ -202,10 +202,10 @@ class Housekeeper:
 
     def _tell_all(self, anchor: Connection, limit_s: float) -> None:
         """The peer carries out once what it is told twice."""
-        turns = anchor.turns(Deadline(limit_s))
+        deadline = Deadline(limit_s)
         for request in self._untold:
-            anchor.send(encode(request), turns)
-        while (reply := anchor.receive(turns)).rid != self._untold[-1].rid:
+            anchor.send(encode(request), deadline)
+        while (reply := anchor.receive(deadline)).rid != self._untold[-1].rid:
             if isinstance(reply.body, Failed):
                 log.info(
                     "peer %r refused a message that needs no reply: %s",

@@ -143,21 +143,18 @@ class Session:
         self.direct = DirectCopies(reads, self._call_housekeeper)
         """what copies from the arena to GPUs without any other memory in between"""
         self._lock = threading.Lock()
-        self._next_op = 1
+        self._last_op = 0
         self._unanswered: set[int] = set()
-        self._floor = 1
-        """no operation below it is unanswered"""
         self._minted = 0
-        self.due: SimpleQueue[Abandoned | GiveBack] = SimpleQueue()
-        """what the peer is to be told beside the next call: leases and extents that go back.
-        SimpleQueue.put is reentrant, so the collector may call it anywhere"""
+        self.due: SimpleQueue[Abandoned | GiveBack | list[int]] = SimpleQueue()
+        """what the peer is to be told beside the next call: leases and extents that go back, and
+        numbers of pins whose last view is gone. SimpleQueue.put is reentrant, so the collector may
+        call it anywhere"""
         self.untold: SimpleQueue[Request] = SimpleQueue()
         """one-way requests that did not leave this process: the peer is told under their numbers"""
         self._warned: set[tuple[str, str]] = set()
         """causes that were logged: by stage how a batch was forgotten, and unknown tags"""
-        self._unpinned: SimpleQueue[list[int]] = SimpleQueue()
-        """numbers of pins whose last view is gone"""
-        self._unpin: Callable[[list[int]], None] = self._unpinned.put
+        self._unpin: Callable[[list[int]], None] = self.due.put
         if devices is not None and devices.in_place:  # whose streams may still read
             self._unpin = devices.ends
         self._orphans: SimpleQueue[Connection] = SimpleQueue()
@@ -169,10 +166,10 @@ class Session:
         self,
         body: Body,
         deadline_ms: int = 0,
+        waits: bool = False,
         *,
         one_way: bool = False,
         parting: bool = False,
-        waits: bool = False,
     ) -> Request:
         """The envelope of a request under a new operation id, which also names the answer; one-way
         bodies have rid 0. The id counts as unanswered until `answered`, for as long as the same
@@ -182,13 +179,10 @@ class Session:
         with self._lock:
             if self.closed is not None and not parting:
                 raise ClientClosed(self.closed)
-            op = self._next_op
-            self._next_op += 1
+            self._last_op = op = self._last_op + 1
             if not waits:
                 self._unanswered.add(op)
-            while self._floor < op and self._floor not in self._unanswered:
-                self._floor += 1
-            floor = self._floor
+            floor = min(self._unanswered, default=op)
         rid = 0 if one_way else op
         return Request(rid, self.id, op, floor, self.epoch, deadline_ms, body)  # type: ignore[arg-type]
 
@@ -260,7 +254,7 @@ class Session:
         if self.devices is None or not self.devices.ending:
             return
         for pins, extents in self.devices.finished(*([] if timeout_s is None else [timeout_s])):
-            self._unpinned.put(pins)
+            self.due.put(pins)
             self.keep(extents)
 
     def leased(self, lease: int, partition: str) -> None:
@@ -301,18 +295,25 @@ class Session:
         """One-way requests that did not leave this process with their call."""
         return _drain(self.untold)
 
-    def parting(self) -> list[Body]:
-        """One-way messages that are due: abandoned leases, extents that go back. A batch that was
-        forgotten is logged, once per stage and cause."""
+    def parting(self) -> tuple[list[Body], list[int]]:
+        """What is due: one-way messages for abandoned leases and for extents that go back, and pins
+        whose last view is gone. The caller tells the peer of these pins, or calls `not_told`. A
+        batch that was forgotten is logged, once per stage and cause."""
         due: list[Body] = []
+        pins: list[int] = []
         for one in _drain(self.due):
-            if isinstance(one, GiveBack):
+            if isinstance(one, list):
+                pins += one
+            elif isinstance(one, GiveBack):
                 due.append(one)
             elif self.leases.discard(one.lease):
                 due.append(Finish(one.lease, "release"))
                 if one.forgotten:
                     self.warn_once((one.stage, one.forgotten[0]), str(one))
-        return due
+        if pins:
+            with self._lock:
+                self._pins -= len(pins)
+        return due, pins
 
     def warn_once(self, cause: tuple[str, str], text: str) -> None:
         """Log it, unless something of this cause was logged before."""
@@ -335,22 +336,12 @@ class Session:
         self.untold.put(request)
         self._call_housekeeper()
 
-    def unpinned(self) -> list[int]:
-        """Pins whose last view is gone: whoever asks tells the peer, or says that they were not
-        told."""
-        if self._unpinned.empty():
-            return []
-        pins = [pin for gone in _drain(self._unpinned) for pin in gone]
-        with self._lock:
-            self._pins -= len(pins)
-        return pins
-
     def not_told(self, pins: list[int]) -> None:
         """Or perhaps not: the peer lets go of what it is told twice once."""
         if pins:
             with self._lock:
                 self._pins += len(pins)
-            self._unpinned.put(pins)
+            self.due.put(pins)
             self.bell.ring()
 
     @property

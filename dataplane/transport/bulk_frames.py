@@ -2,8 +2,9 @@
 
 Both are a u32 little-endian length and one MessagePack body, as at the local door. Between workers
 the owner's side sends first (`Greeting`). `Join` and `Joined` prove to each side that the other
-belongs to the run. A `Pull` is then answered by `Sending`, the raw bytes of all pieces that still
-exist, in order, and `Sent`; or by `Refused`, which ends the connection.
+belongs to the run. A `Get` over TCP is then answered by `Sending`, the raw bytes of all pieces that
+still exist, in order, and `Sent`. If another transport moves the bytes, the answer is `Held`, and
+`Sent` follows the reader's `Release`. `Refused` ends the connection.
 
 Lengths are checked before anything is stored. Data per piece are raw columns.
 """
@@ -21,13 +22,15 @@ from dataplane.wire.tables import Owner, PoolHandle
 
 MAX_JOIN_FRAME_BYTES = 4_096
 """For frames of whoever has not yet proved to be of the plane."""
-MAX_PULL_FRAME_BYTES = 1 << 20
-MAX_PULL_ITEMS = 16_384
-MAX_PULL_BYTES = 32 << 20
-"""The most that one `Pull` may ask for. Each costs both sides 3 ms of processor time, whatever its
-size; a job of one part (`engine.PART_BYTES`) is two of them, one for each of its connections."""
-MAX_HOLD_BYTES = 1 << 30
-"""The most that one `Hold` may pin: a one-sided engine pays two exchanges for each."""
+MAX_GET_FRAME_BYTES = 1 << 20
+MAX_GET_ITEMS = 16_384
+MAX_GET_BYTES = 32 << 20
+"""The most that one `Get` over TCP may ask for. Each costs both sides 3 ms of processor time,
+whatever its size; a job of one part (`engine.PART_BYTES`) is two of them, one for each of its
+connections."""
+MAX_HELD_BYTES = 1 << 30
+"""The most that one `Get` over another transport may pin: a one-sided one pays two exchanges for
+each."""
 MAX_CARD_BYTES = 64 << 10
 """What an engine may tell of a registered region."""
 CHALLENGE_BYTES = 16
@@ -92,18 +95,24 @@ class Joined(Frame, tag=7):
     proof: bytes
 
 
-class Pull(Frame, tag=2):
-    """A request for pieces. pieces: PIECE records. nbytes: their sum, which detects a damaged
-    column."""
+class Get(Frame, tag=2):
+    """A request for pieces, which the owner pins until they have arrived.
+
+    pieces: PIECE records. nbytes: their sum, which detects a damaged column. transport: what moves
+    the bytes. tag, card: of the reader, for a transport whose owner sends.
+    """
 
     version: int
     ticket: Ticket
     pieces: bytes
     nbytes: int
+    transport: str = "tcp"
+    tag: int = 0
+    card: bytes = b""
 
 
 class Sending(Frame, tag=3):
-    """The reply to a pull. gone: one byte per piece, or empty if all exist. nbytes: the bytes
+    """The reply over TCP. gone: one byte per piece, or empty if all exist. nbytes: the bytes
     that follow."""
 
     gone: bytes
@@ -116,24 +125,11 @@ class Sent(Frame, tag=4):
     nbytes: int
 
 
-class Hold(Frame, tag=8):
-    """A request to pin pieces until `Release`, for an engine that does not pin them itself.
-
-    tag, card: of the reader, for an engine whose owner sends. nbytes: as in `Pull`.
-    """
-
-    version: int
-    ticket: Ticket
-    pieces: bytes
-    nbytes: int
-    transport: str
-    tag: int = 0
-    card: bytes = b""
-
-
 class Held(Frame, tag=9):
-    """The reply to a hold. sources: u64 per piece, its offset in the owner's region, or GONE.
-    mac: see `tickets`."""
+    """The reply over other transports: the owner pins the pieces until `Release`.
+
+    sources: u64 per piece, its offset in the owner's region, or GONE. mac: see `tickets`.
+    """
 
     sources: bytes
     generation: int
@@ -268,7 +264,7 @@ class Finished(Frame, tag=23):
     refused: Refused | None = None
 
 
-ToOwner = Pull | Hold | Release | Watch
+ToOwner = Get | Release | Watch
 FromOwner = Greeting | Joined | Sending | Sent | Refused | Held | Watched
 ToWorker = Configure | Read | Cancel | PinAnswer | Forget
 FromWorker = Ready | PinAsked | Unpin | Finished

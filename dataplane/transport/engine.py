@@ -23,7 +23,7 @@ from dataplane.errors import (
     Unavailable,
     sized,
 )
-from dataplane.transport.bulk_frames import COPY, MAX_HOLD_BYTES, Configure
+from dataplane.transport.bulk_frames import COPY, MAX_HELD_BYTES, Configure
 from dataplane.transport.limiter import ResourceLimiter
 from dataplane.transport.link import Pin, Traffic, Unpinned, WorkerLink, WorkerPlace
 from dataplane.transport.registry import TCP
@@ -34,7 +34,7 @@ from dataplane.wire.tables import Owner, PoolHandle
 
 PART_BYTES = 64 << 20
 """A larger read is made in parts of this size, so that others may come in between."""
-DEVICE_PART_BYTES = MAX_HOLD_BYTES
+DEVICE_PART_BYTES = MAX_HELD_BYTES
 """Between devices: they copy this in a millisecond, and the exchange for a part takes three."""
 PART_ITEMS = 65_536
 UNDER_WAY_PARTS = 4

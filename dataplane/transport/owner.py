@@ -1,8 +1,8 @@
-"""The owner's side of bulk transfer: serves pulls from the region, and holds ranges for engines.
+"""The owner's side of bulk transfer: serves `Get` by every transport that the worker runs.
 
-Runs in a bulk worker, with one thread per inbound connection and a bounded number of them. The
-request of a pull pins the ranges, and its last frame confirms them. For another engine the
-ranges stay pinned while it moves them. An invalid message of an unknown process ends only its
+Runs in a bulk worker, with one thread per inbound connection and a bounded number of them. A
+request pins its ranges, and its last frame confirms that they were pinned while their bytes moved.
+An invalid message of an unknown process ends only its
 connection, and unknown processes do not use members' slots. Every request is checked before
 anything is pinned or moved: addresses behind these checks are raw, so nothing here trusts a
 reader's column or a peer's answer.
@@ -16,8 +16,10 @@ import secrets
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -36,17 +38,16 @@ from dataplane.transport.bulk_frames import (
     CHALLENGE_BYTES,
     GONE,
     MAX_CARD_BYTES,
-    MAX_HOLD_BYTES,
+    MAX_GET_BYTES,
+    MAX_GET_FRAME_BYTES,
+    MAX_GET_ITEMS,
+    MAX_HELD_BYTES,
     MAX_JOIN_FRAME_BYTES,
-    MAX_PULL_BYTES,
-    MAX_PULL_FRAME_BYTES,
-    MAX_PULL_ITEMS,
     PIECE,
+    Get,
     Greeting,
     Held,
-    Hold,
     Joined,
-    Pull,
     Refused,
     Release,
     Sending,
@@ -69,7 +70,6 @@ from dataplane.transport.seam import (
 from dataplane.transport.slices import ranges_of
 from dataplane.transport.stream import BulkStream, Expired, iovecs
 from dataplane.transport.tickets import (
-    held_bytes,
     held_mac,
     nonce_of,
     proof,
@@ -111,23 +111,19 @@ class RangeServer:
         listener: socket.socket,
         owner: Owner,
         key: bytes,
-        region: Region,
-        desk: PinDesk,
-        holds: Mapping[str, Holds],
+        transports: Mapping[str, Service],
         stream_of: Callable[[socket.socket], BulkStream] = BulkStream,
         ended: bool = False,
     ) -> None:
-        """holds: for the worker's other engines. stream_of: wraps an accepted socket. ended: the
+        """transports: those that the worker runs. stream_of: wraps an accepted socket. ended: the
         owner's process has exited, and this is its witness."""
         self._listener = listener
         self._stream_of = stream_of
         self._owner = owner
         self._key = key
-        self._region = region
-        self._desk = desk
+        self._transports = transports
         self._inbound: set[_Inbound] = set()
         self._changed = threading.Condition()
-        self._holds = holds
         self._ended = ended
         self._refusals = Refusals(logger, "bulk transfer")
 
@@ -209,16 +205,14 @@ class RangeServer:
     def _converse(self, inbound: _Inbound) -> None:
         challenge = secrets.token_bytes(CHALLENGE_BYTES)
         versions = (PROTOCOL_VERSION_MIN, PROTOCOL_VERSION)
-        greeting = Greeting(
-            versions, challenge, MAX_PULL_FRAME_BYTES, MAX_PULL_ITEMS, MAX_PULL_BYTES
-        )
+        greeting = Greeting(versions, challenge, MAX_GET_FRAME_BYTES, MAX_GET_ITEMS, MAX_GET_BYTES)
         inbound.stream.handshake(time.monotonic() + FRAME_S)
         inbound.stream.send(encode(greeting), time.monotonic() + FRAME_S)
         if not self._join(inbound, challenge):
             return
         sequence = 0
         while inbound.stream.readable(IDLE_S) and self._begin(inbound):
-            frame = inbound.stream.receive(MAX_PULL_FRAME_BYTES, time.monotonic() + FRAME_S)
+            frame = inbound.stream.receive(MAX_GET_FRAME_BYTES, time.monotonic() + FRAME_S)
             if frame is None:
                 return
             self._answer(inbound.stream, frame, nonce_of(challenge, sequence))
@@ -284,10 +278,10 @@ class RangeServer:
                 "unexpected Release from the reader: the owner holds no ranges for this "
                 "reader. Install the same dataplane release everywhere"
             )
-        pieces, bound = checked_pieces(asked), asked.pieces
-        if isinstance(asked, Hold):
-            bound = held_bytes(asked.pieces, asked.transport, asked.card)
-        verify(self._key, asked.ticket, self._owner, nonce, bound)
+        check_version(asked.version)
+        service = self._service(asked.transport)
+        pieces = checked_pieces(asked, service.most_bytes)
+        verify(self._key, asked, self._owner, nonce)
         expiry_ms = min(asked.ticket.expiry_ms, EXPIRY_MAX_MS)
         if expiry_ms <= 0:
             raise DeadlineExceeded(
@@ -295,10 +289,7 @@ class RangeServer:
             )
         deadline = time.monotonic() + expiry_ms / 1000
         try:
-            if isinstance(asked, Pull):
-                self._pulled(stream, pieces, deadline)
-            else:
-                self._holds_of(asked).answer(stream, asked, pieces, nonce, deadline)
+            service.serve(stream, asked, pieces, nonce, deadline)
         except Expired as exc:
             raise DeadlineExceeded(
                 "the ticket expired before the owner sent its answer: repeat the call"
@@ -317,27 +308,74 @@ class RangeServer:
         mac = watched_mac(self._key, nonce, self._owner, self._ended)
         stream.send(encode(Watched(self._ended, mac)), time.monotonic() + FRAME_S)
 
-    def _holds_of(self, hold: Hold) -> Holds:
-        if hold.transport not in self._holds:
-            runs = ", ".join(("tcp", *self._holds))
+    def _service(self, transport: str) -> Service:
+        if transport not in self._transports:
             raise TransportMissing(
-                f"this peer's bulk worker does not run transport {hold.transport} (it runs "
-                f"{runs}): start all peers with the same --transport",
-                transport=hold.transport,
+                f"this peer's bulk worker does not run transport {transport} (it runs "
+                f"{', '.join(self._transports)}): start all peers with the same --transport",
+                transport=transport,
             )
-        return self._holds[hold.transport]
+        return self._transports[transport]
 
-    def _pulled(self, stream: BulkStream, pieces: Records, deadline: float) -> None:
+
+def _evict(idle: list[_Inbound]) -> None:
+    """Ends the oldest, unless one is ending already."""
+    if idle and not any(inbound.evicted for inbound in idle):
+        oldest = min(idle, key=lambda inbound: inbound.since)
+        oldest.evicted = True
+        oldest.stream.abort()
+
+
+class Service(ABC):
+    """Serves requests by one transport."""
+
+    most_bytes: ClassVar[int]
+    """the most that one request may ask for"""
+
+    def __init__(self, region: Region, desk: PinDesk) -> None:
+        self._region = region
+        self._desk = desk
+
+    def serve(
+        self, stream: BulkStream, asked: Get, pieces: Records, nonce: bytes, deadline: float
+    ) -> None:
+        """Serve a request with a valid ticket, up to the confirmation."""
         pinned = self._desk.pin(ranges_of(pieces), deadline)
-        sent = 0
+        nbytes = 0
         try:
-            sent = self._send(stream, pieces, pinned.places, deadline)
+            sources = sources_of(self._region, pieces, pinned.places)
+            nbytes = self._move(stream, asked, pieces, sources, nonce, deadline)
         finally:
-            self._desk.unpin(pinned.ask, sent)
+            self._desk.unpin(pinned.ask, nbytes)
 
-    def _send(self, stream: BulkStream, pieces: Records, places: Records, deadline: float) -> int:
-        sources, lengths = sources_of(self._region, pieces, places), pieces["nbytes"]
-        gone, mask = sources == GONE, b""
+    @abstractmethod
+    def _move(
+        self,
+        stream: BulkStream,
+        asked: Get,
+        pieces: Records,
+        sources: Offsets,
+        nonce: bytes,
+        deadline: float,
+    ) -> int:
+        """Let the reader have the pieces that are there, and confirm it. Return their bytes."""
+
+
+class TcpService(Service):
+    """Sends the bytes on the connection that asked for them."""
+
+    most_bytes = MAX_GET_BYTES
+
+    def _move(
+        self,
+        stream: BulkStream,
+        asked: Get,
+        pieces: Records,
+        sources: Offsets,
+        nonce: bytes,
+        deadline: float,
+    ) -> int:
+        lengths, gone, mask = pieces["nbytes"], sources == GONE, b""
         if gone.any():
             sources, lengths, mask = sources[~gone], lengths[~gone], gone.tobytes()
         nbytes = int(lengths.sum())
@@ -349,54 +387,45 @@ class RangeServer:
         return nbytes
 
 
-def _evict(idle: list[_Inbound]) -> None:
-    """Ends the oldest, unless one is ending already."""
-    if idle and not any(inbound.evicted for inbound in idle):
-        oldest = min(idle, key=lambda inbound: inbound.since)
-        oldest.evicted = True
-        oldest.stream.abort()
-
-
-class Holds:
-    """Serves the holds of one engine. own: the key of the region that it registered.
+class EngineService(Service):
+    """Pins the ranges while an engine moves their bytes. own: the key of the region that the
+    engine registered.
 
     The pin ends when the reader releases it on the same connection, which confirms the read;
     when the ticket expires; or when the connection ends.
     """
 
+    most_bytes = MAX_HELD_BYTES
+
     def __init__(
         self, transport: Transport, own: RegionKey, region: Region, desk: PinDesk, key: bytes
     ) -> None:
+        super().__init__(region, desk)
         self._transport = transport
         self._own = own
-        self._region = region
-        self._desk = desk
         self._key = key
         self._under_way = 0
         self._lock = threading.Lock()
 
-    def answer(
-        self, stream: BulkStream, hold: Hold, pieces: Records, nonce: bytes, deadline: float
-    ) -> None:
-        """Serve a request with a valid ticket, up to the confirmation."""
-        if len(hold.card) > MAX_CARD_BYTES:
-            raise ProtocolError(
-                f"the reader's card has {len(hold.card)} bytes, over the limit of "
-                f"{MAX_CARD_BYTES}: install the same dataplane release everywhere"
-            )
-        pinned = self._desk.pin(ranges_of(pieces), deadline)
-        nbytes = 0
+    def _move(
+        self,
+        stream: BulkStream,
+        asked: Get,
+        pieces: Records,
+        sources: Offsets,
+        nonce: bytes,
+        deadline: float,
+    ) -> int:
         self._count(1)
         try:
-            sources = sources_of(self._region, pieces, pinned.places)
             stream.send(encode(self._held(nonce, sources)), deadline)
             if not self._transport.capabilities.one_sided:
-                self._send(stream, hold, pieces, sources, deadline)
+                self._send(stream, asked, pieces, sources, deadline)
             nbytes = _released(stream, int(pieces["nbytes"][sources != GONE].sum()), deadline)
         finally:
             self._count(-1)
-            self._desk.unpin(pinned.ask, nbytes)
         stream.send(encode(Sent(nbytes)), deadline)
+        return nbytes
 
     def _count(self, change: int) -> None:
         with self._lock:
@@ -409,7 +438,7 @@ class Holds:
         return Held(raw, own.generation, own.card, mac)
 
     def _send(
-        self, stream: BulkStream, hold: Hold, pieces: Records, sources: Offsets, deadline: float
+        self, stream: BulkStream, asked: Get, pieces: Records, sources: Offsets, deadline: float
     ) -> None:
         def check() -> None:
             if stream.ended():
@@ -421,8 +450,8 @@ class Holds:
 
         there = (sources != GONE) & (pieces["nbytes"] > 0)
         nbytes = np.ascontiguousarray(pieces["nbytes"][there])
-        reader = RegionKey(0, hold.card)
-        request = SendRequest(reader, hold.tag, sources[there], nbytes, deadline, check)
+        reader = RegionKey(0, asked.card)
+        request = SendRequest(reader, asked.tag, sources[there], nbytes, deadline, check)
         self._transport.send(request)
 
 
@@ -461,32 +490,35 @@ def check_version(version: int) -> None:
         )
 
 
-def checked_pieces(asked: Pull | Hold) -> Records:
-    """Return the PIECE records of a request. Raises LimitExceeded, ProtocolError or
-    VersionMismatch."""
-    check_version(asked.version)
-    what, most = ("pull", MAX_PULL_BYTES) if isinstance(asked, Pull) else ("hold", MAX_HOLD_BYTES)
+def checked_pieces(asked: Get, most: int) -> Records:
+    """Return the PIECE records of a request of at most so many bytes. Raises LimitExceeded or
+    ProtocolError."""
+    if len(asked.card) > MAX_CARD_BYTES:
+        raise ProtocolError(
+            f"the reader's card has {len(asked.card)} bytes, over the limit of "
+            f"{MAX_CARD_BYTES}: install the same dataplane release everywhere"
+        )
     pieces: Records = column(asked.pieces, PIECE)
-    if len(pieces) > MAX_PULL_ITEMS:
+    if len(pieces) > MAX_GET_ITEMS:
         raise LimitExceeded(
-            f"a {what} has {len(pieces)} pieces, over the limit of {MAX_PULL_ITEMS}: "
+            f"a request has {len(pieces)} pieces, over the limit of {MAX_GET_ITEMS}: "
             "install the same dataplane release everywhere",
             size=len(pieces),
-            limit=MAX_PULL_ITEMS,
+            limit=MAX_GET_ITEMS,
         )
     # Piece by piece first: a sum of huge claims could wrap around.
     largest = int(pieces["nbytes"].max(initial=0))
     nbytes = largest if largest > most else int(pieces["nbytes"].sum())
     if nbytes > most:
         raise LimitExceeded(
-            f"a {what} asks for {nbytes} bytes, over the limit of {most}: install the same "
+            f"a request asks for {nbytes} bytes, over the limit of {most}: install the same "
             "dataplane release everywhere",
             size=nbytes,
             limit=most,
         )
     if nbytes != asked.nbytes:
         raise ProtocolError(
-            f"invalid {what}: it announces {asked.nbytes} bytes, but its pieces add up to "
+            f"invalid request: it announces {asked.nbytes} bytes, but its pieces add up to "
             f"{nbytes} bytes. Install the same dataplane release everywhere"
         )
     return pieces

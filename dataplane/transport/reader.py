@@ -1,4 +1,4 @@
-"""The reader's side of bulk transfer: pulls over TCP, and reads by other engines.
+"""The reader's side of bulk transfer: `Get` over TCP, and by other engines.
 
 Runs in a bulk worker. A read is cut into slices. Over TCP a few threads take one slice after
 another, each on a connection of its own, straight into the arena. For another engine the ranges of
@@ -36,13 +36,12 @@ from dataplane.errors import (
 )
 from dataplane.transport.bulk_frames import (
     GONE,
-    MAX_HOLD_BYTES,
-    MAX_PULL_BYTES,
-    MAX_PULL_FRAME_BYTES,
-    MAX_PULL_ITEMS,
+    MAX_GET_BYTES,
+    MAX_GET_FRAME_BYTES,
+    MAX_GET_ITEMS,
+    MAX_HELD_BYTES,
     FromOwner,
-    Hold,
-    Pull,
+    Get,
     Refused,
     Release,
     Sending,
@@ -52,6 +51,7 @@ from dataplane.transport.bulk_frames import (
 )
 from dataplane.transport.bulk_frames import Held as HeldFrame
 from dataplane.transport.connections import Connection, Connections
+from dataplane.transport.registry import TCP
 from dataplane.transport.seam import (
     Held,
     Mask,
@@ -65,7 +65,7 @@ from dataplane.transport.seam import (
 )
 from dataplane.transport.slices import Slice, cut, pieces_of
 from dataplane.transport.stream import BulkStream, iovecs
-from dataplane.transport.tickets import held_bytes, held_mac, issue
+from dataplane.transport.tickets import held_mac, issue
 from dataplane.wire.records import U8, column
 
 MAX_RENEWALS = 2
@@ -147,9 +147,10 @@ class Reading:
 
 
 class Reads(ABC):
-    """All reads of one worker over TCP, or by one engine, with a pool of connections."""
+    """All reads of one worker by one transport, with a pool of connections."""
 
-    def __init__(self, key: bytes, *, tls_only: bool = False) -> None:
+    def __init__(self, transport: str, key: bytes, *, tls_only: bool = False) -> None:
+        self._name = transport
         self._key = key
         self._connections = Connections(key, tls_only=tls_only)
         self._live: dict[int, Reading] = {}
@@ -203,6 +204,24 @@ class Reads(ABC):
             else:
                 self._connections.discard(connection)
 
+    def _ask(
+        self,
+        connection: Connection,
+        part: Slice,
+        request: ReadRequest,
+        tag: int = 0,
+        card: bytes = b"",
+    ) -> bytes:
+        """Send the request for a slice. Return its nonce."""
+        pieces, nonce, name = pieces_of(part.copies).tobytes(), connection.nonce(), self._name
+        expiry_ms = max(1, int((request.deadline - time.monotonic()) * 1000))
+        owner = request.remote.owner
+        ticket = issue(self._key, owner, expiry_ms, nonce, pieces, name, card)
+        get = Get(connection.version, ticket, pieces, part.nbytes, name, tag, card)
+        with suppress(ConnectionError):  # then there is no answer
+            connection.stream.send(encode(get), request.deadline)
+        return nonce
+
     @abstractmethod
     def _cut(self, copies: Records) -> Iterator[Slice]: ...
 
@@ -216,13 +235,13 @@ class TcpReads(Reads):
     """Reads over TCP, straight into the region."""
 
     def __init__(self, region: Region, key: bytes, *, tls_only: bool = False) -> None:
-        super().__init__(key, tls_only=tls_only)
+        super().__init__(TCP, key, tls_only=tls_only)
         self._base = np.uint64(region.address)
         self._runners = ThreadPoolExecutor(RUNNERS, "bulk-runner")
 
     def _cut(self, copies: Records) -> Iterator[Slice]:
         each = -(-int(copies["nbytes"].sum()) // RUNS_PER_READ)
-        return cut(copies, min(max(each, LEAST_SLICE_BYTES), MAX_PULL_BYTES), MAX_PULL_ITEMS)
+        return cut(copies, min(max(each, LEAST_SLICE_BYTES), MAX_GET_BYTES), MAX_GET_ITEMS)
 
     def _carry_out(self, reading: Reading) -> None:
         others: list[Future[None]] = []
@@ -236,8 +255,9 @@ class TcpReads(Reads):
     def _take(self, reading: Reading, part: Slice) -> Slice | None:
         """Slices one after another on one connection."""
         with self._connection(reading) as connection:
-            answered, deadline = connection.sequence > 0, reading.request.deadline
-            self._ask(connection, part, reading)
+            request = reading.request
+            answered, deadline = connection.sequence > 0, request.deadline
+            self._ask(connection, part, request)
             while (answer := _answer(connection.stream, deadline)) is not None:
                 answered = True
                 if _is_over(answer) and reading.renew():
@@ -246,27 +266,17 @@ class TcpReads(Reads):
                 # Asked before the bytes are taken, so that the owner never waits for the reader.
                 early = following is not None and len(following.copies) <= EARLY_ITEMS
                 if following is not None and early:
-                    self._ask(connection, following, reading)
+                    self._ask(connection, following, request)
                 self._receive(connection.stream, part, reading, answer)
                 if following is None:
                     connection.clean = True
                     return None
                 if not early:
-                    self._ask(connection, following, reading)
+                    self._ask(connection, following, request)
                 part = following
             if not answered or reading.stopped:
                 raise ConnectionResetError("the connection was closed before the owner answered")
             return part
-
-    def _ask(self, connection: Connection, part: Slice, reading: Reading) -> None:
-        request = reading.request
-        pieces = pieces_of(part.copies).tobytes()
-        ticket = issue(
-            self._key, request.remote.owner, _expiry_ms(request), connection.nonce(), pieces
-        )
-        pull = Pull(connection.version, ticket, pieces, part.nbytes)
-        with suppress(ConnectionError):  # then there is no answer
-            connection.stream.send(encode(pull), request.deadline)
 
     def _receive(
         self, stream: BulkStream, part: Slice, reading: Reading, answer: FromOwner
@@ -275,13 +285,13 @@ class TcpReads(Reads):
             raise answer.error()
         if not isinstance(answer, Sending):
             raise ProtocolError(
-                "unexpected reply to a pull: expected Sending, got "
+                "unexpected reply to a request: expected Sending, got "
                 f"{type(answer).__name__}. Install the same dataplane release everywhere"
             )
         copies, count, deadline = part.copies, len(part.copies), reading.request.deadline
         if answer.gone and len(answer.gone) != count:
             raise ProtocolError(
-                f"invalid reply to a pull: expected flags for {count} pieces, got "
+                f"invalid reply to a request: expected flags for {count} pieces, got "
                 f"{len(answer.gone)}. Install the same dataplane release everywhere"
             )
         gone = np.frombuffer(answer.gone or bytes(count), bool)
@@ -289,7 +299,7 @@ class TcpReads(Reads):
         asked = int(copies["nbytes"].sum())
         if answer.nbytes != asked:
             raise ProtocolError(
-                f"invalid reply to a pull: expected {asked} bytes, but the owner "
+                f"invalid reply to a request: expected {asked} bytes, but the owner "
                 f"announced {answer.nbytes}. Install the same dataplane release everywhere"
             )
         stream.receive_into(iovecs(self._base + copies["dest"], copies["nbytes"]), deadline)
@@ -297,7 +307,7 @@ class TcpReads(Reads):
         reading.arrived(part, gone, answer.nbytes)
 
 
-class HeldReads(Reads):
+class EngineReads(Reads):
     """Reads through one engine, while the owner holds the ranges.
 
     own: the key of the local region that the engine registered. While the engine moves bytes,
@@ -306,7 +316,7 @@ class HeldReads(Reads):
     """
 
     def __init__(self, transport: Transport, own: RegionKey, key: bytes) -> None:
-        super().__init__(key)
+        super().__init__(transport.capabilities.name, key)
         self._transport = transport
         self._own = own
 
@@ -315,7 +325,7 @@ class HeldReads(Reads):
         self._transport.forget(remote)
 
     def _cut(self, copies: Records) -> Iterator[Slice]:
-        return cut(copies, MAX_HOLD_BYTES, MAX_PULL_ITEMS)
+        return cut(copies, MAX_HELD_BYTES, MAX_GET_ITEMS)
 
     def _take(self, reading: Reading, part: Slice) -> Slice | None:
         try:
@@ -346,14 +356,8 @@ class HeldReads(Reads):
         self, connection: Connection, part: Slice, request: ReadRequest, card: bytes
     ) -> tuple[RegionKey, Offsets, int] | None:
         """What the owner holds: its region, the offsets there, this transfer's tag."""
-        engine = self._transport.capabilities
-        tag = 0 if engine.one_sided else secrets.randbits(48)
-        pieces, nonce = pieces_of(part.copies).tobytes(), connection.nonce()
-        bound = held_bytes(pieces, engine.name, card)
-        ticket = issue(self._key, request.remote.owner, _expiry_ms(request), nonce, bound)
-        hold = Hold(connection.version, ticket, pieces, part.nbytes, engine.name, tag, card)
-        with suppress(ConnectionError):  # then there is no answer
-            connection.stream.send(encode(hold), request.deadline)
+        tag = 0 if self._transport.capabilities.one_sided else secrets.randbits(48)
+        nonce = self._ask(connection, part, request, tag, card)
         answer = _answer(connection.stream, request.deadline)
         if answer is None:
             return None
@@ -361,13 +365,13 @@ class HeldReads(Reads):
             raise answer.error()
         if not isinstance(answer, HeldFrame):
             raise ProtocolError(
-                f"unexpected reply to a hold: expected Held, got {type(answer).__name__}. "
+                f"unexpected reply to a request: expected Held, got {type(answer).__name__}. "
                 "Install the same dataplane release everywhere"
             )
         mac = held_mac(self._key, nonce, answer.generation, answer.card, answer.sources)
         if not hmac.compare_digest(mac, answer.mac):
             raise TicketRefused(
-                "the owner's reply to a hold was altered in transit: use "
+                "the owner's reply to a request was altered in transit: use "
                 "a trusted network, then repeat the call"
             )
         sources = column(answer.sources, U8, len(part.copies))
@@ -399,21 +403,17 @@ class HeldReads(Reads):
         reading.arrived(part, gone, nbytes)
 
 
-def _expiry_ms(request: ReadRequest) -> int:
-    return max(1, int((request.deadline - time.monotonic()) * 1000))
-
-
 def _answer(stream: BulkStream, deadline: float) -> FromOwner | None:
     """None: closed without an answer, as an owner does with idle connections."""
     with suppress(ConnectionError):
-        frame = stream.receive(MAX_PULL_FRAME_BYTES, deadline)
+        frame = stream.receive(MAX_GET_FRAME_BYTES, deadline)
         return None if frame is None else decode_from_owner(frame)
     return None
 
 
 def _confirm(stream: BulkStream, nbytes: int, deadline: float) -> None:
     """The owner's word that so many bytes were pinned until now."""
-    frame = stream.receive(MAX_PULL_FRAME_BYTES, deadline)
+    frame = stream.receive(MAX_GET_FRAME_BYTES, deadline)
     sent = None if frame is None else decode_from_owner(frame)
     if isinstance(sent, Refused):
         raise sent.error()
@@ -439,7 +439,7 @@ def _checking(reading: Reading, stream: BulkStream) -> Callable[[], None]:
             raise _late(reading)
         if stream.readable(0):
             try:
-                frame = stream.receive(MAX_PULL_FRAME_BYTES, deadline)
+                frame = stream.receive(MAX_GET_FRAME_BYTES, deadline)
             except OSError as exc:
                 raise _broken(reading, exc) from exc
             said = None if frame is None else decode_from_owner(frame)

@@ -2,7 +2,7 @@
 certificate a peer has.
 
 A connection starts with a proof of each side: an HMAC of its role and of both sides' challenges.
-A ticket then names one incarnation of the owner, binds the pieces by digest and the connection
+A ticket then names one incarnation of the owner, binds the request by digest and the connection
 by nonce (the owner's challenge and a counter), and carries an HMAC-SHA256 under the run's key. A
 copied ticket is worthless on another connection, so no clocks are compared: `expiry_ms` is how
 long the owner works on the request, on its own clock from its arrival.
@@ -19,7 +19,7 @@ from typing import Literal
 import msgspec
 
 from dataplane.errors import TicketRefused
-from dataplane.transport.bulk_frames import Ticket
+from dataplane.transport.bulk_frames import Get, Ticket
 from dataplane.wire.tables import Owner
 
 _CONTEXT = b"dataplane bulk ticket 1"
@@ -54,15 +54,25 @@ def proof(
     return hmac.digest(key, signed, "sha256")
 
 
-def issue(key: bytes, owner: Owner, expiry_ms: int, nonce: bytes, pieces: bytes) -> Ticket:
-    """Issue a ticket for exactly this column of PIECE records at this owner."""
-    digest = _digest(pieces)
+def issue(
+    key: bytes,
+    owner: Owner,
+    expiry_ms: int,
+    nonce: bytes,
+    pieces: bytes,
+    transport: str = "tcp",
+    card: bytes = b"",
+) -> Ticket:
+    """Issue a ticket for exactly this column of PIECE records at this owner, this transport and
+    this card."""
+    digest = _digest(pieces, transport, card)
     mac = _mac(key, owner.peer, owner.incarnation, expiry_ms, nonce, digest)
     return Ticket(owner.peer, owner.incarnation, expiry_ms, nonce, digest, mac)
 
 
-def verify(key: bytes, ticket: Ticket, owner: Owner, nonce: bytes, pieces: bytes) -> None:
-    """Raise TicketRefused unless the ticket is valid for this owner, connection and column."""
+def verify(key: bytes, get: Get, owner: Owner, nonce: bytes) -> None:
+    """Raise TicketRefused unless the ticket is valid for this owner, connection and request."""
+    ticket, digest = get.ticket, _digest(get.pieces, get.transport, get.card)
     expected = _mac(
         key,
         ticket.peer,
@@ -73,7 +83,7 @@ def verify(key: bytes, ticket: Ticket, owner: Owner, nonce: bytes, pieces: bytes
     )
     authentic = hmac.compare_digest(expected, ticket.mac)
     # One answer for every way to be a stranger: it tells nothing about the key.
-    if not authentic or ticket.nonce != nonce or ticket.digest != _digest(pieces):
+    if not authentic or ticket.nonce != nonce or ticket.digest != digest:
         raise TicketRefused(
             "the ticket is invalid, because it was made with the key of another run, or for "
             "another connection or other ranges: start all peers with the same --run "
@@ -89,11 +99,6 @@ def verify(key: bytes, ticket: Ticket, owner: Owner, nonce: bytes, pieces: bytes
         )
 
 
-def held_bytes(pieces: bytes, transport: str, card: bytes) -> bytes:
-    """The bytes that the ticket of a `Hold` binds."""
-    return pieces + transport.encode() + card
-
-
 def held_mac(key: bytes, nonce: bytes, generation: int, card: bytes, sources: bytes) -> bytes:
     """The owner's proof that a card and offsets are its own, for this request."""
     signed = msgspec.msgpack.encode((_HELD_CONTEXT, nonce, generation, card, sources))
@@ -106,8 +111,8 @@ def watched_mac(key: bytes, nonce: bytes, owner: Owner, ended: bool) -> bytes:
     return hmac.digest(key, msgspec.msgpack.encode(signed), "sha256")
 
 
-def _digest(pieces: bytes) -> bytes:
-    return hashlib.blake2b(pieces, digest_size=32).digest()
+def _digest(pieces: bytes, transport: str, card: bytes) -> bytes:
+    return hashlib.blake2b(pieces + transport.encode() + card, digest_size=32).digest()
 
 
 def _mac(

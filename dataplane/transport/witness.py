@@ -37,7 +37,6 @@ from dataplane.transport.bulk_frames import (
 )
 from dataplane.transport.joining import Joining, answer_of
 from dataplane.transport.owner import RangeServer
-from dataplane.transport.seam import PinDesk, Pinned, Records, Region
 from dataplane.transport.secure_stream import door, reading_context
 from dataplane.transport.stream import BulkStream, split_address
 from dataplane.transport.tickets import fingerprint_of, nonce_of, watched_mac
@@ -82,25 +81,10 @@ def leave_witness(listener: socket.socket, first: Configure, keeps_not: Sequence
             os.close(descriptor)
         if _outlives(peer, worker, listener):
             stream_of = door(first.tls) if first.tls else BulkStream
-            RangeServer(
-                listener, first.owner, first.key, Region(0, 0), _Nothing(), {}, stream_of, True
-            ).start()
+            RangeServer(listener, first.owner, first.key, {}, stream_of, ended=True).start()
             time.sleep(LINGER_S)
     finally:
         os._exit(0)
-
-
-_NO_RANGES = (
-    "unexpected request: this process serves no ranges, it only reports the state of its peer"
-)
-
-
-class _Nothing(PinDesk):
-    def pin(self, ranges: Records, deadline: float) -> Pinned:
-        raise ProtocolError(_NO_RANGES)
-
-    def unpin(self, ask: int, nbytes: int) -> None:
-        raise ProtocolError(_NO_RANGES)
 
 
 def _outlives(peer: int, worker: int, listener: socket.socket) -> bool:

@@ -50,8 +50,8 @@ from dataplane.transport.bulk_frames import (
     decode_to_worker,
     encode,
 )
-from dataplane.transport.owner import Holds, RangeServer
-from dataplane.transport.reader import HeldReads, Reads, TcpReads
+from dataplane.transport.owner import EngineService, RangeServer, Service, TcpService
+from dataplane.transport.reader import EngineReads, Reads, TcpReads
 from dataplane.transport.registry import TCP, load
 from dataplane.transport.seam import (
     Mask,
@@ -68,8 +68,6 @@ from dataplane.transport.witness import leave_witness
 from dataplane.wire.frames import HEADER_BYTES, body_length
 from dataplane.wire.records import EXTENT, column
 
-NOTHING = Region(0, 0)
-"""What TCP may serve of device memory."""
 JOBS = 32
 """under way at once"""
 _PR_SET_PDEATHSIG = 1
@@ -243,17 +241,19 @@ def run(control_fd: int, arena_fd: int, arena_bytes: int, listen_fd: int) -> Non
     # held here: the region is its address
     arena = None if first.pools else mmap.mmap(arena_fd, arena_bytes)
     region, desk = _region(first, arena, arena_fd, arena_bytes), PeerDesk(control)
-    by_tcp = region if arena is not None else NOTHING
-    reads: dict[str, Reads] = {TCP: TcpReads(by_tcp, first.key, tls_only=bool(first.tls))}
-    holds: dict[str, Holds] = {}
+    reads: dict[str, Reads] = {}
+    services: dict[str, Service] = {}
+    if arena is not None:  # TCP moves only mapped memory
+        reads[TCP] = TcpReads(region, first.key, tls_only=bool(first.tls))
+        services[TCP] = TcpService(region, desk)
     missing: dict[str, str] = {}
     for name in first.transports:
         try:
-            reads[name], holds[name] = _engine(name, first, region, desk)
+            reads[name], services[name] = _engine(name, first, region, desk)
         except TransportMissing as exc:
             missing[name] = exc.message
     stream_of = door(first.tls) if first.tls else BulkStream
-    RangeServer(listener, first.owner, first.key, by_tcp, desk, holds, stream_of).start()
+    RangeServer(listener, first.owner, first.key, services, stream_of).start()
     with contextlib.suppress(ConnectionError):  # the peer is gone: so is this, in a moment
         control.send(Ready(os.getpid(), missing))
     Worker(control, region, desk, reads).serve()
@@ -271,7 +271,9 @@ def _region(first: Configure, arena: mmap.mmap | None, arena_fd: int, arena_byte
     return Region(np.frombuffer(arena, np.uint8).ctypes.data, arena_bytes, fd=arena_fd)
 
 
-def _engine(name: str, first: Configure, region: Region, desk: PeerDesk) -> tuple[HeldReads, Holds]:
+def _engine(
+    name: str, first: Configure, region: Region, desk: PeerDesk
+) -> tuple[EngineReads, EngineService]:
     """Both sides of an engine that the worker runs beside TCP."""
     found = load(name)
     if region.kind not in found.capabilities.memory:
@@ -284,8 +286,8 @@ def _engine(name: str, first: Configure, region: Region, desk: PeerDesk) -> tupl
     engine = found(first.owner)
     own = engine.register(region)
     return (
-        HeldReads(engine, own, first.key),
-        Holds(engine, own, region, desk, first.key),
+        EngineReads(engine, own, first.key),
+        EngineService(engine, own, region, desk, first.key),
     )
 
 

@@ -157,10 +157,10 @@ def test_the_limits_are_those_in_force() -> None:
         name: getattr(bulk_frames, name)
         for name in (
             "MAX_JOIN_FRAME_BYTES",
-            "MAX_PULL_FRAME_BYTES",
-            "MAX_PULL_ITEMS",
-            "MAX_PULL_BYTES",
-            "MAX_HOLD_BYTES",
+            "MAX_GET_FRAME_BYTES",
+            "MAX_GET_ITEMS",
+            "MAX_GET_BYTES",
+            "MAX_HELD_BYTES",
             "MAX_CARD_BYTES",
             "CHALLENGE_BYTES",
         )

@@ -98,7 +98,7 @@ def test_an_announced_length_over_the_limit_is_refused_before_its_body(length: i
     for read in (
         frames.body_length,
         lambda data: list(frames.FrameReader().feed(data)),
-        lambda data: frames.body_length(data, bulk_frames.MAX_PULL_FRAME_BYTES),
+        lambda data: frames.body_length(data, bulk_frames.MAX_GET_FRAME_BYTES),
     ):
         error = refused(read, header, MIB, FrameTooLarge)
         assert error.details["size"] == length

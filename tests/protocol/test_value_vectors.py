@@ -20,7 +20,7 @@ from dataplane.launch.token import Token
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.tables import names
 from dataplane.transport import tickets
-from dataplane.transport.bulk_frames import Ticket
+from dataplane.transport.bulk_frames import Get, Ticket
 from dataplane.wire import layouts, objects
 from dataplane.wire.arrays import dtype_of
 from dataplane.wire.tables import Owner
@@ -165,7 +165,8 @@ def test_a_ticket_follows_from_the_page(vector: Vector) -> None:
     told, pieces = vector["ticket"], bytes.fromhex(vector["pieces"])
     key = hashlib.sha256(_pack(CONTEXT, vector["plane"], vector["epoch"])).digest()
     nonce = bytes.fromhex(vector["challenge"]) + vector["sequence"].to_bytes(8, "little")
-    digest = hashlib.blake2b(pieces, digest_size=32).digest()
+    bound = pieces + vector["transport"].encode() + bytes.fromhex(vector["card"])
+    digest = hashlib.blake2b(bound, digest_size=32).digest()
     owner = (told["peer"], told["incarnation"], told["expiry_ms"])
     mac = hmac.digest(key, _pack(CONTEXT, *owner, nonce, digest), "sha256")
     assert key.hex() == vector["plane_key"]
@@ -190,10 +191,16 @@ def test_a_ticket_is_issued_and_verified_as_in_its_vector(vector: Vector) -> Non
     nonce = tickets.nonce_of(bytes.fromhex(vector["challenge"]), vector["sequence"])
     columns = (bytes.fromhex(told[name]) for name in ("nonce", "digest", "mac"))
     ticket = Ticket(owner.peer, owner.incarnation, told["expiry_ms"], *columns)
-    assert tickets.issue(key, owner, told["expiry_ms"], nonce, pieces) == ticket
-    tickets.verify(key, ticket, owner, nonce, pieces)
-    with pytest.raises(TicketRefused):
-        tickets.verify(key, ticket, owner, nonce, pieces + b"\0")
+    way = vector["transport"], bytes.fromhex(vector["card"])
+    assert tickets.issue(key, owner, told["expiry_ms"], nonce, pieces, *way) == ticket
+    tickets.verify(key, Get(1, ticket, pieces, 0, way[0], 0, way[1]), owner, nonce)
+    for changed in (
+        Get(1, ticket, pieces + b"\0", 0, way[0], 0, way[1]),
+        Get(1, ticket, pieces, 0, "other", 0, way[1]),
+        Get(1, ticket, pieces, 0, way[0], 0, way[1] + b"\0"),
+    ):
+        with pytest.raises(TicketRefused):
+            tickets.verify(key, changed, owner, nonce)
 
 
 def hashed(text: str) -> int:

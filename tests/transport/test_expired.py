@@ -12,15 +12,14 @@ import pytest
 from dataplane.errors import DeadlineExceeded
 from dataplane.transport.bulk_frames import (
     COPY,
-    MAX_PULL_FRAME_BYTES,
-    Hold,
-    Pull,
+    MAX_GET_FRAME_BYTES,
+    Get,
     Refused,
     decode_from_owner,
     encode,
 )
 from dataplane.transport.connections import Connections
-from dataplane.transport.owner import Holds, RangeServer
+from dataplane.transport.owner import EngineService, RangeServer, TcpService
 from dataplane.transport.seam import (
     Capabilities,
     Pinned,
@@ -34,7 +33,7 @@ from dataplane.transport.seam import (
 from dataplane.transport.secure_stream import door
 from dataplane.transport.slices import pieces_of
 from dataplane.transport.stream import BulkStream
-from dataplane.transport.tickets import held_bytes, issue, new_identity
+from dataplane.transport.tickets import issue, new_identity
 from dataplane.wire.records import EXTENT
 from dataplane.wire.tables import Owner
 
@@ -94,8 +93,11 @@ class Served:
         fingerprint = identity.fingerprint if identity else ""
         self.remote = Remote(OWNER, f"127.0.0.1:{listener.getsockname()[1]}", fingerprint)
         stream_of = door(identity.pem) if identity else BulkStream
-        holds = {"engine": Holds(engine, engine.register(region), region, self.desk, KEY)}
-        RangeServer(listener, OWNER, KEY, region, self.desk, holds, stream_of).start()
+        services = {
+            "tcp": TcpService(region, self.desk),
+            "engine": EngineService(engine, engine.register(region), region, self.desk, KEY),
+        }
+        RangeServer(listener, OWNER, KEY, services, stream_of).start()
         self.listener = listener
 
 
@@ -107,18 +109,16 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     served.listener.close()
 
 
-@pytest.mark.parametrize("engine", ["", "engine"])
+@pytest.mark.parametrize("transport", ["tcp", "engine"])
 def test_a_ticket_that_runs_out_between_pin_and_first_byte_is_refused(
-    served: Served, engine: str, caplog: pytest.LogCaptureFixture
+    served: Served, transport: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     deadline = time.monotonic() + 30
     connection = Connections(KEY).borrow(served.remote, deadline, Asking())
     pieces = pieces_of(np.array([(0, 1, 0, NBYTES, 0)], COPY)).tobytes()
-    bound = held_bytes(pieces, engine, b"") if engine else pieces
-    ticket = issue(KEY, OWNER, 50, connection.nonce(), bound)
-    asked = Hold(1, ticket, pieces, NBYTES, engine, 0, b"") if engine else None
-    connection.stream.send(encode(asked or Pull(1, ticket, pieces, NBYTES)), deadline)
-    frame = connection.stream.receive(MAX_PULL_FRAME_BYTES, deadline)
+    ticket = issue(KEY, OWNER, 50, connection.nonce(), pieces, transport)
+    connection.stream.send(encode(Get(1, ticket, pieces, NBYTES, transport)), deadline)
+    frame = connection.stream.receive(MAX_GET_FRAME_BYTES, deadline)
     assert frame is not None, "the owner closed the connection without a word"
     answer = decode_from_owner(frame)
     assert isinstance(answer, Refused) and isinstance(answer.error(), DeadlineExceeded)

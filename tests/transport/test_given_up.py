@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dataplane.testing.hosts import KEY
-from dataplane.transport.bulk_frames import MAX_PULL_BYTES, Pull, encode
+from dataplane.transport.bulk_frames import MAX_GET_BYTES, Get, encode
 from dataplane.transport.connections import Connection, Connections
 from dataplane.transport.seam import Remote
 from dataplane.transport.slices import pieces_of
@@ -38,8 +38,8 @@ class Transfer:
 def ask(connection: Connection, remote: Remote, copies: np.ndarray) -> None:
     pieces = pieces_of(copies).tobytes()
     ticket = issue(KEY, remote.owner, 60_000, connection.nonce(), pieces)
-    pull = Pull(connection.version, ticket, pieces, int(copies["nbytes"].sum()))
-    connection.stream.send(encode(pull), time.monotonic() + 10)
+    get = Get(connection.version, ticket, pieces, int(copies["nbytes"].sum()))
+    connection.stream.send(encode(get), time.monotonic() + 10)
 
 
 def waits_for_room(port: int) -> bool:
@@ -53,7 +53,7 @@ def waits_for_room(port: int) -> bool:
 
 def drain_and_discard(connections: Connections, connection: Connection) -> None:
     """What a reading thread does when its stream is aborted in the middle of a transfer."""
-    buffer = np.empty(2 * MAX_PULL_BYTES, np.uint8)
+    buffer = np.empty(2 * MAX_GET_BYTES, np.uint8)
     place = iovecs(np.array([buffer.ctypes.data], "<u8"), np.array([len(buffer)], "<u8"))
     connection.stream.abort()
     with pytest.raises(ConnectionResetError):
@@ -64,8 +64,8 @@ def drain_and_discard(connections: Connections, connection: Connection) -> None:
 async def test_a_pin_comes_back_soon_after_a_reader_with_a_full_window_gave_up(
     start_host: StartHost,
 ) -> None:
-    a = await start_host("a", MAX_PULL_BYTES)
-    copies = a.place(np.zeros(1), np.full(1, MAX_PULL_BYTES))
+    a = await start_host("a", MAX_GET_BYTES)
+    copies = a.place(np.zeros(1), np.full(1, MAX_GET_BYTES))
     connections, deadline = Connections(KEY), time.monotonic() + 60
     connection = await asyncio.to_thread(connections.borrow, a.remote, deadline, Transfer())
     await asyncio.to_thread(ask, connection, a.remote, copies)

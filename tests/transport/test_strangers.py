@@ -16,15 +16,15 @@ import pytest
 from dataplane.errors import TicketRefused
 from dataplane.transport import Remote
 from dataplane.transport.bulk_frames import (
+    MAX_GET_BYTES,
+    MAX_GET_FRAME_BYTES,
+    MAX_GET_ITEMS,
     MAX_JOIN_FRAME_BYTES,
-    MAX_PULL_BYTES,
-    MAX_PULL_FRAME_BYTES,
-    MAX_PULL_ITEMS,
     PIECE,
+    Get,
     Greeting,
     Join,
     Joined,
-    Pull,
     Refused,
     decode_from_owner,
     decode_join,
@@ -92,7 +92,7 @@ def pull(host: Any, greeting: Greeting, pieces: np.ndarray, **changed: Any) -> b
     ticket = issue(changed.pop("key", KEY), host.owner, expiry_ms, nonce, column)
     nbytes = changed.pop("nbytes", int(pieces["nbytes"].sum()) % 2**63)
     version = changed.pop("version", PROTOCOL_VERSION)
-    return encode(Pull(version, ticket, changed.pop("column", column), nbytes))
+    return encode(Get(version, ticket, changed.pop("column", column), nbytes))
 
 
 async def still_serves(host: Any, start_host: StartHost) -> None:
@@ -106,7 +106,7 @@ async def test_the_owner_greets_first_and_tells_its_limits(start_host: StartHost
     a = await start_host("a")
     async with connected(a) as (_, greeting):
         assert greeting.versions[1] == PROTOCOL_VERSION
-        assert greeting.max_bytes == MAX_PULL_BYTES and greeting.max_items == MAX_PULL_ITEMS
+        assert greeting.max_bytes == MAX_GET_BYTES and greeting.max_items == MAX_GET_ITEMS
         async with connected(a) as (_, another):
             assert greeting.challenge != another.challenge
 
@@ -115,7 +115,7 @@ async def test_the_owner_greets_first_and_tells_its_limits(start_host: StartHost
     ("sent", "code"),
     [
         (b"GET / HTTP/1.1\r\n\r\n", "FrameTooLarge"),
-        (struct.pack("<I", MAX_PULL_FRAME_BYTES + 1), "FrameTooLarge"),
+        (struct.pack("<I", MAX_GET_FRAME_BYTES + 1), "FrameTooLarge"),
         (struct.pack("<I", 5) + b"\xc1\xff\x00\x01\x02", "ProtocolError"),
         (struct.pack("<I", 0), "ProtocolError"),
         (struct.pack("<I", 50_000) + b"\x91" * 50_000, "ProtocolError"),
@@ -215,9 +215,9 @@ async def test_forged_replayed_and_altered_tickets_are_refused(start_host: Start
 
 
 async def test_a_ticket_that_expires_ends_the_transfer_and_its_pin(start_host: StartHost) -> None:
-    a = await start_host("a", 2 * MAX_PULL_BYTES)
-    a.place(np.array([0]), np.array([MAX_PULL_BYTES]))
-    whole = np.array([(0, 1, 0, MAX_PULL_BYTES)], PIECE)
+    a = await start_host("a", 2 * MAX_GET_BYTES)
+    a.place(np.array([0]), np.array([MAX_GET_BYTES]))
+    whole = np.array([(0, 1, 0, MAX_GET_BYTES)], PIECE)
     async with joined(a) as (stranger, greeting):
         room = stranger.writer.get_extra_info("socket")
         room.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)  # the bytes do not fit
@@ -226,7 +226,7 @@ async def test_a_ticket_that_expires_ends_the_transfer_and_its_pin(start_host: S
             while not a.pins or a.held:
                 await asyncio.sleep(0.001)
         with suppress(ConnectionError):
-            assert len(await stranger.reader.read(-1)) < MAX_PULL_BYTES
+            assert len(await stranger.reader.read(-1)) < MAX_GET_BYTES
     await still_serves(a, start_host)
 
 
@@ -250,9 +250,9 @@ async def test_wrong_versions_sums_and_sizes_are_refused(start_host: StartHost) 
         ({"version": PROTOCOL_VERSION + 1}, one, "VersionMismatch"),
         ({"nbytes": 1}, one, "ProtocolError"),
         ({"column": b"12345"}, one, "ProtocolError"),
-        ({}, np.array([(0, 1, 0, MAX_PULL_BYTES + 1)], PIECE), "LimitExceeded"),
+        ({}, np.array([(0, 1, 0, MAX_GET_BYTES + 1)], PIECE), "LimitExceeded"),
         ({"nbytes": 5}, wraps, "LimitExceeded"),
-        ({}, np.zeros(MAX_PULL_ITEMS + 1, PIECE), "LimitExceeded"),
+        ({}, np.zeros(MAX_GET_ITEMS + 1, PIECE), "LimitExceeded"),
     ]
     for changed, pieces, code in cases:
         async with joined(a) as (stranger, greeting):
@@ -285,9 +285,9 @@ async def test_idle_connections_make_room_for_new_ones(start_host: StartHost) ->
 async def test_a_half_sent_request_and_a_reader_that_leaves_do_no_harm(
     start_host: StartHost,
 ) -> None:
-    a = await start_host("a", MAX_PULL_BYTES)
-    a.place(np.array([0]), np.array([MAX_PULL_BYTES]))
-    pieces = np.array([(0, 1, 0, MAX_PULL_BYTES)], PIECE)
+    a = await start_host("a", MAX_GET_BYTES)
+    a.place(np.array([0]), np.array([MAX_GET_BYTES]))
+    pieces = np.array([(0, 1, 0, MAX_GET_BYTES)], PIECE)
     async with joined(a) as (stranger, greeting):
         stranger.writer.write(pull(a, greeting, pieces)[:20])
     async with joined(a) as (stranger, greeting):

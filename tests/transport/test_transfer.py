@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dataplane.errors import InternalError, LimitExceeded, ProtocolError, Unavailable
-from dataplane.transport.bulk_frames import MAX_PULL_BYTES
+from dataplane.transport.bulk_frames import MAX_GET_BYTES
 
 MIB = 1 << 20
 StartHost = Callable[..., Awaitable[Any]]  # a Host of conftest
@@ -26,7 +26,7 @@ async def test_a_read_larger_than_a_slice_and_than_a_part_arrives_equal(
     outcome = await b.engine.read(a.remote, copies)
     assert outcome.nbytes == lengths.sum()
     assert np.array_equal(a.bytes[: lengths.sum()], b.bytes[: lengths.sum()])
-    assert lengths.sum() // MAX_PULL_BYTES <= a.pins
+    assert lengths.sum() // MAX_GET_BYTES <= a.pins
 
 
 async def test_bytes_beyond_a_range_are_refused(start_host: StartHost) -> None:

@@ -36,7 +36,7 @@ from dataplane.errors import (
     TransportMissing,
     Unavailable,
 )
-from dataplane.transport.bulk_frames import MAX_PULL_ITEMS
+from dataplane.transport.bulk_frames import MAX_GET_ITEMS
 from dataplane.transport.engines.cuda_ipc import this_host
 from dataplane.transport.engines.region import OpenRegion, Stretch, Stretches
 from dataplane.transport.seam import (
@@ -257,7 +257,7 @@ def _pieces(request: ReadRequest, held: Held, own: Stretches, theirs: Stretches)
             own.descriptors(part.copies["dest"], part.copies["nbytes"]),
             theirs.descriptors(part.copies["start"], part.copies["nbytes"]),
         )
-        for part in cut(joined, PIECE_BYTES, MAX_PULL_ITEMS)
+        for part in cut(joined, PIECE_BYTES, MAX_GET_ITEMS)
     ]
 
 

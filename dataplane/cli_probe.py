@@ -44,7 +44,7 @@ def lacking(report: Report, transport: str) -> list[str]:
     found = []
     for peer in report["peers"]:
         here = peer["peer"]
-        devices = transport in registry.DEVICE_ONLY
+        devices = transport in registry.POOLS_ONLY
         if "error" in peer:
             found.append(f"{here}: {peer['error']}")
         elif devices:

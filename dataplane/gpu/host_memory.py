@@ -18,7 +18,7 @@ from dataplane.errors import ProtocolError
 from dataplane.gpu.device import Device, PoolHandle
 from dataplane.memory.admission import DEFAULT_SHARES, ShareOfEach
 from dataplane.memory.extents import Bytes, Extent, Mask, Records, Span, page_up
-from dataplane.memory.ranges import DEVICE, SPILLED, Counts, Freed, Ranges
+from dataplane.memory.ranges import POOL, SPILLED, Counts, Freed, Ranges
 from dataplane.memory.space import Holder, Space, pinned_by
 from dataplane.memory.spill import DISK
 from dataplane.wire.records import RANGE, U4
@@ -44,11 +44,11 @@ class HostMemory(Space):
         return arena
 
     def reads_in_place(self, holder: int, numbers: Iterable[int]) -> None:
-        self._readers[holder] = [SPILLED + DEVICE * number for number in numbers]
+        self._readers[holder] = [SPILLED + POOL * number for number in numbers]
 
     def first_read(self, holder: int) -> int:
         kinds = self._readers.get(holder)
-        return kinds[0] // DEVICE if kinds else 0
+        return kinds[0] // POOL if kinds else 0
 
     # which memory
 
@@ -69,7 +69,7 @@ class HostMemory(Space):
         return in_place
 
     def on_device(self, ranges: Records) -> npt.NDArray[np.uint8]:
-        numbers: npt.NDArray[np.uint8] = self.ranges.kinds(ranges) // DEVICE
+        numbers: npt.NDArray[np.uint8] = self.ranges.kinds(ranges) // POOL
         return numbers
 
     # writing
@@ -116,7 +116,7 @@ class HostMemory(Space):
     def _freed(self, freed: Freed) -> int:
         by_device: dict[int, Freed] = {}
         for one in freed:
-            by_device.setdefault(one[2] // DEVICE, []).append(one)
+            by_device.setdefault(one[2] // POOL, []).append(one)
         if not any(by_device):
             return super()._freed(freed)
         nbytes = 0
@@ -168,7 +168,7 @@ class PoolSpace(Space):
         super().__init__(size_bytes, shares, ranges)
         self._room.long_bytes = size_bytes  # what was never used is as quick to write
         self.base = base
-        self._kind = number * DEVICE
+        self._kind = number * POOL
 
     def holds_addresses(self, starts: Bytes) -> Mask:
         """Return which of these addresses are in this arena."""
@@ -181,9 +181,7 @@ class PoolSpace(Space):
 
     def take_back(self, freed: Freed) -> int:
         """Free the space of released ranges of this arena, and return its bytes."""
-        return self._freed(
-            [(start - self.base, size, kind % DEVICE) for start, size, kind in freed]
-        )
+        return self._freed([(start - self.base, size, kind % POOL) for start, size, kind in freed])
 
     # addresses outside, offsets in the pool inside
 

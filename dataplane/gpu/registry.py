@@ -15,7 +15,7 @@ from dataplane.gpu.device import Device, PoolHandle
 
 if TYPE_CHECKING:
     from dataplane.gpu.client.pools import Devices
-    from dataplane.gpu.peer import PeerDevices
+    from dataplane.gpu.peer import DevicePools
 
 GROUP = "dataplane.devices"
 CUDA = "cuda"
@@ -54,13 +54,13 @@ def client_devices(wish: Wish, offered: bool) -> Devices | None:
     return devices
 
 
-def peer_devices(wanted: Any) -> PeerDevices | None:
-    """Return what a peer holds device arenas with; None if it has none. wanted: the memory of each
-    device (`DeviceMemory`), or None. Raise DeviceMissing if there is no device."""
+def peer_pools(wanted: Any) -> DevicePools | None:
+    """Return the pools of a peer with device arenas; None if it has none. wanted: the memory of
+    each device (`DeviceMemory`), or None. Raise DeviceMissing if there is no device."""
     if wanted is None:
         return None
-    devices: PeerDevices = plugins.own("dataplane.gpu.peer:PeerDevices")(wanted)
-    return devices
+    pools: DevicePools = plugins.own("dataplane.gpu.peer:DevicePools")(wanted)
+    return pools
 
 
 def client_module(name: str) -> Any:

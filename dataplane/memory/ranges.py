@@ -25,8 +25,8 @@ Ids = npt.NDArray[np.intp]
 
 SPILLED = 3
 """Stands for the class of ranges whose bytes are in the spill file, charged to none."""
-DEVICE = 4
-"""Times n, and added to the class of ranges whose bytes are in the n-th device arena, from 1."""
+POOL = 4
+"""Times n, and added to the class of ranges whose bytes are in the n-th pool, from 1."""
 
 _SWEEP_ABOVE = 1024
 _RAW = np.dtype((np.void, DIGEST.itemsize))
@@ -129,7 +129,7 @@ class Ranges:
         return np.array([kind == SPILLED for kind in self._kinds(ranges)], np.bool_)
 
     def kinds(self, ranges: Records) -> npt.NDArray[np.uint8]:
-        """Per record its class, with SPILLED and DEVICE; 0 for a dead one."""
+        """Per record its class, with SPILLED and POOL; 0 for a dead one."""
         return np.array(list(self._kinds(ranges)), np.uint8)
 
     def _kinds(self, ranges: Records) -> Iterable[int]:

@@ -12,7 +12,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,9 +42,6 @@ from dataplane.memory.ranges import SPILLED, Counts, Digests, Freed, Ranges
 from dataplane.memory.spill import Move, Spilled
 from dataplane.wire.limits import ALIGNMENT_BYTES, MAX_STRETCHES_PER_SESSION
 from dataplane.wire.records import EXTENT, RANGE, U8, joined
-
-if TYPE_CHECKING:
-    from dataplane.gpu.host_memory import DeviceArena
 
 PULLER = 0
 """The holder under which the peer itself reserves room for pulls and pins ranges for others."""
@@ -87,27 +84,8 @@ class Space:
             f"{self._allocator.free_bytes} B free, {len(self._holders)} holders>"
         )
 
-    # device arenas, of which a plain space has none: see `HostMemory`
-
-    devices: Sequence[DeviceArena] = ()
-
     def reads_in_place(self, holder: int, numbers: Iterable[int]) -> None:
-        """Note that this client has mapped these pools, numbered from 1."""
-
-    def first_read(self, holder: int) -> int:
-        """The pool that this client works with, of those that it maps; 0 if none."""
-        return 0
-
-    def on_device(self, ranges: Records) -> npt.NDArray[np.uint8]:
-        """Per RANGE, its device arena (u1, from 1), or 0."""
-        return np.zeros(len(ranges), np.uint8)
-
-    def device_figures(self) -> list[dict[str, Any]]:
-        """`DeviceArena.figures` of each, with the bytes of live values and of views."""
-        return []
-
-    def close(self) -> None:
-        """Free the pools."""
+        """Note that this client has mapped these pools, numbered from 1. A plain space has none."""
 
     @property
     def share_bytes(self) -> tuple[int, int, int]:
@@ -272,16 +250,12 @@ class Space:
 
     def away(self, ranges: Records, holder: int = 0) -> Mask:
         """Per RANGE, whether this holder needs a copy to read it, because its bytes are in the
-        spill file or on a device that the holder does not map."""
+        spill file or in a pool that the holder does not map."""
         return self.spilled(ranges)
 
     def any_away(self, ranges: Records, holder: int = 0) -> bool:
         """Whether this holder needs a copy of any."""
         return not self.all_here and some(self.away(ranges, holder))
-
-    def in_place(self, ranges: Records, holder: int) -> Mask:
-        """Per RANGE, whether this holder reads it on a device."""
-        return np.zeros(len(ranges), np.bool_)
 
     # the spill file
 

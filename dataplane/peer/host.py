@@ -21,7 +21,6 @@ import msgspec
 
 from dataplane.errors import PartitionGone, StaleEpoch, Unavailable
 from dataplane.events.ring import Ring
-from dataplane.gpu.device import PoolHandle
 from dataplane.memory.arena import Arena
 from dataplane.memory.lent import Lent
 from dataplane.memory.space import Space
@@ -35,7 +34,7 @@ from dataplane.peer.outgoing_changes import OutgoingChanges
 from dataplane.peer.rates import Recent
 from dataplane.peer.tasks import Threads, in_time, within
 from dataplane.wire.messages import OVERDUE
-from dataplane.wire.tables import Owner
+from dataplane.wire.tables import Owner, PoolHandle
 
 MAX_LABELS = 10_000
 MAX_SUMS = 64
@@ -270,6 +269,8 @@ class Host:
     silent: bool = False
     """this peer is about to hand its shards over: until the next roster they change no more"""
     threads: Threads = field(default_factory=Threads)
+    pools: list[PoolHandle] = field(default_factory=list)
+    """the memories beside the arena, as clients of this host open them"""
     _turned: asyncio.Event = field(default_factory=asyncio.Event)
     serving: Serving = field(init=False)
     changes: OutgoingChanges = field(init=False)
@@ -291,11 +292,6 @@ class Host:
     def rows(self) -> int:
         """The number of rows in the shards that this peer serves."""
         return sum(len(entry.store) for entry in self.entries.values())
-
-    @property
-    def pools(self) -> list[PoolHandle]:
-        """The device arenas, as clients of this host open them."""
-        return [arena.handle for arena in self.space.devices]
 
     def speak(self) -> None:
         """Raise StaleEpoch while the shards of this peer are moving to another peer."""

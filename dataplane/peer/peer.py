@@ -8,14 +8,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import secrets
-from typing import TYPE_CHECKING
 
 from dataplane.errors import DataplaneError
-from dataplane.gpu.registry import peer_devices
+from dataplane.gpu.registry import peer_pools
 from dataplane.launch.settings import PeerConfig
 from dataplane.launch.values import MIN_BYTES, Spill
 from dataplane.memory.arena import arena_beside
-from dataplane.memory.space import Space
 from dataplane.memory.spill import SpillFile
 from dataplane.metadata.roster.roster import Roster, canonical
 from dataplane.metadata.shard.leases import Numbers
@@ -29,7 +27,6 @@ from dataplane.peer.net.greetings import Gate
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.router import Router
 from dataplane.peer.operations import OPERATIONS
-from dataplane.peer.pull.in_place import PullsInPlace
 from dataplane.peer.pull.paths import candidates, start_engine
 from dataplane.peer.pull.pulls import Pulls
 from dataplane.peer.requests.changes import Changes
@@ -41,7 +38,7 @@ from dataplane.peer.requests.puts import Grants, Writing
 from dataplane.peer.requests.reads import Reading
 from dataplane.peer.requests.waits import Waits
 from dataplane.peer.room.admission import Room
-from dataplane.peer.room.devices import Devices
+from dataplane.peer.room.pools import Pools
 from dataplane.peer.room.spilling import Spilling
 from dataplane.peer.room.standstill import Standstill
 from dataplane.peer.sessions import Session, Sessions
@@ -63,9 +60,6 @@ from dataplane.transport.engine import BulkEngine
 from dataplane.transport.tickets import plane_key
 from dataplane.wire.peering import Beat
 from dataplane.wire.tables import Owner
-
-if TYPE_CHECKING:
-    from dataplane.gpu.peer import PeerDevices
 
 ADMITTED_S = 300.0
 """How long a peer waits at its start for the authority: hosts of a job start at different times."""
@@ -96,7 +90,7 @@ class Peer:
         self.config = config
         roster = Roster.from_seeds(config.seeds, keeps=not config.roster, launch=config.launch)
         address = canonical(config.listen) if config.listen and config.seeds else roster.members[0]
-        plug_in = peer_devices(config.device_arena)
+        self.pools: Pools = peer_pools(config.device_arena) or Pools()
         arena = arena_beside(config.arena_bytes, config.arena_name, MIN_BYTES)
         self.host = Host(
             plane=config.run,
@@ -105,7 +99,7 @@ class Peer:
             address=address,
             roster=roster,
             arena=arena,
-            space=(plug_in.memory if plug_in else Space)(arena.size_bytes),
+            space=self.pools.memory(arena.size_bytes),
             numbers=Numbers.of_new_peer(),
             founding=roster.epoch,
         )
@@ -113,7 +107,7 @@ class Peer:
         self.mesh = Mesh(self.host, self._bulk, Gate(config.token, config.run))
         self.router = Router(self.host, self.mesh)
         self.sessions = Sessions(self.host, self._session_ended)
-        self._keep_memory(plug_in)
+        self._keep_memory()
         self._keep_shards()
         self._serve_clients()
         self._take_part()
@@ -123,16 +117,16 @@ class Peer:
             if one.peer is not None:
                 self.mesh.handlers[one.message] = one.peer(self)
 
-    def _keep_memory(self, plug_in: PeerDevices | None) -> None:
+    def _keep_memory(self) -> None:
         """Room in this host's memories, and copies of what lies elsewhere."""
         config, host, mesh = self.config, self.host, self.mesh
         self.room = room = Room(host)
         room.on_wait.append(self._producers_wait)
         self.spilling = self._spilling(config.spill) if config.spill is not None else None
         from_disk = self.spilling.read if self.spilling is not None else None
-        self.devices = plug_in.arenas(host, room, from_disk) if plug_in else Devices(from_disk)
-        self.pulls = pulls = Pulls(host, mesh, room, self.devices, config.transport)
-        self.in_place = plug_in.pulls(pulls) if plug_in else PullsInPlace(pulls)
+        self.pools.open(host, room, from_disk)
+        self.pulls = pulls = Pulls(host, mesh, room, self.pools, config.transport)
+        self.pools.use(pulls)
         self.copying = Copying(host, mesh, pulls, room)
 
     def _keep_shards(self) -> None:
@@ -159,8 +153,8 @@ class Peer:
         host, mesh, router, room = self.host, self.mesh, self.router, self.room
         refs, parts, share = self.references, self.partitions, self.share
         self.leases = leases = Leases(room.unpin)
-        self.grants = grants = Grants(host, room, self.devices)
-        self.reading = reading = Reading(host, router, leases, self.in_place)
+        self.grants = grants = Grants(host, room, self.pools)
+        self.reading = reading = Reading(host, router, leases, self.pools)
         self.writing = Writing(host, mesh, grants, refs, self.copying, share, self.settle)
         self.finishing = finishing = Finishing(router, leases, self.writing)
         self.changes = Changes(host, refs, parts, self.settle)
@@ -204,7 +198,7 @@ class Peer:
 
     async def start(self, socket_path: str) -> None:
         candidates(self.config.transport)  # also where there is nobody yet to read from
-        self.in_place.check()
+        self.pools.check()
         if not self.host.solo:
             bind_host = self.host.address.removeprefix("tcp://").rsplit(":", 1)[0]
             token = self.config.token
@@ -224,7 +218,7 @@ class Peer:
             engine = await start_engine(self.config.transport, made, self.config.bulk_tls)
             self.pulls.use(engine)
             if not self.config.bulk_tls:
-                await self.in_place.start(made, engine.transport)
+                await self.pools.start(made, engine.transport)
             await self.mesh.listen()  # now that a greeting can say where bytes are read
             self.mesh.spawn(self.membership.run())
             self.mesh.spawn(self.confirming.run())
@@ -246,12 +240,12 @@ class Peer:
         await self.door.close(why)
         await self.mesh.close()
         await self.keeper.close()  # nobody asks it any more, nor becomes the keeper again
-        await self.in_place.close()
+        await self.pools.stop()
         await self.pulls.close(witnessed=self._is_missed())
         await self.host.threads.ended()
         if self.spilling is not None:
             self.spilling.file.close()
-        self.host.space.close()
+        self.pools.free()
         # Another life of this process would find it still mapped, and have so much less.
         self.host.arena.close()
 
@@ -272,7 +266,7 @@ class Peer:
         engine = self.pulls.engine
         if engine is None:
             return "", "", ""
-        return engine.address, engine.fingerprint, self.in_place.address
+        return engine.address, engine.fingerprint, self.pools.address
 
     # what becomes of everything when peers come and go
 
@@ -295,7 +289,7 @@ class Peer:
         self.calls.gone(owner)
         self.references.gone(owner)
         self.pulls.gone(owner)
-        self.in_place.gone(owner)
+        self.pools.gone(owner)
 
     # what follows from a change here
 

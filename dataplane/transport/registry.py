@@ -15,8 +15,10 @@ from dataplane.transport.seam import Transport
 GROUP = "dataplane.transports"
 TCP = "tcp"
 CUDA_IPC, NCCL = "cuda_ipc", "nccl"
-DEVICE_ONLY = (CUDA_IPC, NCCL)
-"""Beside the others, between device arenas; who requires one of them has TCP for host memory."""
+POOLS_ONLY = (CUDA_IPC, NCCL)
+"""Beside the others, between pools; who requires one of them has TCP for host memory."""
+UNRIVALLED = (CUDA_IPC,)
+"""GPUs of one host copy by themselves, so this transport is compared with no other."""
 
 OWN: dict[str, tuple[tuple[str, ...], str]] = {
     "nixl": (
@@ -36,7 +38,7 @@ def names() -> list[str]:
     """Transports for host memory, besides TCP, in the order in which `auto` tries them: built-in
     ones first."""
     theirs = {entry.name for entry in plugins.installed(GROUP)}
-    return [*OWN, *sorted(theirs - OWN.keys() - {TCP, *DEVICE_ONLY})]
+    return [*OWN, *sorted(theirs - OWN.keys() - {TCP, *POOLS_ONLY})]
 
 
 def missing(name: str) -> str:
@@ -46,11 +48,11 @@ def missing(name: str) -> str:
         if any(find_spec(module) is not None for module in modules):
             return ""
         return f"{' or '.join(modules)} is not installed: {install}"
-    if name in (TCP, *DEVICE_ONLY) or any(entry.name == name for entry in plugins.installed(GROUP)):
+    if name in (TCP, *POOLS_ONLY) or any(entry.name == name for entry in plugins.installed(GROUP)):
         return ""
     if name == "ucx":
         return "UCX runs through NIXL: choose nixl instead"
-    known = ", ".join([TCP, *names(), *DEVICE_ONLY])
+    known = ", ".join([TCP, *names(), *POOLS_ONLY])
     return f"no installed package provides a transport {name!r} (available: {known})"
 
 

@@ -127,10 +127,11 @@ async def test_a_peer_that_ends_as_it_asks_etcd_leaves_no_traceback(
     async def close(why: object = None, witnessed: bool = False) -> None: ...
 
     part, arena = SimpleNamespace(close=close), SimpleNamespace(close=lambda: None)
+    pools = SimpleNamespace(stop=close, free=lambda: None)
     peer: Any = SimpleNamespace(
-        door=part, mesh=tasks, keeper=keeper, in_place=part, pulls=part, spilling=None,
+        door=part, mesh=tasks, keeper=keeper, pools=pools, pulls=part, spilling=None,
         _is_missed=lambda: False,
-        host=SimpleNamespace(arena=arena, space=arena, threads=Threads()),
+        host=SimpleNamespace(arena=arena, threads=Threads()),
     )  # fmt: skip
     await Peer.close(peer)
     await asyncio.sleep(0)

@@ -1,13 +1,13 @@
-"""Which transport copies values from each peer, to the arena and to devices here, and why.
+"""Which transport copies values from each peer, to the arena and to pools here, and why.
 
 A peer tests a transport with every peer that it reads from for the first time, and compares it with
-the plain path, which always exists: TCP between arenas, and for devices a copy through both arenas.
+the plain path, which always exists: TCP between arenas, and for pools a copy through both arenas.
 The plain path carries values until the result is known, and if the transport is slower or fails,
 now or later. Each outcome is logged and shown in the stats. If the settings require a transport, no
 other is used, and its failure is an error.
 
-The test copies bytes that both peers know. The owner keeps some in its arena or on its first
-device, like cached copies, so they are evicted when space is needed. The reader copies them into
+The test copies bytes that both peers know. The owner keeps some in its arena or in its first
+pool, like cached copies, so they are evicted when space is needed. The reader copies them into
 space of its own, as it copies values, compares every byte, and frees them.
 """
 
@@ -34,10 +34,11 @@ from dataplane.metadata.tables.references import Array
 from dataplane.peer.host import Caller, Host
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.room.admission import Room
+from dataplane.peer.room.pools import Pools
 from dataplane.transport import registry
 from dataplane.transport.bulk_frames import COPY
 from dataplane.transport.engine import BulkEngine
-from dataplane.transport.registry import CUDA_IPC, DEVICE_ONLY, TCP
+from dataplane.transport.registry import POOLS_ONLY, TCP, UNRIVALLED
 from dataplane.transport.seam import Remote
 from dataplane.transport.tickets import new_identity
 from dataplane.version import __version__
@@ -48,14 +49,12 @@ from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
 
-STAGED = "host arena"
-"""The plain way from device to device: to the owner's host arena, and from there as all values."""
 REQUIRED_S = 15.0
 """How long a first pull waits to know whether the transport that is required works."""
 AGAIN_S = 120.0
 """After this the way that failed, in a trial or later, is tried again."""
-ARENA, DEVICE = 0, 1
-"""The memories that lend: the host arena, and the first device."""
+ARENA, POOL = 0, 1
+"""The memories that lend: the host arena, and the first pool."""
 SAMPLE_BYTES = 4 << 20
 SMALL_BYTES = 64
 ROUNDS = 3
@@ -107,23 +106,18 @@ class Path:
 class Paths:
     """The paths into one kind of memory here."""
 
-    def __init__(self, sampling: Sampling, plain: str, moves: str) -> None:
-        """plain: the path that always exists. moves: what is copied, for the log."""
+    def __init__(self, sampling: Sampling, plain: str, moves: str, required: bool = False) -> None:
+        """plain: the path that always exists. moves: what is copied, for the log. required: the
+        settings require a transport for it, so the plain path may not be used."""
         self.sampling, self.mesh, self.choice = sampling, sampling.mesh, sampling.choice
         self.engine: BulkEngine | None = None
         self.runs: list[str] = []
         """what the workers here run beside the plain way, in the order in which it is tried"""
-        self.plain = plain
+        self.plain, self.required = plain, required
         self._moves = moves
         self._paths: dict[Owner, Path] = {}
         self._trying: dict[Owner, asyncio.Task[None]] = {}
         self._remotes: dict[Owner, Remote] = {}
-
-    @property
-    def required(self) -> bool:
-        """Whether the plain path may not be used."""
-        name = self.choice.required
-        return bool(name) and name != TCP and (name in DEVICE_ONLY) == (self.plain == STAGED)
 
     def use(self, engine: BulkEngine, runs: list[str]) -> None:
         """Set the engine that copies the bytes from now on."""
@@ -178,9 +172,10 @@ class Paths:
         other = number == ARENA and sampled.transport not in self.runs
         names = [] if other else [*self.runs]
         required = bool(self.choice.required and self.runs)
-        if not required and names != [CUDA_IPC]:
-            # between devices: as fast as it is when the owner's host arena has them already
-            names.insert(1 if names[:1] == [CUDA_IPC] else 0, self.plain)
+        unrivalled = [name for name in names[:1] if name in UNRIVALLED]
+        if not required and names != unrivalled:
+            # between pools: as fast as it is when the owner's host arena has them already
+            names.insert(len(unrivalled), self.plain)
         path, trials = Path(self.plain, "no transport was tested"), dict[str, Trial]()
         for name in names:
             way = self.engine, source, name, number
@@ -235,7 +230,7 @@ class Paths:
 
 def chosen(plain: str, trials: dict[str, Trial], required: bool = False) -> Path:
     """Return the path that the tests support. A required transport may be slower than the plain
-    path. GPUs of one host copy by themselves, so they are compared with nothing."""
+    path, and an unrivalled one is not compared with it."""
     reasons = []
     for name, trial in trials.items():
         if name == plain:
@@ -243,7 +238,7 @@ def chosen(plain: str, trials: dict[str, Trial], required: bool = False) -> Path
         if trial.error:
             reasons.append(f"{name} does not work: {trial.error}")
             continue
-        if required or name == CUDA_IPC:
+        if required or name in UNRIVALLED:
             return Path(name, f"{trial.GBps:.2f} GB/s, self-test passed", trials)
         compared = f"{name} {trial.GBps:.2f} GB/s, {plain} {trials[plain].GBps:.2f} GB/s"
         if trial.GBps >= trials[plain].GBps:
@@ -257,7 +252,7 @@ def chosen(plain: str, trials: dict[str, Trial], required: bool = False) -> Path
 def candidates(choice: TransportChoice) -> list[str]:
     """Transports to start bulk workers with, best first. Raises TransportMissing before any is
     started."""
-    if choice.required in registry.DEVICE_ONLY:
+    if choice.required in POOLS_ONLY:
         return [TCP]
     if choice.required:
         if why := registry.missing(choice.required):
@@ -308,12 +303,15 @@ async def _encrypted(choice: TransportChoice, made: Callable[..., BulkEngine]) -
 
 
 class Sampling:
-    """Tests of transports. Memories have numbers: 0 is the host arena, 1 the first device."""
+    """Tests of transports. Memories have numbers: 0 is the host arena, 1 the first pool."""
 
-    def __init__(self, host: Host, mesh: Mesh, room: Room, choice: TransportChoice) -> None:
+    def __init__(
+        self, host: Host, mesh: Mesh, room: Room, pools: Pools, choice: TransportChoice
+    ) -> None:
         self.host = host
         self.mesh = mesh
         self.room = room
+        self.pools = pools
         self.choice = choice
         self.engine: BulkEngine | None = None
         self._seed = secrets.randbits(31)
@@ -321,8 +319,7 @@ class Sampling:
         self._trying = asyncio.Lock()
 
     def _spaces(self) -> list[Space]:
-        space = self.host.space
-        return [space, *(device.space for device in space.devices)]
+        return [self.host.space, *self.pools.spaces]
 
     def _size_bytes(self, number: int) -> int:
         """A small part of that memory, so that lending it is not felt; 0 where there is none."""
@@ -334,7 +331,7 @@ class Sampling:
     # the owner
 
     async def sample_here(self, caller: Caller, body: Sample) -> Body:
-        number, engine = DEVICE if body.device else ARENA, self.engine
+        number, engine = POOL if body.device else ARENA, self.engine
         nbytes = self._size_bytes(number)
         async with self._writing:
             known = (await self._known(number, nbytes))[0]
@@ -377,23 +374,21 @@ class Sampling:
 
     async def _write(self, number: int, dest: int, data: npt.NDArray[np.uint8]) -> None:
         if number:
-            write = self.host.space.devices[number - 1].write
-            await self.host.threads.run(write, dest, data)
+            await self.pools.write_at(number, dest, data)
         else:
             self.host.arena.view[dest : dest + len(data)] = data.data
 
     async def _read(self, number: int, dest: int, into: npt.NDArray[np.uint8]) -> None:
         if number:
-            read = self.host.space.devices[number - 1].read
-            await self.host.threads.run(read, dest, into)
+            await self.pools.read_at(number, dest, into)
         else:
             into[:] = np.frombuffer(self.host.arena.view[dest : dest + len(into)], np.uint8)
 
     # the reader
 
-    async def ask(self, address: str, device: bool) -> Sampled:
+    async def ask(self, address: str, pool: bool) -> Sampled:
         """Ask a peer for its test sample and the transports that it runs."""
-        sampled: Sampled = await self.mesh.call(address, Sample(device), timeout_s=TRY_S)
+        sampled: Sampled = await self.mesh.call(address, Sample(pool), timeout_s=TRY_S)
         return sampled
 
     async def tried(

@@ -40,11 +40,11 @@ from dataplane.peer.host import ByLabel, Caller, Host, call_context
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.pull.paths import Paths, Sampling
 from dataplane.peer.room.admission import Room
-from dataplane.peer.room.devices import Devices
+from dataplane.peer.room.pools import Pools
 from dataplane.peer.tasks import first_of
 from dataplane.transport.bulk_frames import COPY, GONE
 from dataplane.transport.engine import BulkEngine
-from dataplane.transport.registry import TCP
+from dataplane.transport.registry import POOLS_ONLY, TCP
 from dataplane.transport.seam import Remote
 from dataplane.wire.events import Kind, Record
 from dataplane.wire.limits import MAX_PULLED_BYTES
@@ -81,14 +81,15 @@ class Pulls:
     host: Host
     mesh: Mesh
     room: Room
-    devices: Devices
+    pools: Pools
     transport: TransportChoice = AUTO
     sampling: Sampling = field(init=False)
 
     def __post_init__(self) -> None:
         self.engine: BulkEngine | None = None
-        self.sampling = Sampling(self.host, self.mesh, self.room, self.transport)
-        self.paths = Paths(self.sampling, TCP, "values")
+        self.sampling = Sampling(self.host, self.mesh, self.room, self.pools, self.transport)
+        required = self.transport.required not in ("", TCP, *POOLS_ONLY)
+        self.paths = Paths(self.sampling, TCP, "values", required)
         self.brought: defaultdict[str, ByLabel] = defaultdict(ByLabel)
         """bytes of other hosts, by what carried them and by the stage that they were for"""
         self.hits = 0
@@ -229,7 +230,7 @@ class Pulls:
     async def _transfer(self, owner: Owner, remote: Array, sizes: Bytes) -> Array:
         """With its padding, which belongs to a range."""
         if owner.incarnation == DISK:
-            return await self._fill(sizes, functools.partial(self.devices.read, remote))
+            return await self._fill(sizes, functools.partial(self.pools.read, remote))
         began = self.host.now()
         until = began + self.left_s()
         while True:
@@ -334,7 +335,7 @@ class Pulls:
         self, ranges: Array, holder: int, reader: int = PULLER
     ) -> tuple[Array, list[int]]:
         """As `bring`, for different ranges of this peer: copy those that the reader cannot map.
-        The reader maps devices, or does not."""
+        The reader maps pools, or does not."""
         space = self.host.space
         local, out = ranges.copy(), space.away(ranges, reader)
         pins = [space.pin(holder, ranges[~out])]
@@ -466,7 +467,7 @@ class Pulls:
 
     def _of_what_is_here(self, ranges: Array, act: Callable[[Array], T]) -> T | Awaitable[T]:
         """What `act` makes of these ranges; of copies in place of those that are in the spill file
-        or on a device."""
+        or in a pool."""
         return self._of_copies(ranges, act) if self.host.space.any_away(ranges) else act(ranges)
 
     async def _of_copies(self, ranges: Array, act: Callable[[Array], T]) -> T:

@@ -28,7 +28,7 @@ from dataplane.peer import rows as rowset
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.room.admission import Room, Units
-from dataplane.peer.room.devices import Devices
+from dataplane.peer.room.pools import Pools
 from dataplane.peer.sessions import Session
 from dataplane.peer.shards.metadata_share import MetadataShare
 from dataplane.peer.shards.references import References
@@ -74,10 +74,10 @@ NO_RANGES = np.zeros(0, RANGE)
 
 
 class Grants:
-    def __init__(self, host: Host, room: Room, devices: Devices) -> None:
+    def __init__(self, host: Host, room: Room, pools: Pools) -> None:
         self.host = host
         self.room = room
-        self.devices = devices
+        self.pools = pools
 
     # asked for by clients
 
@@ -92,7 +92,7 @@ class Grants:
         if not body.digests:
             asked = session.id, kind, units
             device = body.device
-            granted = self.devices.at_once(device, *asked) if device else self.room.at_once(*asked)
+            granted = self.pools.at_once(device, *asked) if device else self.room.at_once(*asked)
             if granted is not None:
                 return Reserved(granted[0], granted[1].tobytes())
         return self._reserve_in_turn(session, body, kind, units, request.deadline_ms / 1000)
@@ -126,7 +126,7 @@ class Grants:
             session.waiting -= 1
         if body.device:
             overflowed = sum(int(unit.sum()) for unit in units[:count])
-            self.host.space.devices[body.device - 1].overflowed_bytes += overflowed
+            self.pools.overflowed(body.device, overflowed)
         return Reserved(count, extents.tobytes(), known.tobytes(), places.tobytes(), pin)
 
     def give_back(self, session: Session, request: Request, body: GiveBack) -> Body:
@@ -196,9 +196,9 @@ class Grants:
         if len(committed.ranges):
             self.room.release(committed.ranges)
 
-    def ahead(self, session: Session, want_bytes: int, on_devices: Sequence[int] = ()) -> bytes:
-        """Return the next reservation, in the host arena, unless another call waits for space
-        there."""
+    def ahead(self, session: Session, want_bytes: int, in_pools: Sequence[int] = ()) -> bytes:
+        """Return the next reservation: in the host arena, unless another call waits for space
+        there, and in the pools."""
         granted = b""
         try:
             self.host.space.check_stretches(session.id)
@@ -207,9 +207,7 @@ class Grants:
         if want_bytes and not len(self.room):
             nbytes = min(want_bytes, MAX_AHEAD_BYTES)
             granted = self.host.space.grant(session.id, Admission.OPEN, nbytes).tobytes()
-        for arena, wanted in zip(self.host.space.devices, on_devices, strict=False):
-            granted += arena.space.grant(session.id, Admission.OPEN, wanted).tobytes()
-        return granted
+        return granted + self.pools.ahead(session.id, in_pools) if in_pools else granted
 
     def keep_where_full(
         self, session: Session, committed: Committed, failure: BaseException

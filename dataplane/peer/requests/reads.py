@@ -23,8 +23,8 @@ from dataplane.metadata.tables.references import Array, ranges_of
 from dataplane.metadata.tables.values_on_wire import check_owners, message_bytes
 from dataplane.peer.host import Caller, Host, call_context
 from dataplane.peer.net.router import Router
-from dataplane.peer.pull.in_place import PullsInPlace
 from dataplane.peer.requests.leases import Leases
+from dataplane.peer.room.pools import Pools
 from dataplane.peer.sessions import Session
 from dataplane.wire.limits import MAX_FRAME_BYTES
 from dataplane.wire.messages import Body, Fetch, Fetched, Read, ReadDone, Request
@@ -49,10 +49,10 @@ class Reading:
     host: Host
     router: Router
     leases: Leases
-    in_place: PullsInPlace
+    pools: Pools
 
     def __post_init__(self) -> None:
-        self.pulls = self.in_place.pulls
+        self.pulls = self.pools.pulls
 
     # resolving
 
@@ -60,7 +60,7 @@ class Reading:
         self, table: Table, holder: int, *, in_place: bool = True
     ) -> Resolved | Awaitable[Resolved]:
         """Resolve a table, at once if all chunks are here, else after pulling them. in_place:
-        also on devices, if the holder maps those. Raises ProtocolError for a chunk without a
+        also in pools, if the holder maps those. Raises ProtocolError for a chunk without a
         valid owner: the table may be another peer's."""
         values = table.values
         check_owners(values)
@@ -105,7 +105,7 @@ class Reading:
             if owner == self.host.owner:
                 local[its], more = await self.pulls.at_hand(ranges, holder, reader)
             else:
-                bring = self.in_place.bring if reader == holder else self.pulls.bring
+                bring = self.pools.bring if reader == holder else self.pulls.bring
                 local[its], more = await bring(owner, ranges, nbytes[its], holder)
             pins.extend(more)
 

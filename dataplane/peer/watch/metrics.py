@@ -295,7 +295,7 @@ def _calls(meters: Meters) -> dict[str, float | Values]:
 def _memory(peer: Peer) -> dict[str, float | Values]:
     host, room, spilling = peer.host, peer.room, peer.spilling
     space = host.space.figures()
-    devices = host.space.device_figures()
+    devices = peer.pools.figures()
     classes = [((admission.name.lower(),), admission) for admission in Admission]
     held: Counter[tuple[str, ...]] = Counter()
     for nth, (holder, granted, pinned) in enumerate(host.space.holders()):
@@ -407,7 +407,7 @@ def _moved(peer: Peer) -> dict[str, float | Values]:
         "transport_restarts_total": {(b["transport"],): b["restarts"] for b in bulk},
         "stage_transport_bytes_total": brought,
         "transport_peers": _used(pulls.stats()),
-        "device_transport_peers": _used(peer.in_place.stats()),
+        "device_transport_peers": _used(peer.pools.transports()),
     }
 
 

@@ -13,7 +13,6 @@ from dataplane.errors import DataplaneError
 from dataplane.metadata.shard import inspection
 from dataplane.metadata.shard.reasons import seen_by_others
 from dataplane.peer.host import Caller, Entry, Host
-from dataplane.peer.pull.paths import STAGED
 from dataplane.peer.sessions import Session
 from dataplane.transport.seam import Remote
 from dataplane.version import __version__
@@ -64,7 +63,7 @@ class Reporting:
             "incarnation": host.incarnation,
             "arena": space,
             "metadata": self.peer.share.figures(),
-            "devices": self._devices(),
+            "devices": self.peer.pools.figures(),
             "shards": len(host.roster.shards_of(host.address)),
             "roster": _roster(host),
             "partitions": {name: self._partition(one) for name, one in host.entries.items()},
@@ -91,15 +90,6 @@ class Reporting:
             "spill_read_bytes": self.peer.spilling.read_bytes if self.peer.spilling else 0,
             "bulk": self._bulk(),
         }
-
-    def _devices(self) -> list[dict[str, Any]]:
-        """What each device holds, and what moves values between it and those of other peers: what
-        was asked for, what runs, and what brings them from each other peer. Without a way between
-        devices they go by way of the host arenas."""
-        engine = self.peer.pulls.engine
-        staged = STAGED if engine is None else f"{STAGED}, then {engine.transport}"
-        between = {**self.peer.in_place.stats(), "else": staged}
-        return [{**figures, "to_others": between} for figures in self.host.space.device_figures()]
 
     def _bulk(self) -> dict[str, Any] | None:
         if self.peer.pulls.engine is None:
@@ -130,7 +120,7 @@ class Reporting:
             "version": __version__,
             "arena_bytes": host.space.size_bytes,
             **{k: v for k, v in self.peer.pulls.stats().items() if k != "peers"},
-            "devices": {k: v for k, v in self.peer.in_place.stats().items() if k != "peers"},
+            "devices": {k: v for k, v in self.peer.pools.transports().items() if k != "peers"},
             "from": ways,
         }
 
@@ -141,10 +131,10 @@ class Reporting:
             owner = Owner(address, hello.incarnation)
             source = Remote(owner, hello.bulk, hello.bulk_fingerprint)
             path, said = await self.peer.pulls.paths.tried(source, source)
-            between_devices = await self.peer.in_place.ways(owner)
+            in_pools = await self.peer.pools.ways(owner)
         except DataplaneError as exc:
             return named | {"error": exc.message}
-        devices = between_devices.shown() if between_devices is not None else None
+        devices = in_pools.shown() if in_pools is not None else None
         return {
             "peer": hello.name,
             "address": address,

@@ -294,8 +294,8 @@ class DevicePools(Pools):
     async def _remotes_of(self, owner: Owner) -> tuple[Remote | None, Remote]:
         """The owner's device worker, where it has one, and the one for its host arena."""
         hello = await self.pulls.mesh.hello(owner.peer)
-        there = hello.incarnation == owner.incarnation and bool(hello.device_bulk)
-        source = Remote(owner, hello.device_bulk) if there else None
+        there = hello.incarnation == owner.incarnation and bool(hello.pool_bulk)
+        source = Remote(owner, hello.pool_bulk) if there else None
         return source, Remote(owner, hello.bulk, hello.bulk_fingerprint)
 
     async def _transfer(

@@ -3,8 +3,8 @@
 | idea | file |
 |---|---|
 | the peer's door to bulk transfer; the process that may crash alone | engine, link, worker |
-| who reads: pulls over TCP, or holds, reads by an engine and confirms | reader, slices |
-| who is read from: sends what is pulled, or holds it for an engine | owner |
+| the reader: asks the owner for pieces, over TCP or by another engine | reader, slices |
+| the owner: pins the pieces, and sends them or lets an engine move them | owner |
 | their connections, one stream, the same inside TLS | connections, stream, secure_stream |
 | frames and records, proofs and tickets | bulk_frames, tickets |
 | what an engine must be able to do, which there are | seam, registry |

@@ -74,7 +74,7 @@ class RegionKey:
     - `generation`: differs for every registration, so a reader notices that the owner's worker has
       restarted.
     - `card`: the engine's own data, at most MAX_CARD_BYTES. Readers get it authenticated, with
-      every hold.
+      every reply.
     """
 
     generation: int

@@ -8,7 +8,7 @@ Each of these parts starts at a multiple of 64 bytes. In a column, a row has one
 axis of the `ColumnSpec`, and a scalar or a number none. A text, bytes or an object has one length:
 its number of bytes. Values of successive rows are adjacent; objects are padded to multiples of 16
 bytes. The lengths determine
-where each value starts, so a reader has to check only their sums. If a chunk is in device memory,
+where each value starts, so a reader has to check only their sums. If a chunk is in a pool,
 its lengths are in the message that names the chunk, and not before its values.
 """
 

@@ -44,10 +44,10 @@ class Welcome(Body, tag=1):
     """The peer's first frame, sent together with the arena's file descriptors (read-only,
     read-write).
 
-    pools: the peer's device arenas. Their addresses follow those of the arena, in this order. log:
-    the path of the peer's log; "" if the log is not a file. alone: the run has only this peer.
-    address: where other peers reach this peer; "" if there are none. The address and the
-    incarnation identify the owner of the client's chunks."""
+    pools: the peer's memories beside its arena. Their addresses follow those of the arena, in
+    this order. log: the path of the peer's log; "" if the log is not a file. alone: the run has
+    only this peer. address: where other peers reach this peer; "" if there are none. The address
+    and the incarnation identify the owner of the client's chunks."""
 
     versions: tuple[int, int]
     plane: str
@@ -68,7 +68,7 @@ class Welcome(Body, tag=1):
 class Hello(Body, tag=2):
     """The client's first frame. `session` 0 opens a session; otherwise this connection joins it.
 
-    pools: the device arenas that the session reads in place, from 1. pid, command: the client's
+    pools: those that the session reads in place, from 1. pid, command: the client's
     process in its own pid namespace. rank: the rank that the client's launcher set; -1: none."""
 
     version: int
@@ -153,15 +153,15 @@ class Reserve(Body, tag=20):
 
     units: for each unit, the u8 column of the sizes of its ranges.
     continuing: whether the values belong to groups or keys that this client put or leased before.
-    digests: a DIGEST record for each candidate for dedup. device: the device arena; 0: the host
-    arena, which the peer also uses if the device arena is full."""
+    digests: a DIGEST record for each candidate for dedup. pool: the number of a pool; 0: the
+    arena, which the peer also uses if the pool is full."""
 
     partition: str
     generation: int
     units: list[bytes]
     continuing: bool = False
     digests: bytes = b""
-    device: int = 0
+    pool: int = 0
 
 
 class Reserved(Body, tag=21):
@@ -205,7 +205,7 @@ class Put(Body, tag=30):
     (u4) has their positions. change: between peers, as in `Tag`. holder: for a backup, the session
     that put the rows, whose permits its new groups use. continuing: as in `Reserve`. reuse: keys
     and group ids of freed rows may be used for new ones. want_bytes: bytes to reserve in the host
-    arena for the next put; want_on_devices: the same for each device arena. client_s: seconds that
+    arena for the next put; want_in_pools: the same for each pool. client_s: seconds that
     the call had taken when the client sent this message.
     """
 
@@ -224,7 +224,7 @@ class Put(Body, tag=30):
     change: Change | None = None
     continuing: bool = False
     reuse: bool = False
-    want_on_devices: list[int] = []
+    want_in_pools: list[int] = []
     holder: int = 0
     client_s: Seconds = 0.0
 

@@ -58,7 +58,7 @@ class PeerHello(Body, tag=100):
 
     epoch: of the first roster, which shows whether the seeds are equal. bulk: `host:port` of the
     bulk worker; "": there is none. bulk_fingerprint: SHA-256 of its certificate, in hex; "": it
-    does not use TLS. device_bulk: as `bulk`, for the worker that moves device memory.
+    does not use TLS. pool_bulk: as `bulk`, for the worker that moves pools.
 
     Only in a reply. stream: the address at which the requester opens its two streams.
     stream_secret, control_secret: the secrets of the call stream and of the control stream."""
@@ -73,7 +73,7 @@ class PeerHello(Body, tag=100):
     bulk: str
     max_frame_bytes: int = MAX_FRAME_BYTES
     bulk_fingerprint: str = ""
-    device_bulk: str = ""
+    pool_bulk: str = ""
     stream: str = ""
     stream_secret: bytes = b""
     control_secret: bytes = b""
@@ -229,10 +229,10 @@ class Identified(Body, tag=158):
 
 
 class Sample(Body, tag=160):
-    """Ask for bytes with which to test transports. The owner keeps them while it has space. device:
-    bytes in a device arena, if the owner has one."""
+    """Ask for bytes with which to test transports. The owner keeps them while it has space. pool:
+    bytes in a pool, if the owner has one."""
 
-    device: bool = False
+    pool: bool = False
 
 
 class Sampled(Body, tag=161):

@@ -112,7 +112,8 @@ INLINE = Owner("", 0)
 
 
 class PoolHandle(msgspec.Struct, array_like=True, frozen=True):
-    """The handle with which another process of this host opens a device arena.
+    """The handle with which another process of this host opens a pool, memory of a peer beside its
+    arena.
 
     kind: the kind of device. device: its name, which is the same in all processes. raw: the
     driver's handle of the whole allocation. The pool has `nbytes` bytes and starts at `offset` in
@@ -166,7 +167,7 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True):
 
     owner: index into the owners of the message. number: its name at the owner; 0 for a chunk whose
     bytes are in the message (`inline`) and whose owner is INLINE. layout: index into the layouts of
-    the message; see `layouts`. inline: for a chunk in device memory, the lengths of its rows.
+    the message; see `layouts`. inline: for a chunk in a pool, the lengths of its rows.
     """
 
     owner: int

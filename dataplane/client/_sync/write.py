@@ -223,7 +223,7 @@ class Putting(msgspec.Struct, eq=False):
                 ahead[0],
                 continuing=self.continuing,
                 reuse=self.reuse,
-                want_on_devices=list(ahead[1:]),
+                want_in_pools=list(ahead[1:]),
                 client_s=time.monotonic() - self.began,
             )
             self.deadline.check("put")

@@ -31,7 +31,7 @@ class Chunk(msgspec.Struct, gc=False, eq=False):
     """What a shard knows of a chunk. Compares and hashes by identity.
 
     owner, number: where its bytes are, and its name there. An inline chunk is at INLINE and has no
-    number; its bytes are `inline`, which of a chunk in device memory are its lengths. uses: blocks
+    number; its bytes are `inline`, which of a chunk in a pool are its lengths. uses: blocks
     whose rows use it.
     """
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Bulk = Callable[[], tuple[str, str, str]]
-"""Where this peer's bulk workers listen, the fingerprint of their certificate, and where its device
+"""Where this peer's bulk workers listen, the fingerprint of their certificate, and where its pool
 workers do; see `PeerHello`."""
 
 
@@ -61,7 +61,7 @@ class KnownPeers:
 
     def introduction(self) -> PeerHello:
         """This peer's own identity."""
-        bulk, fingerprint, device_bulk = self._bulk()
+        bulk, fingerprint, pool_bulk = self._bulk()
         return PeerHello(
             versions=(limits.PROTOCOL_VERSION_MIN, limits.PROTOCOL_VERSION),
             plane=self.host.plane,
@@ -72,7 +72,7 @@ class KnownPeers:
             shards=limits.SHARDS,
             bulk=bulk,
             bulk_fingerprint=fingerprint,
-            device_bulk=device_bulk,
+            pool_bulk=pool_bulk,
         )
 
     def meet(self, hello: PeerHello) -> None:

@@ -331,7 +331,7 @@ class Sampling:
     # the owner
 
     async def sample_here(self, caller: Caller, body: Sample) -> Body:
-        number, engine = POOL if body.device else ARENA, self.engine
+        number, engine = POOL if body.pool else ARENA, self.engine
         nbytes = self._size_bytes(number)
         async with self._writing:
             known = (await self._known(number, nbytes))[0]

@@ -84,15 +84,15 @@ class Grants:
     def reserve(self, session: Session, request: Request, body: Reserve) -> Body | Awaitable[Body]:
         """Reserve space for a put's next units. Reply at once if there is space and no other
         call waits for it."""
-        if not body.device and self.host.serves(body.partition):
+        if not body.pool and self.host.serves(body.partition):
             self.host.shard(body.partition, body.generation)
         self.host.space.check_stretches(session.id)
         kind = Admission.CONTINUE if body.continuing else Admission.OPEN
         units = [column(unit, U8) for unit in body.units]
         if not body.digests:
             asked = session.id, kind, units
-            device = body.device
-            granted = self.pools.at_once(device, *asked) if device else self.room.at_once(*asked)
+            pool = body.pool
+            granted = self.pools.at_once(pool, *asked) if pool else self.room.at_once(*asked)
             if granted is not None:
                 return Reserved(granted[0], granted[1].tobytes())
         return self._reserve_in_turn(session, body, kind, units, request.deadline_ms / 1000)
@@ -104,7 +104,7 @@ class Grants:
         space = self.host.space
         known, pin = np.zeros(0, RANGE), 0
         places = np.zeros(0, EXTENT)
-        if body.device and body.digests:
+        if body.pool and body.digests:
             raise ProtocolError(
                 "dedup= supports only values in host memory, got values on a device: "
                 "copy them to the host, or leave out dedup="
@@ -124,9 +124,9 @@ class Grants:
             raise
         finally:
             session.waiting -= 1
-        if body.device:
+        if body.pool:
             overflowed = sum(int(unit.sum()) for unit in units[:count])
-            self.pools.overflowed(body.device, overflowed)
+            self.pools.overflowed(body.pool, overflowed)
         return Reserved(count, extents.tobytes(), known.tobytes(), places.tobytes(), pin)
 
     def give_back(self, session: Session, request: Request, body: GiveBack) -> Body:
@@ -307,7 +307,7 @@ class Writing:
         if body.pin:
             space.unpin(session.id, [body.pin])
         self.host.put_by_clients.add(self.host.now(), rowset.count(body.rows) - done.gone)
-        ahead = self.grants.ahead(session, body.want_bytes, body.want_on_devices)
+        ahead = self.grants.ahead(session, body.want_bytes, body.want_in_pools)
         return PutDone(ahead, gone=done.gone, there=done.there)
 
     # at the shard

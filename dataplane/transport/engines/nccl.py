@@ -1,10 +1,10 @@
 """NCCL as a transport: device memory between hosts, sent by the owner's worker to the reader's.
 
 Runs in a bulk worker that has opened its device arenas. The two workers are the two ranks of a
-pair, which is made when first needed. Its unique id travels in the card of the hold, over an
+pair, which is made when first needed. Its unique id travels in the card of the request, over an
 authenticated connection. NCCL cannot tell transfers apart, so a reader runs them one at a time
 per owner. A transfer that fails on either side ends its pair, and the reader names another one
-with its next hold. Only `communicators` uses NCCL.
+with its next request. Only `communicators` uses NCCL.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PAIRS = 64
 
 
 class Card(msgspec.Struct, array_like=True, frozen=True):
-    """The card of a rank. host, gpu: where it is. The rest comes with each hold: the reader, the
+    """The card of a rank. host, gpu: where it is. The rest comes with each request: the reader, the
     incarnation of its worker, and the pair that it will use. joined: it has joined that pair
     already."""
 

@@ -64,6 +64,14 @@ class ColumnSpec(msgspec.Struct, array_like=True, frozen=True, dict=True, cache_
         return dtype_of(self.dtype)
 
     @cached_property
+    def unit_shape(self) -> tuple[int, ...] | None:
+        """The shape of a value with lengths of 1 along its first axis, of which all values of the
+        column are a sequence. None if the open axis is not the first, or not the only one."""
+        if not self.width:
+            return self.shape
+        return self.shape[1:] if self.width == 1 and self.shape[0] == OPEN else None
+
+    @cached_property
     def unit_bytes(self) -> int:
         """The bytes of a value with lengths of 1; for an object, its alignment."""
         if self.dtype:

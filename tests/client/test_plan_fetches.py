@@ -12,6 +12,7 @@ from dataplane.client._sync import calls
 from dataplane.client._sync.plan_part import SOUGHT, Fetching, Joined, Part, fetch
 from dataplane.client.balancing import Layout
 from dataplane.errors import FrameTooLarge, RowsGone
+from dataplane.memory.mapping import Pin
 from dataplane.metadata.tables import names
 from dataplane.wire.messages import Claimed, Fetch, Fetched
 from dataplane.wire.records import U4, column
@@ -28,13 +29,18 @@ class Shard:
         self.pins: list[int] = []
         session: Any = SimpleNamespace(
             max_rows=65_536,
-            pinned=lambda *pins: self.pins.extend(pins),
+            pinned=self.pinned,
+            devices=None,
             abandon=lambda *_: None,
             tally=SimpleNamespace(of_stage=lambda *_, **__: None),
             spans=None,
         )
         handle: Any = SimpleNamespace(session=session, name="p")
         self.part = Part(handle, "s", Claimed(31, 0, Table(Rows(b""))), n)
+
+    def pinned(self, *pins: int) -> Pin:
+        self.pins.extend(pins)
+        return Pin(None, 0, None)
 
     def answer(self, body: Fetch) -> Fetched:
         at = column(body.index or b"", U4).astype(np.intp)
@@ -56,7 +62,7 @@ class Shard:
 def test_what_no_message_carries_comes_in_several() -> None:
     shard = Shard(100, most=30)
     came, positions, mask = shard.fetched(list(range(99, -1, -1)))
-    assert came.table.rows.names == list(range(100)) == came.there.tolist()
+    assert came.reader.table.rows.names == list(range(100)) == came.there.tolist()
     assert positions.tolist() == list(range(99, -1, -1)) and mask.all()
     assert shard.asked == [100, 50, 25, 25, 25, 25] and shard.pins == [3, 4, 5, 6]
     shard.fetched(list(range(50)))

@@ -58,7 +58,6 @@ from dataplane.metadata.tables.pieces import UNUSED
 from dataplane.wire.limits import MAX_CHUNKS_PER_MESSAGE, MAX_FRAME_BYTES
 from dataplane.wire.messages import (
     Body,
-    Claimed,
     Done,
     Fetch,
     Fetched,
@@ -67,7 +66,7 @@ from dataplane.wire.messages import (
     Request,
 )
 from dataplane.wire.records import EXTENT, KEY, RANGE, U4, column
-from dataplane.wire.tables import Scalar, Table
+from dataplane.wire.tables import Rows, Scalar, Table
 
 log = logging.getLogger(__name__)
 
@@ -126,13 +125,13 @@ class Lease:
     """The rows of one claim. If the lease is garbage-collected before an ack, its rows return to
     their stage."""
 
-    def __init__(self, handle: Handle, stage: str, claimed: Claimed) -> None:
+    def __init__(self, handle: Handle, stage: str, number: int, rows: Rows) -> None:
         self.handle = handle
         self.stage = stage
-        self.id = claimed.lease
-        self.n = len(claimed.table.rows.keys) // KEY.itemsize
+        self.id = number
+        self.n = len(rows.keys) // KEY.itemsize
         self.state = "leased"
-        self._groups = claimed.table.rows.group_index
+        self._groups = rows.group_index
         self._open: npt.NDArray[np.bool_] | None = None
         """per row: whether it is neither finished nor dropped; None: all rows are open"""
         self._added: list[Added] = []

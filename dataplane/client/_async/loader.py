@@ -150,8 +150,7 @@ class Loader:
     async def _take(self) -> Batch:
         """Claim the next batch, without rows that a loaded state lists; those are acked."""
         while True:
-            claimed = await self._claiming.claim()
-            batch = Batch(self._handle, self.stage, claimed)
+            batch = Batch(self._handle, self.stage, *await self._claiming.claim())
             done = np.array([key in self._done for key in batch.keys] if self._done else [], bool)
             if not done.any():
                 return batch

@@ -195,7 +195,7 @@ class Partition:
         """
         demand = Demand(rows, groups, budget, min, where, unit)
         claiming = Claiming(self._handle, stage, demand, fields, timeout, lease)
-        return Batch(self._handle, stage, await claiming.claim())
+        return Batch(self._handle, stage, *await claiming.claim())
 
     def stream(
         self,
@@ -460,7 +460,7 @@ class Partition:
         `fields`: which fields to read; None reads all fields. Raises RowsGone for rows that were
         freed or never put.
         """
-        return Rows(self._handle, *await read(self._handle, keys, where, fields, timeout))
+        return Rows(self._handle, await read(self._handle, keys, where, fields, timeout))
 
     @public
     async def rows(

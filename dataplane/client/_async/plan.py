@@ -40,7 +40,7 @@ class Micro(LeasedRows):
 
     def __init__(self, part: Part, fetched: Fetching) -> None:
         came, positions, mask = fetched
-        rows = Selection(part.handle, came.table, came.pin)
+        rows = Selection(part.handle, came.reader)
         self.__dict__.update(rows.__dict__)
         self.lease = part
         self._of = self._at = None
@@ -64,7 +64,7 @@ class Micro(LeasedRows):
             np.unique(self._positions),
             Deadline(timeout),
         )
-        self._admit(came.table, came.pin)
+        self._admit(came.reader)
 
     @public
     async def add(

@@ -21,7 +21,7 @@ from dataplane.client._async.lease import Lease
 from dataplane.client.balancing import Layout, Rows
 from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
-from dataplane.client.read.table import join_tables, volume
+from dataplane.client.read.table import TableReader, reader_of
 from dataplane.errors import (
     FrameTooLarge,
     InvalidRows,
@@ -30,10 +30,9 @@ from dataplane.errors import (
     RowsGone,
     counted,
 )
-from dataplane.memory.mapping import Pin
 from dataplane.wire.messages import Claim, Claimed, Fetch, Fetched, Want
 from dataplane.wire.records import U4, column
-from dataplane.wire.tables import Shape, Table
+from dataplane.wire.tables import Shape
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ class Part(Lease):
     """The lease of a plan. Positions are counted over all rows of the plan."""
 
     def __init__(self, handle: Handle, stage: str, claimed: Claimed, rows: int) -> None:
-        super().__init__(handle, stage, claimed)
+        super().__init__(handle, stage, claimed.lease, claimed.table.rows)
         self.n = rows
         self.why = ""
         self.at_once = handle.session.max_rows
@@ -146,8 +145,7 @@ async def join(
 class FetchedRows:
     """Rows fetched from a plan. `there` holds their positions in the plan, in ascending order."""
 
-    table: Table
-    pin: Pin
+    reader: TableReader
     there: Index
 
 
@@ -175,8 +173,8 @@ async def fetch(part: Part, fields: Sequence[str], rows: Rows) -> Fetching:
         )
         mask &= ~gone
         positions = np.where(gone, came.there[0], positions)
-    nbytes, tally = volume(came.table), part.handle.session.tally
-    tally.of_stage(part.stage, claims=1, rows=int(mask.sum()), bytes=nbytes)
+    tally = part.handle.session.tally
+    tally.of_stage(part.stage, claims=1, rows=int(mask.sum()), bytes=came.reader.volume)
     return came, positions, mask
 
 
@@ -216,12 +214,13 @@ async def fetch_rows(
                 part.at_once = -(-len(some) // 2)
                 continue
             at += len(some)
-    except LeaseExpired as exc:
-        part.why = exc.message
-        part._end("expired")
+    except BaseException as exc:
+        # The messages before this one are pinned; their pins go with an object nobody keeps.
+        session.pinned(*(one.pin for one in done))
+        if isinstance(exc, LeaseExpired):
+            part.why = exc.message
+            part._end("expired")
         raise
-    finally:
-        # Of one that failed, the pieces before are pinned; their pins go with this object.
-        pin = session.pinned(*(one.pin for one in done))
     there = column(b"".join(one.index for one in done), U4).astype(np.intp)
-    return FetchedRows(join_tables([one.table for one in done]), pin, there)
+    reader = reader_of(session, [one.table for one in done], [one.pin for one in done])
+    return FetchedRows(reader, there)

@@ -10,7 +10,7 @@ from dataplane.client._async.attaching import attach
 from dataplane.client._async.calls import ask
 from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
-from dataplane.client.read.table import join_tables, volume
+from dataplane.client.read.table import TableReader, reader_of
 from dataplane.client.ref import Ref
 from dataplane.client.session.session import Session
 from dataplane.client.write.rows import (
@@ -20,13 +20,10 @@ from dataplane.client.write.rows import (
     named_rows,
 )
 from dataplane.errors import FrameTooLarge, InvalidCall
-from dataplane.memory.mapping import Pin
 from dataplane.metadata.tables.where import Where
 from dataplane.wire.messages import Defined, Read, ReadDone
 from dataplane.wire.records import KEY
-from dataplane.wire.tables import Definition, Rows, Table
-
-Found = tuple[Table, Pin]
+from dataplane.wire.tables import Definition, Rows
 
 
 async def read(
@@ -35,7 +32,7 @@ async def read(
     where: Where | None,
     fields: Sequence[str] | None,
     timeout: float | None,
-) -> Found:
+) -> TableReader:
     """Read the rows with these keys, in this order; the rows that match `where`; or all rows."""
     if keys is not None and where is not None:
         raise InvalidCall("got both keys= and where=: pass only one of them")
@@ -63,7 +60,7 @@ async def overview(
 
 async def read_rows(
     handle: Handle, rows: Rows, fields: Sequence[str] | None, timeout: float | None
-) -> Found:
+) -> TableReader:
     """Read the rows of a batch or a ref, in their order."""
     parts = _cut(rows, handle.session.max_rows)
     return _gather(handle, await _read_parts(handle, parts, fields, Deadline(timeout)))
@@ -86,7 +83,7 @@ def handle_of(plane: Any, session: Session, ref: Ref) -> Handle:
 
 async def read_ref(
     handle: Handle, ref: Ref, fields: Sequence[str] | None, timeout: float | None
-) -> Found:
+) -> TableReader:
     """Read the rows of a ref. Raise PartitionGone if its partition was dropped."""
     handle.defined = Defined(ref.generation, Definition(), "open")
     rows = Rows(ref.key_column, None if ref.names is None else list(ref.names))
@@ -155,10 +152,9 @@ async def _pages(
         after = page.cursor
 
 
-def _gather(handle: Handle, pages: list[ReadDone]) -> Found:
+def _gather(handle: Handle, pages: list[ReadDone]) -> TableReader:
     session = handle.session
-    pin = session.pinned(*(page.pin for page in pages))
-    table = join_tables([page.table for page in pages])
-    rows = len(table.rows.keys) // KEY.itemsize
-    session.tally.add("get", rows=rows, bytes=volume(table))
-    return table, pin
+    reader = reader_of(session, [page.table for page in pages], [page.pin for page in pages])
+    rows = len(reader.table.rows.keys) // KEY.itemsize
+    session.tally.add("get", rows=rows, bytes=reader.volume)
+    return reader

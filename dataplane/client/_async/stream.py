@@ -153,7 +153,7 @@ class StreamLoop(AsyncIterator[Batch]):
         finally:
             if call is not None:  # its answer is nobody's, unless it was waited for
                 call.leave(stream._claiming._handle.session)
-        batch = Batch(claims._handle, claims._stage, claimed)
+        batch = Batch(claims._handle, claims._stage, *claimed)
         self.lease, self._given = batch.lease, self._given + 1
         if stream._closed:  # meanwhile, by another thread or task
             self.lease = None

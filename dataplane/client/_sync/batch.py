@@ -22,11 +22,11 @@ from dataplane.client.handle import Handle
 from dataplane.client.read import convert
 from dataplane.client.read.ragged import Padding, Side
 from dataplane.client.read.selection import Selection
+from dataplane.client.read.table import TableReader, reader_of
 from dataplane.client.read.tensors import Each, Layout, TensorDictForm
 from dataplane.client.write.columns import by_name, named_once
 from dataplane.client.write.rows import Names, TagValues
 from dataplane.errors import DataplaneError, LeaseExpired, NotFetched
-from dataplane.wire.messages import Claimed
 
 if TYPE_CHECKING:
     import pyarrow
@@ -164,15 +164,15 @@ class Rows(Converting):
 
     def _more(self, fields: Sequence[str], timeout: float | None) -> None:
         """Raises RowsGone if the rows have been freed."""
-        self._admit(*read_rows(self._handle, self._rows, fields, timeout))
+        self._admit(read_rows(self._handle, self._rows, fields, timeout))
 
 
 class LeasedRows(Converting):
     """Rows under a lease: a batch, or a micro-batch of a plan."""
 
-    def __init__(self, handle: Handle, stage: str, claimed: Claimed) -> None:
-        super().__init__(handle, claimed.table, handle.session.pinned(claimed.pin))
-        self.lease = Lease(handle, stage, claimed)
+    def __init__(self, handle: Handle, stage: str, lease: int, reader: TableReader) -> None:
+        super().__init__(handle, reader)
+        self.lease = Lease(handle, stage, lease, reader.table.rows)
         self._of: LeasedRows | None = None
         """the rows that these rows are a part of"""
         self._where: npt.NDArray[np.intp] | None = None
@@ -343,9 +343,9 @@ class Batch(LeasedRows):
                 self._share(self._of, fields, self._where)
                 return
             done = self.lease.fetch(fields, Deadline(timeout))
-            self._admit(done.table, self._handle.session.pinned(done.pin))
+            self._admit(reader_of(self._handle.session, [done.table], [done.pin]))
         else:
-            self._admit(*read_rows(self._handle, self._rows, fields, timeout))
+            self._admit(read_rows(self._handle, self._rows, fields, timeout))
 
     def __repr__(self) -> str:
         lease, state = self.lease, self.state

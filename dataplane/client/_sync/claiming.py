@@ -13,12 +13,15 @@ from dataplane.client._sync.attaching import attach_to_wait
 from dataplane.client._sync.calls import expect, limit_beside, milliseconds, send
 from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
-from dataplane.client.read.table import volume
+from dataplane.client.read.table import TableReader, reader_of
 from dataplane.client.requests import Demand
 from dataplane.client.session.outgoing import Call
 from dataplane.errors import InvalidCall
 from dataplane.wire.messages import Claim, Claimed
 from dataplane.wire.records import KEY
+
+Leased = tuple[int, TableReader]
+"""The number of the lease, and its rows."""
 
 
 class Claiming:
@@ -51,7 +54,7 @@ class Claiming:
             raise InvalidCall(f"lease={lease_s:g}: expected a positive number of seconds, or None")
         self._lease_ms = 0 if lease_s is None else max(1, int(lease_s * 1e3))
 
-    def claim(self) -> Claimed:
+    def claim(self) -> Leased:
         """Send the claim, and return the leased rows."""
         if self._handle.defined is None:
             attach_to_wait(self._handle, self._timeout)
@@ -76,7 +79,7 @@ class Claiming:
         )
         return Call(body, Deadline(self._timeout), True)
 
-    def claimed(self, call: Call) -> Claimed:
+    def claimed(self, call: Call) -> Leased:
         """Send `call`, and return the leased rows of its reply."""
         session, stage, began = self._handle.session, self._stage, time.monotonic()
         try:
@@ -87,13 +90,13 @@ class Claiming:
                 session.spans.claim(self._handle.name, stage, began, ahead=self._ahead)
             raise
         session.leased(claimed.lease, self._handle.name)
-        rows = claimed.table.rows
+        reader, rows = reader_of(session, [claimed.table], [claimed.pin]), claimed.table.rows
         session.tally.of_stage(
             stage,
             wait_s=time.monotonic() - began,
             claims=1,
             rows=len(rows.keys) // KEY.itemsize,
-            bytes=volume(claimed.table),
+            bytes=reader.volume,
         )
         if session.spans is not None:
             tags = claimed.table.tags
@@ -101,4 +104,4 @@ class Claiming:
                 self._handle.name, stage, began, claimed.lease, tags, ahead=self._ahead
             )
         session.known_keys.note(self._handle.generation, rows.group_keys or rows.keys)
-        return claimed
+        return claimed.lease, reader

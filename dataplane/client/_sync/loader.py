@@ -153,8 +153,7 @@ class Loader:
     def _take(self) -> Batch:
         """Claim the next batch, without rows that a loaded state lists; those are acked."""
         while True:
-            claimed = self._claiming.claim()
-            batch = Batch(self._handle, self.stage, claimed)
+            batch = Batch(self._handle, self.stage, *self._claiming.claim())
             done = np.array([key in self._done for key in batch.keys] if self._done else [], bool)
             if not done.any():
                 return batch

@@ -196,7 +196,7 @@ class Partition:
         """
         demand = Demand(rows, groups, budget, min, where, unit)
         claiming = Claiming(self._handle, stage, demand, fields, timeout, lease)
-        return Batch(self._handle, stage, claiming.claim())
+        return Batch(self._handle, stage, *claiming.claim())
 
     def stream(
         self,
@@ -461,7 +461,7 @@ class Partition:
         `fields`: which fields to read; None reads all fields. Raises RowsGone for rows that were
         freed or never put.
         """
-        return Rows(self._handle, *read(self._handle, keys, where, fields, timeout))
+        return Rows(self._handle, read(self._handle, keys, where, fields, timeout))
 
     @public
     def rows(

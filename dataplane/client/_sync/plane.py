@@ -138,7 +138,7 @@ class Plane:
         """Read the rows of a ref from the hosts that have them. `fields`: which fields to read;
         None reads all fields."""
         handle = handle_of(self, self._session, ref)
-        return Rows(handle, *read_ref(handle, ref, fields, timeout))
+        return Rows(handle, read_ref(handle, ref, fields, timeout))
 
     @public
     def stats(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from dataplane.client._sync.attaching import attach
 from dataplane.client._sync.calls import ask
 from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
-from dataplane.client.read.table import join_tables, volume
+from dataplane.client.read.table import TableReader, reader_of
 from dataplane.client.ref import Ref
 from dataplane.client.session.session import Session
 from dataplane.client.write.rows import (
@@ -23,13 +23,10 @@ from dataplane.client.write.rows import (
     named_rows,
 )
 from dataplane.errors import FrameTooLarge, InvalidCall
-from dataplane.memory.mapping import Pin
 from dataplane.metadata.tables.where import Where
 from dataplane.wire.messages import Defined, Read, ReadDone
 from dataplane.wire.records import KEY
-from dataplane.wire.tables import Definition, Rows, Table
-
-Found = tuple[Table, Pin]
+from dataplane.wire.tables import Definition, Rows
 
 
 def read(
@@ -38,7 +35,7 @@ def read(
     where: Where | None,
     fields: Sequence[str] | None,
     timeout: float | None,
-) -> Found:
+) -> TableReader:
     """Read the rows with these keys, in this order; the rows that match `where`; or all rows."""
     if keys is not None and where is not None:
         raise InvalidCall("got both keys= and where=: pass only one of them")
@@ -64,7 +61,7 @@ def overview(handle: Handle, where: Where | None, limit: int, timeout: float | N
 
 def read_rows(
     handle: Handle, rows: Rows, fields: Sequence[str] | None, timeout: float | None
-) -> Found:
+) -> TableReader:
     """Read the rows of a batch or a ref, in their order."""
     parts = _cut(rows, handle.session.max_rows)
     return _gather(handle, _read_parts(handle, parts, fields, Deadline(timeout)))
@@ -87,7 +84,7 @@ def handle_of(plane: Any, session: Session, ref: Ref) -> Handle:
 
 def read_ref(
     handle: Handle, ref: Ref, fields: Sequence[str] | None, timeout: float | None
-) -> Found:
+) -> TableReader:
     """Read the rows of a ref. Raise PartitionGone if its partition was dropped."""
     handle.defined = Defined(ref.generation, Definition(), "open")
     rows = Rows(ref.key_column, None if ref.names is None else list(ref.names))
@@ -156,10 +153,9 @@ def _pages(
         after = page.cursor
 
 
-def _gather(handle: Handle, pages: list[ReadDone]) -> Found:
+def _gather(handle: Handle, pages: list[ReadDone]) -> TableReader:
     session = handle.session
-    pin = session.pinned(*(page.pin for page in pages))
-    table = join_tables([page.table for page in pages])
-    rows = len(table.rows.keys) // KEY.itemsize
-    session.tally.add("get", rows=rows, bytes=volume(table))
-    return table, pin
+    reader = reader_of(session, [page.table for page in pages], [page.pin for page in pages])
+    rows = len(reader.table.rows.keys) // KEY.itemsize
+    session.tally.add("get", rows=rows, bytes=reader.volume)
+    return reader

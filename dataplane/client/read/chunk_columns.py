@@ -5,59 +5,45 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from operator import attrgetter
 from struct import unpack_from
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import ProtocolError
 from dataplane.wire.arrays import Array, dtype_name
-from dataplane.wire.layouts import OBJECT_ALIGNMENT_BYTES, OPEN, ColumnSpec, aligned
+from dataplane.wire.layouts import OBJECT_ALIGNMENT_BYTES, OPEN, ColumnSpec
+from dataplane.wire.limits import ALIGNMENT_BYTES
 from dataplane.wire.records import U4
 
 Memory = npt.NDArray[np.uint8]
+_width = attrgetter("width")
 
 
-class ChunkColumn:
+class ChunkColumn(msgspec.Struct, eq=False):
     """One column of a chunk.
 
-    lengths: of its rows in order, `spec.width` per row. memory: of the chunk, in the arena or
-    inline. start: where in it the first row starts. bounds: where each row starts behind that, and
-    where the last one ends, in units of `spec.unit_bytes`. Lengths and bounds are plain ints: a
-    chunk has few rows, and numpy's fixed cost per call would dominate.
+    lengths: of its rows in order, `spec.width` per row. bounds: see `bounds_of`. memory: of the
+    chunk, in the arena or inline. start: where in it the first row starts. Lengths and bounds are
+    plain ints: a chunk has few rows, and numpy's fixed cost per call would dominate.
     """
 
-    __slots__ = ("_flat", "bounds", "lengths", "memory", "rows", "spec", "start")
-
-    def __init__(
-        self,
-        spec: ColumnSpec,
-        rows: int,
-        lengths: Sequence[int],
-        memory: Memory | bytes,
-        start: int = 0,
-    ) -> None:
-        self.spec = spec
-        self.rows = rows
-        self.lengths = lengths
-        counts, width = lengths, spec.width
-        if width > 1:
-            counts = [math.prod(lengths[at : at + width]) for at in range(0, len(lengths), width)]
-        elif spec.kind == "object":
-            counts = [-(-length // OBJECT_ALIGNMENT_BYTES) for length in lengths]
-        self.bounds: Sequence[int] = (
-            list(accumulate(counts, initial=0)) if width else range(rows + 1)
-        )
-        self.memory = memory
-        self.start = start
-        self._flat: Array | None = None
+    spec: ColumnSpec
+    rows: int
+    lengths: Sequence[int]
+    bounds: Sequence[int]
+    memory: Memory | bytes
+    start: int = 0
+    _flat: Array | None = None
 
     @classmethod
     def of(cls, array: Array) -> ChunkColumn:
         """A column with this array, which is contiguous, as its only row."""
         spec = ColumnSpec("array", dtype_name(array.dtype) or "", array.shape, True)
-        return cls(spec, 1, (), array.reshape(-1).view(np.uint8))
+        return cls(spec, 1, (), range(2), array.reshape(-1).view(np.uint8))
 
     @property
     def is_array(self) -> bool:
@@ -99,16 +85,16 @@ class ChunkColumn:
 
     def arrays(self, first: int, last: int) -> Iterable[Array]:
         """Neighbouring rows as views."""
-        width, shape = self.spec.width, self.spec.shape
-        if width > 1 or (width and shape[0] != OPEN):
-            return map(self.array, range(first, last))
-        bounds, flat = self.bounds, self._flat
-        if flat is None:  # all rows, one after the other along their first axis
-            flat = self._flat = self._over((bounds[-1], *(shape[1:] if width else shape)))
-        if width:
+        spec, flat = self.spec, self._flat
+        if flat is None:
+            if spec.unit_shape is None:
+                return map(self.array, range(first, last))
+            flat = self._flat = self._over((self.bounds[-1], *spec.unit_shape))
+        if spec.width:
+            bounds = self.bounds
             spans = map(slice, bounds[first:last], bounds[first + 1 : last + 1])
             return map(flat.__getitem__, spans)
-        if shape:
+        if spec.shape:
             return flat[first:last]
         return [flat[row, ...] for row in range(first, last)]  # items would be numpy scalars
 
@@ -143,33 +129,45 @@ def columns_of(
     lengths: if they are not stored before the values, as for a chunk on a device. ProtocolError if
     specs, lengths and bytes do not match.
     """
-    width = sum([spec.width for spec in specs])
-    head_bytes = U4.itemsize * width * rows
-    source = memory if lengths is None else lengths
-    if len(source) < head_bytes or (lengths is not None and len(source) != head_bytes):
+    count = rows * sum(map(_width, specs))
+    head_bytes = end = U4.itemsize * count
+    source: Any = memory
+    if lengths is not None:
+        source, end = lengths, 0
+    if len(source) < head_bytes or (lengths is not None and len(source) > head_bytes):
         raise ProtocolError(
-            f"invalid chunk of {rows} rows, each with {width} lengths: expected "
+            f"invalid chunk of {rows} rows, each with {sum(map(_width, specs))} lengths: expected "
             f"{'at least ' if lengths is None else ''}{head_bytes} bytes of lengths, got "
             f"{len(source)}. Install the same dataplane release everywhere"
         )
-    numbers: tuple[int, ...] = unpack_from(
-        f"<{width * rows}I",
-        source,  # type: ignore[arg-type]
-    )
-    end, begin = head_bytes if lengths is None else 0, 0
-    found = []
+    numbers: tuple[int, ...] = unpack_from(f"<{count}I", source)
+    begin, found = 0, []
     for spec in specs:
-        mine = numbers if len(specs) == 1 else numbers[begin : begin + spec.width * rows]
-        begin += len(mine)
-        column = ChunkColumn(spec, rows, mine, memory, aligned(end))
-        end = column.start + column.bounds[-1] * spec.unit_bytes
-        found.append(column)
+        stop = begin + spec.width * rows
+        mine, begin = numbers[begin:stop], stop
+        bounds = bounds_of(spec, rows, mine)
+        start = end + ALIGNMENT_BYTES - 1 & -ALIGNMENT_BYTES
+        end = start + bounds[-1] * spec.unit_bytes
+        found.append(ChunkColumn(spec, rows, mine, bounds, memory, start))
     if end != len(memory):
         raise ProtocolError(
             f"invalid chunk: expected {end} bytes, the size of its columns, got {len(memory)}. "
             "Install the same dataplane release everywhere"
         )
     return found
+
+
+def bounds_of(spec: ColumnSpec, rows: int, lengths: Sequence[int]) -> Sequence[int]:
+    """Return where each row of a column starts behind the first, and where the last one ends, in
+    units of `spec.unit_bytes`."""
+    width = spec.width
+    if not width:
+        return range(rows + 1)
+    if width > 1:
+        lengths = [math.prod(lengths[at : at + width]) for at in range(0, len(lengths), width)]
+    elif spec.kind == "object":
+        lengths = [-(-length // OBJECT_ALIGNMENT_BYTES) for length in lengths]
+    return list(accumulate(lengths, initial=0))
 
 
 def _closed(shape: tuple[int, ...], lengths: Sequence[int]) -> tuple[int, ...]:

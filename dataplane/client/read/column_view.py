@@ -56,11 +56,15 @@ class ColumnView(Sequence[Any]):
         self.field = field
         self.runs = runs
         self.name_of = name_of
-        self._ends = list(accumulate([last - first for _, first, last in runs]))
         self._specs: list[ColumnSpec | None] | None = None
 
+    @cached_property
+    def _ends(self) -> list[int]:
+        """Where each run ends, in rows of this view."""
+        return list(accumulate([last - first for _, first, last in self.runs]))
+
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return self._ends[-1] if self.runs else 0
 
     def __reduce__(self) -> Any:
         """Pickle the view as a list of private copies."""
@@ -121,19 +125,21 @@ class ColumnView(Sequence[Any]):
                 "select several rows, use batch.rows([…])"
             ) from None
         column, at = self.place(row)
-        if column is not None and column.is_array:
+        if column is None:
+            raise self.lacking(row)
+        if column.is_array:
             return column.array(at)
-        (value,) = self.run_values(RowSpan(column, at, at + 1), row)
+        (value,) = self.run_values(RowSpan(column, at, at + 1))
         return value
 
     def __iter__(self) -> Iterator[Any]:
-        return chain.from_iterable(map(self.run_values, self.runs, [0, *self._ends]))
+        return chain.from_iterable(map(self.run_values, self.runs))
 
-    def run_values(self, run: RowSpan, row: int = 0) -> Iterable[Any]:
-        """Return the values of one run. row: the position of its first row in this view."""
+    def run_values(self, run: RowSpan) -> Iterable[Any]:
+        """Return the values of one run. The runs before it have values."""
         column, first, last = run
         if column is None:
-            raise self.lacking(row)
+            raise self.lacking(int(self.absent.argmax()))
         kind = column.spec.kind
         if kind == "array":
             return column.arrays(first, last)

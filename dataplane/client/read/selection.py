@@ -17,7 +17,7 @@ from dataplane.client.handle import Handle
 from dataplane.client.read import convert
 from dataplane.client.read.column_view import ColumnView
 from dataplane.client.read.ragged import RIGHT, Offsets, Padding, Side
-from dataplane.client.read.table import NOWHERE, TableReader
+from dataplane.client.read.table import TableReader
 from dataplane.client.read.tensors import (
     Layout,
     TensorDictForm,
@@ -28,7 +28,6 @@ from dataplane.client.read.tensors import (
 from dataplane.client.ref import Ref
 from dataplane.client.write.rows import group_names, row_groups, row_name, row_names, tag_values
 from dataplane.errors import InvalidCall, InvalidRows, NotFetched
-from dataplane.memory.mapping import Pin
 from dataplane.wire.limits import NO_GROUP
 from dataplane.wire.records import KEY, U4, column
 from dataplane.wire.tables import Name, Rows, Scalar, Table
@@ -46,16 +45,16 @@ class Selection:
     Array entries are read-only views of shared memory.
     """
 
-    def __init__(self, handle: Handle, table: Table, pin: Pin) -> None:
+    def __init__(self, handle: Handle, reader: TableReader) -> None:
+        table = reader.table
         self._handle = handle
         self._rows = table.rows
         self._table = table
         self._n = len(table.rows.keys) // KEY.itemsize
         self._views: dict[str, ColumnView] = {}
-        self._fetched: dict[str, TableReader] = {}
+        self._fetched = dict.fromkeys(reader.fields, reader)
         """by field"""
         self._offsets = Offsets()
-        self._admit(table, pin)
 
     # what the rows are
 
@@ -117,9 +116,9 @@ class Selection:
     def __getitem__(self, field: str | slice) -> Any:
         """Return a field, with one entry per row. With a slice, return the part with those rows.
         Raises NotFetched if the field was not fetched."""
-        if isinstance(field, slice):
-            return self.rows(np.arange(self._n)[field])
         if not isinstance(field, str):
+            if isinstance(field, slice):
+                return self.rows(np.arange(self._n)[field])
             name = type(self).__name__.lower()
             raise InvalidCall(
                 f"{name}[{field!r:.40}]: expected a field name or a slice; to select rows by "
@@ -252,13 +251,10 @@ class Selection:
             field=field,
         )
 
-    def _admit(self, table: Table, pin: Pin) -> None:
-        """Take the table's fields in. Its rows are those here, or some of them."""
-        arena = pin if pin.number else NOWHERE
-        devices = self._handle.session.devices
-        reader = TableReader(table, arena) if devices is None else devices.reader(table, arena)
-        if table.rows.keys != self._rows.keys:
-            reader = reader.part(_rows_in(table, self._rows.keys))
+    def _admit(self, reader: TableReader) -> None:
+        """Add the fields of a table. Its rows are those here, or some of them."""
+        if reader.table.rows.keys != self._rows.keys:
+            reader = reader.part(_rows_in(reader.table, self._rows.keys))
         for field in reader.fields:
             self._fetched[field] = reader
             self._views.pop(field, None)

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
+from operator import mul
 
 import numpy as np
 from msgspec.structs import replace
 
 from dataplane.client.read.chunk_columns import ChunkColumn, Memory, columns_of
 from dataplane.client.read.column_view import ColumnView, RowSpan, cut, stretches
+from dataplane.client.session.session import Session
 from dataplane.client.write.rows import Index, group_names, row_names, tag_values
 from dataplane.errors import InvalidRows, ProtocolError
 from dataplane.metadata.tables.values_on_wire import MessageShape, shape_in
 from dataplane.wire import layouts
-from dataplane.wire.limits import MAX_ROWS_PER_MESSAGE, NO_GROUP
+from dataplane.wire.limits import NO_GROUP
 from dataplane.wire.records import EXTENT, KEY, U4, U8, column
 from dataplane.wire.tables import Chunk, Name, Piece, Rows, Table, Values
 
@@ -35,6 +37,7 @@ class TableReader:
 
     def __init__(self, table: Table, pin: object = NOWHERE) -> None:
         """pin: of the reply, which gives the whole arena, read-only."""
+        self.table = table
         self._values = table.values
         self._pin = pin
         self._arena: Memory | None = None
@@ -52,6 +55,13 @@ class TableReader:
     def fields(self) -> list[str]:
         return self._values.fields
 
+    @property
+    def volume(self) -> int:
+        """About the bytes of the values: of each chunk, the share of its rows that pieces use."""
+        sizes = [chunk.nbytes for chunk in self._values.chunks]
+        shared: float = sum(map(mul, sizes, self._shape.shares))
+        return round(shared)
+
     def part(self, rows: Index) -> TableReader:
         """A reader of only these rows, in this order."""
         part = copy(self)
@@ -63,23 +73,19 @@ class TableReader:
         """A field of the rows. name_of: what a row is called in messages."""
         runs = self._runs.get(field)
         if runs is None:
-            runs = self._runs[field] = self._find(field)
+            opened, runs = self._chunks, []
+            for chunk, at, first, last in self._shape.runs(field):
+                column = None
+                if chunk >= 0:
+                    columns = opened.get(chunk)
+                    if columns is None:
+                        columns = opened[chunk] = self._open(chunk)
+                    column = columns[at]
+                runs.append(RowSpan(column, first, last))
+            self._runs[field] = runs
         if self._rows is not None:
             runs = cut(runs, self._chosen)
         return ColumnView(field, runs, name_of)
-
-    def _find(self, field: str) -> list[RowSpan]:
-        """The field of all rows of the table."""
-        opened, runs = self._chunks, list[RowSpan]()
-        for chunk, at, first, last in self._shape.runs(field):
-            if chunk < 0:
-                runs.append(RowSpan(None, first, last))
-                continue
-            columns = opened.get(chunk)
-            if columns is None:
-                columns = opened[chunk] = self._open(chunk)
-            runs.append(RowSpan(columns[at], first, last))
-        return runs
 
     def _open(self, number: int) -> list[ChunkColumn]:
         chunk, known = self._values.chunks[number], self._values.layouts
@@ -87,11 +93,6 @@ class TableReader:
             raise ProtocolError(
                 f"invalid layout {chunk.layout} of chunk {number}: expected an index into the "
                 f"{len(known)} layouts of the table. Install the same dataplane release everywhere"
-            )
-        if not 0 <= chunk.rows <= MAX_ROWS_PER_MESSAGE:
-            raise ProtocolError(
-                f"chunk {number}: expected 0 to {MAX_ROWS_PER_MESSAGE} rows, got {chunk.rows}. "
-                "Install the same dataplane release everywhere"
             )
         specs = layouts.decode(known[chunk.layout])
         if len(specs) != self._shape.used[number]:
@@ -125,6 +126,15 @@ class TableReader:
         return arena[offset : offset + nbytes]
 
 
+def reader_of(session: Session, tables: list[Table], pins: list[int]) -> TableReader:
+    """Return a reader of the tables of some replies, joined. pins: those of the replies."""
+    pin = session.pinned(*pins)
+    table = join_tables(tables)
+    arena = pin if pin.number else NOWHERE
+    devices = session.devices
+    return TableReader(table, arena) if devices is None else devices.reader(table, arena)
+
+
 def _shape_of(table: Table) -> MessageShape:
     """ProtocolError for values that do not fit together."""
     try:
@@ -146,12 +156,6 @@ def _check_page(table: Table) -> None:
                 f"{len(values.layouts)} layouts of the table. Install the same dataplane release "
                 "everywhere"
             )
-
-
-def volume(table: Table) -> int:
-    """About the bytes of the values: of each chunk, the share of its rows that pieces use."""
-    chunks, places = table.values.chunks, _shape_of(table).pieces
-    return sum([(c := chunks[p.chunk]).nbytes * p.given.bit_count() // c.rows for p in places])
 
 
 def join_tables(tables: list[Table]) -> Table:

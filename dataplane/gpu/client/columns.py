@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from dataplane.client.read.chunk_columns import ChunkColumn, Memory
+from dataplane.client.read.chunk_columns import ChunkColumn, Memory, bounds_of
 from dataplane.client.read.column_view import ColumnView, RowSpan
 from dataplane.client.read.ragged import (
     RIGHT,
@@ -71,7 +71,10 @@ class DeviceTableReader(TableReader):
         columns = super()._open(number)
         if not any([isinstance(column.memory, DeviceMemory) for column in columns]):
             return columns
-        return [DeviceChunkColumn(c.spec, c.rows, c.lengths, c.memory, c.start) for c in columns]
+        return [
+            DeviceChunkColumn(c.spec, c.rows, c.lengths, c.bounds, c.memory, c.start)
+            for c in columns
+        ]
 
 
 class DeviceMemory:
@@ -103,8 +106,6 @@ class DeviceMemory:
 
 class DeviceChunkColumn(ChunkColumn):
     """A column of a chunk on a device."""
-
-    __slots__ = ()
 
     def device_memory(self, first: int, last: int) -> DeviceMemory:
         """Where neighbouring rows lie."""
@@ -171,7 +172,8 @@ class DeviceColumn(ColumnView):
                 width = column.spec.width
                 lengths = column.lengths[run.first * width : run.last * width]
                 rows = run.last - run.first
-                runs.append(RowSpan(ChunkColumn(column.spec, rows, lengths, copy), 0, rows))
+                bounds = bounds_of(column.spec, rows, lengths)
+                runs.append(RowSpan(ChunkColumn(column.spec, rows, lengths, bounds, copy), 0, rows))
             else:
                 runs.append(run)
         for device in touched.values():

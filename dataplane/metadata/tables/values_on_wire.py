@@ -89,7 +89,7 @@ class MessageShape(msgspec.Struct, gc=False, eq=False):
     """The part of a message that other messages share, which differ from it only in their chunks.
 
     rows: by field, the rows that have it. used: by number of the chunk, how many columns its pieces
-    name; 0 if its pieces disagree.
+    name; 0 if its pieces disagree. shares: by chunk, the share of its rows that pieces name.
     """
 
     count: int
@@ -97,6 +97,7 @@ class MessageShape(msgspec.Struct, gc=False, eq=False):
     pieces: tuple[Piece[int], ...]
     rows: dict[str, int]
     used: dict[int, int]
+    shares: list[float] = []
     _block: BlockShape | None = None
     _runs: dict[str, list[MessageRun]] = {}
     _free_runs: int = SHARED_RUNS
@@ -227,10 +228,12 @@ def _shape_in(
     _check_fields(fields)
     placed = [_piece_in(fields, one, chunk_rows, rows) for one in _decoder.decode(pieces)]
     used: dict[int, int] = {}
+    shares = [0.0] * len(chunk_rows)
     for one in placed:
         if used.setdefault(one.chunk, len(one.fields)) != len(one.fields):
             used[one.chunk] = 0
-    return MessageShape(rows, fields, tuple(placed), rows_by_field(placed), used)
+        shares[one.chunk] += one.given.bit_count() / chunk_rows[one.chunk]
+    return MessageShape(rows, fields, tuple(placed), rows_by_field(placed), used, shares)
 
 
 def check_sizes(values: wire.Values, most_chunks: int = MAX_CHUNKS_PER_MESSAGE) -> None:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from dataplane.client import arguments
 from dataplane.client._async.backend import Fetching, convert_off_loop
 from dataplane.client._async.calls import DEFAULT_TIMEOUT_S, public
-from dataplane.client._async.lease import Lease, Outcome, dropped
+from dataplane.client._async.lease import ENDED, Lease, Outcome, dropped
 from dataplane.client._async.reads import read_rows
 from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
@@ -169,7 +169,7 @@ class LeasedRows(Converting):
 
     def __init__(self, handle: Handle, stage: str, lease: int, reader: TableReader) -> None:
         super().__init__(handle, reader)
-        self.lease = Lease(handle, stage, lease, reader.table.rows)
+        self.lease = Lease(handle, stage, lease, len(self), self._rows.group_index)
         self._of: LeasedRows | None = None
         """the rows that these rows are a part of"""
         self._where: npt.NDArray[np.intp] | None = None
@@ -189,7 +189,7 @@ class LeasedRows(Converting):
         """
         if self._at is None:
             return self.lease.state
-        if len(self.lease.open_among(self._at)):
+        if self.lease.open_among(self._at):
             return "leased"
         return self._outcome or self.lease.state.replace("leased", "finished")
 
@@ -277,7 +277,7 @@ class Batch(LeasedRows):
         at = dropped(rows, groups, self._table, len(self))
         if self._at is not None:
             at = self._at[at]
-        if len(at := self.lease.open_among(at)):
+        if self.lease.open_among(at):
             await self.lease.finish("drop", Deadline(timeout), at)
 
     async def __aenter__(self) -> Batch:
@@ -312,7 +312,7 @@ class Batch(LeasedRows):
         self._check()
         given = None if values is None else by_name(values)
         await self.lease.finish(outcome, Deadline(timeout), self._at, tags, given)
-        self._outcome = {"ack": "acked", "release": "released", "drop": "dropped"}[outcome]
+        self._outcome = ENDED[outcome]
 
     def _check(self) -> None:
         """LeaseExpired where these rows are finished."""
@@ -346,7 +346,7 @@ class Batch(LeasedRows):
 
     def __repr__(self) -> str:
         lease, state = self.lease, self.state
-        left = len(lease.open_among(self._at))
+        left = lease.open_among(self._at).bit_count()
         if state == "leased" and left < len(self):
             state = f"leased, {left} left"
         added = f", added {', '.join(lease.added)}" if lease.added else ""

@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from dataplane.client import arguments
 from dataplane.client._sync.attaching import attach
@@ -68,8 +67,8 @@ from dataplane.wire.messages import (
     PutDone,
     Request,
 )
-from dataplane.wire.records import EXTENT, KEY, RANGE, U4, column
-from dataplane.wire.tables import Rows, Scalar, Table
+from dataplane.wire.records import EXTENT, RANGE, U4, column
+from dataplane.wire.tables import Scalar, Table
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +81,7 @@ LEFT = (
     "a loop ended and left a batch of {}",
     "Call batch.ack() before `break`, or pass batches=n to the stream, which acks the last batch",
 )
-_ENDED: dict[Outcome, str] = {"ack": "acked", "release": "released", "drop": "dropped"}
+ENDED: dict[Outcome, str] = {"ack": "acked", "release": "released", "drop": "dropped"}
 
 
 class Added(msgspec.Struct, eq=False):
@@ -128,15 +127,19 @@ class Lease:
     """The rows of one claim. If the lease is garbage-collected before an ack, its rows return to
     their stage."""
 
-    def __init__(self, handle: Handle, stage: str, number: int, rows: Rows) -> None:
+    def __init__(
+        self, handle: Handle, stage: str, number: int, n: int, groups: bytes = b""
+    ) -> None:
+        """n: how many rows. groups: u4 per row, as in `Rows`."""
         self.handle = handle
         self.stage = stage
         self.id = number
-        self.n = len(rows.keys) // KEY.itemsize
+        self.n = n
         self.state = "leased"
-        self._groups = rows.group_index
-        self._open: npt.NDArray[np.bool_] | None = None
-        """per row: whether it is neither finished nor dropped; None: all rows are open"""
+        self._groups = groups
+        self._all = all_of(n)
+        self._closed = 0
+        """the rows that are finished or dropped, as a bit mask of positions"""
         self._added: list[Added] = []
         self._doubt: Doubt | None = None
         """an ack that may have taken effect"""
@@ -151,22 +154,16 @@ class Lease:
     @property
     def open_rows(self) -> int:
         """The number of rows that are neither finished nor dropped."""
-        if self.state != "leased":
-            return 0
-        # `sum` imports a module at its first call, which fails in a finalizer at exit.
-        return self.n if self._open is None else int(np.count_nonzero(self._open))
+        return self.open_among(None).bit_count()
 
     @property
     def added(self) -> list[str]:
         """The added fields that are not acked yet."""
         return list(dict.fromkeys(name for one in self._added for name in one.fields))
 
-    def open_among(self, rows: Index | None) -> Index:
-        """Return the open rows among `rows` (None: among all rows)."""
-        rows = np.arange(self.n, dtype=np.intp) if rows is None else rows
-        if self.state != "leased":
-            return rows[:0]
-        return rows if self._open is None else rows[self._open[rows]]
+    def open_among(self, rows: Index | None) -> int:
+        """Return the open rows among `rows` (None: among all rows), as a bit mask of positions."""
+        return self._bits(rows) & ~self._closed if self.state == "leased" else 0
 
     def check(self) -> None:
         if self.state != "leased":
@@ -186,6 +183,22 @@ class Lease:
             self._settle_doubt(deadline)
             self.check()
         at = self._bits(rows)
+        if self._added:
+            self._check_new(columns, at)
+        if (devices := self.handle.session.devices) is not None:
+            devices.tell_of_host_copies(columns, "values added to a batch go to host memory")
+        # values are in the order of the rows as they were given
+        order = None if rows is None else np.argsort(rows, kind="stable").tolist()
+        pieces = self._write(columns, deadline, order, self._groups_of(at), at.bit_count())
+        if self._refused:
+            self._give_up_refused(at)
+        self._added.append(Added(at, pieces))
+        for lost, names in self._lost:
+            if lost & at:
+                names.difference_update(columns, self._refused)
+
+    def _check_new(self, columns: Mapping[str, Any], at: int) -> None:
+        """Raise FieldExists if one of these fields was added to some of the rows before."""
         there = [one.fields for one in self._added if one.rows & at]
         twice = set(columns) & {name for names in there for name in names} - self._refused
         if twice:
@@ -195,21 +208,11 @@ class Lease:
                 "can be written only once: use another name",
                 fields=sorted(twice),
             )
-        if (devices := self.handle.session.devices) is not None:
-            devices.tell_of_host_copies(columns, "values added to a batch go to host memory")
-        # values are in the order of the rows as they were given
-        order = None if rows is None else np.argsort(rows, kind="stable").tolist()
-        pieces = self._write(columns, deadline, order, self._groups_of(at), at.bit_count())
-        self._give_up_refused(at)
-        self._added.append(Added(at, pieces))
-        for lost, names in self._lost:
-            if lost & at:
-                names.difference_update(columns, self._refused)
 
     def _bits(self, rows: Index | None) -> int:
         """These positions; None: all."""
         if rows is None or len(rows) == self.n:
-            return all_of(self.n)
+            return self._all
         mask = np.zeros(self.n, np.bool_)
         mask[rows] = True
         return of_mask(mask)
@@ -219,12 +222,10 @@ class Lease:
         if not self._groups:
             return None
         groups: list[int] = column(self._groups, U4, self.n).tolist()
-        return groups if rows == all_of(self.n) else [groups[row] for row in rows_of(rows)]
+        return groups if rows == self._all else [groups[row] for row in rows_of(rows)]
 
     def _give_up_refused(self, at: int) -> None:
         """The caller was told that other writers have set these fields, and adds something else."""
-        if not self._refused:
-            return
         for one in [one for one in self._added if one.rows & at]:
             kept = without(one.pieces, self._refused)
             if not kept:
@@ -298,57 +299,34 @@ class Lease:
                 if outcome == "drop" or tags or values:
                     self.check()
                 return  # that ack took effect, and nothing is left to be finished
-        if self.n and rows is None and self._open is None and not (tags or values or self._added):
-            self._finish_whole(outcome, deadline, then)
-            return
         given = tag_columns(tags, self.n if rows is None else len(rows)) if tags else {}
         at = self.open_among(rows)
-        order = None
-        if rows is None:
-            order = None if len(at) == self.n else at
-        else:
-            order = np.argsort(rows)
-            if self._open is not None:
-                order = order[self._open[rows[order]]]
-            at = rows[order]
-        given = take_tags(given, order)
-        body = self._finish_of(outcome, self._bits(at), given)
-        if not len(at):
+        if not at:
             if rows is None:
                 self._end("finished")
-            return
-        if outcome == "ack":
-            self._ack(self._bits(at), deadline, then)
-        elif values:
-            many = self.n if rows is None else len(rows)
-            self._release_with(body, values, many, order, at, deadline)
-        elif given:
-            self._send(body, deadline)
+        elif outcome == "ack":
+            self._ack(at, deadline, then)
         else:
-            self._send_bare(body, deadline)
+            order = self._order(rows, at) if given or values else None
+            body = self._finish_of(outcome, at, take_tags(given, order))
+            if values:
+                many = self.n if rows is None else len(rows)
+                self._release_with(body, values, many, order, at, deadline)
+            else:
+                try:
+                    self._send(body, deadline)
+                except LeaseExpired:
+                    if outcome != "release" or given:
+                        raise  # released rows went back before
+            self._close(outcome, at)
+
+    def _order(self, rows: Index | None, at: int) -> Index | None:
+        """Return which of the values that were given for `rows` (None: for all rows) are those of
+        the rows `at`, in ascending order. None: all of them, in the order given."""
         if rows is None:
-            self._end(_ENDED[outcome])
-        else:
-            self._closed_rows(outcome, self._bits(at))
-
-    def _finish_whole(self, outcome: Outcome, deadline: Deadline, then: Call | None) -> None:
-        """Of all its rows, with nothing to be told beside."""
-        if outcome == "ack":
-            self._check_lost(set().union(*(names for _, names in self._lost)))
-        body = Finish(self.id, outcome, client_s=self._worked_s())
-        self._send_bare(body, deadline, then)
-        self._end(_ENDED[outcome])
-
-    def _worked_s(self) -> float:
-        return max(0.0, time.monotonic() - self._since)
-
-    def _send_bare(self, body: Finish, deadline: Deadline, then: Call | None = None) -> None:
-        """Without tags or values."""
-        try:
-            self._send(body, deadline, then)
-        except LeaseExpired:
-            if body.outcome != "release":
-                raise  # released rows went back before
+            return np.array(rows_of(at), np.intp) if self._closed else None
+        order = np.argsort(rows, kind="stable")
+        return order[np.isin(rows[order], rows_of(at))] if self._closed else order
 
     def _release_with(
         self,
@@ -356,7 +334,7 @@ class Lease:
         values: Mapping[str, Any],
         many: int,
         order: Index | None,
-        at: Index,
+        at: int,
         deadline: Deadline,
     ) -> None:
         """Rows and the progress that was made with them go back in one message. order: which of
@@ -367,25 +345,35 @@ class Lease:
                 values, "values passed to release go to host memory"
             )
         chosen = None if order is None else order.tolist()
-        pieces = self._write(values, deadline, chosen, self._groups_of(self._bits(at)), many)
+        pieces = self._write(values, deadline, chosen, self._groups_of(at), many)
         done = self._send_with(body, pieces, deadline)
         if isinstance(done, PutDone):
             session.keep(column(done.extents, EXTENT).tolist())
 
     def _finish_of(self, outcome: Outcome, rows: int, tags: dict[str, list[Scalar]]) -> Finish:
-        index = None
-        if rows != all_of(self.n):
-            index = np.array(rows_of(rows), U4).tobytes()
-        return Finish(self.id, outcome, index, tags=tags, client_s=self._worked_s())
+        index = None if rows == self._all else np.array(rows_of(rows), U4).tobytes()
+        worked_s = max(0.0, time.monotonic() - self._since)
+        return Finish(self.id, outcome, index, tags=tags, client_s=worked_s)
 
     def _ack(self, rows: int, deadline: Deadline, then: Call | None) -> None:
-        """One message for all rows to which the same was added; rows of one that failed stay."""
-        self._check_lost({name for lost, names in self._lost if lost & rows for name in names})
+        """Send one message for all rows to which the same was added. Rows of one that fails stay,
+        and so do their values: the next ack of the rows carries the same ones."""
+        if self._lost:
+            self._check_lost({name for lost, names in self._lost if lost & rows for name in names})
         apart = self._alike(rows)
         for some in apart:
-            self._ack_alike(some, deadline, then if some is apart[-1] else None)
-            if len(apart) > 1:
-                self._closed_rows("ack", some)
+            parts = [one for one in self._added if one.rows & some]
+            try:
+                self._send_ack(some, parts, deadline, then if some is apart[-1] else None)
+            except ShardFull as full:
+                sent = [one in self._added for one in parts]
+                if not full.details.get("values") or not all(sent):
+                    raise
+                self.handle.shard_is_full()
+                for one in parts:
+                    self._land(one.pieces, deadline)
+                self._send_ack(some, parts, deadline, None)
+            self._close("ack", some)
 
     def _check_lost(self, lost: set[str]) -> None:
         if lost:
@@ -400,23 +388,10 @@ class Lease:
         """These rows, by what was added to them."""
         apart = [rows]
         for one in self._added:
-            apart = [part for some in apart for part in (some & one.rows, some & ~one.rows) if part]
+            if rows & ~one.rows:
+                parts = [part for some in apart for part in (some & one.rows, some & ~one.rows)]
+                apart = [part for part in parts if part]
         return apart
-
-    def _ack_alike(self, rows: int, deadline: Deadline, then: Call | None) -> None:
-        """Values stay with the lease until the ack that carries them is answered: whatever fails
-        before that, the next ack of the rows carries the same ones."""
-        parts = [one for one in self._added if one.rows & rows]
-        body = self._finish_of("ack", rows, {})
-        try:
-            self._send_ack(body, deadline, then, rows, parts)
-        except ShardFull as full:
-            if not full.details.get("values") or not all([one in self._added for one in parts]):
-                raise
-            self.handle.shard_is_full()
-            for one in parts:
-                self._land(one.pieces, deadline)
-            self._send_ack(body, deadline, None, rows, parts)
 
     def _acked(self, rows: int, parts: list[Added], brought: MessageValues, done: Body) -> None:
         """The shard has these values. What rows that are still open need again stays."""
@@ -425,25 +400,29 @@ class Lease:
         for one in parts:
             if not self._others(one, rows):
                 self._added.remove(one)
-                self._give_back(one.pieces)
+                if one.rows != rows:
+                    self._give_back(one.pieces)
 
     def _others(self, one: Added, rows: int) -> int:
         """The open rows that it was added to, except these."""
-        left = one.rows & ~rows
-        return left if not left or self._open is None else left & of_mask(self._open)
+        return one.rows & ~rows & ~self._closed
 
     def _send_ack(
-        self, body: Finish, deadline: Deadline, then: Call | None, rows: int, parts: list[Added]
+        self, rows: int, parts: list[Added], deadline: Deadline, then: Call | None
     ) -> None:
-        """The ack of these rows, with what was added to them."""
-        pieces = [piece for one in parts for piece in one.of(rows)]
-        brought = values_of(self.handle.session.owner, pieces)
-        body = self._with(body, brought)
-        named = {*brought.chunks}
-        others = [(one, left) for one in parts if (left := self._others(one, rows))]
-        body.again = any([one.needs(named, left) for one, left in others])
+        """Send the ack of these rows, with what was added to them."""
+        body, brought = self._finish_of("ack", rows, {}), None
+        if parts:
+            pieces = [piece for one in parts for piece in one.of(rows)]
+            brought = values_of(self.handle.session.owner, pieces)
+            body = self._with(body, brought)
+            others = [(one, left) for one in parts if (left := self._others(one, rows))]
+            if others:
+                named = {*brought.chunks}
+                body.again = any([one.needs(named, left) for one, left in others])
         done = self._send(body, deadline, then, rows, parts, brought)
-        self._acked(rows, parts, brought, done)
+        if brought is not None:
+            self._acked(rows, parts, brought, done)
         if isinstance(done, PutDone):
             if done.extents:
                 self.handle.session.keep(column(done.extents, EXTENT).tolist())
@@ -516,7 +495,7 @@ class Lease:
             return self._answer(call)
         except BaseException as exc:
             if call.again is not None:
-                self._doubt = Doubt(call.again, rows or all_of(self.n), list(parts), brought)
+                self._doubt = Doubt(call.again, rows, list(parts), brought)
                 self._told(exc)
             raise
 
@@ -576,14 +555,13 @@ class Lease:
         # what the answer grants is given back where the call that was given up is undone
         if doubt.brought is not None:
             self._acked(doubt.rows, doubt.parts, doubt.brought, done)
-        self._closed_rows("ack", doubt.rows)
+        self._close("ack", doubt.rows)
 
-    def _closed_rows(self, outcome: Outcome, rows: int) -> None:
-        if self._open is None:
-            self._open = np.ones(self.n, np.bool_)
-        self._open[rows_of(rows)] = False
-        if not self._open.any():
-            self._end(_ENDED[outcome])
+    def _close(self, outcome: Outcome, rows: int) -> None:
+        """Note that these rows are finished or dropped. The lease ends with the last of them."""
+        self._closed |= rows
+        if self._closed == self._all:
+            self._end(ENDED[outcome])
 
     def _end(self, state: str) -> None:
         session = self.handle.session
@@ -591,8 +569,9 @@ class Lease:
         session.leases.discard(self.id)
         if session.spans is not None:
             session.spans.end(self.id, state)
-        give_back(session, self._unsent())
-        self._added = []
+        if self._added or self._doubt is not None:
+            give_back(session, self._unsent())
+            self._added = []
 
     def _unsent(self) -> list[Chunk]:
         """Chunks that no message has named, when the lease ends."""

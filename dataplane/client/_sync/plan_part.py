@@ -50,8 +50,7 @@ class Part(Lease):
     """The lease of a plan. Positions are counted over all rows of the plan."""
 
     def __init__(self, handle: Handle, stage: str, claimed: Claimed, rows: int) -> None:
-        super().__init__(handle, stage, claimed.lease, claimed.table.rows)
-        self.n = rows
+        super().__init__(handle, stage, claimed.lease, rows)
         self.why = ""
         self.at_once = handle.session.max_rows
         """rows per message; halved when a message was too large"""

@@ -21,7 +21,7 @@ from dataplane.memory.extents import Bytes, Extent, Mask, Records, Span, page_up
 from dataplane.memory.ranges import POOL, SPILLED, Counts, Freed, Ranges
 from dataplane.memory.space import Holder, Space, pinned_by
 from dataplane.memory.spill import DISK
-from dataplane.wire.records import RANGE, U4
+from dataplane.wire.records import EXTENT, RANGE, U4
 
 
 class HostMemory(Space):
@@ -74,16 +74,19 @@ class HostMemory(Space):
 
     # writing
 
-    def commit(self, holder: int, extents: Records, refs: Counts, admission: int) -> Records:
-        if not len(extents) or int(extents["offset"].max()) < self.size_bytes:
+    def commit(
+        self, holder: int, extents: Sequence[Extent], refs: Counts, admission: int
+    ) -> Records:
+        if not extents or max(extents)[0] < self.size_bytes:
             return super().commit(holder, extents, refs, admission)
+        columns: Records = np.array(extents, EXTENT)
         counts = np.broadcast_to(np.asarray(refs, U4), len(extents))
         ranges = np.zeros(len(extents), RANGE)
         done: list[Mask] = []
         try:
-            for space, at in self._split(extents):
+            for space, at in self._split(columns):
                 commit = super().commit if space is None else space.commit
-                ranges[at] = commit(holder, extents[at], counts[at], admission)
+                ranges[at] = commit(holder, columns[at].tolist(), counts[at], admission)
                 done.append(at)
         except BaseException:
             for at in done:
@@ -185,14 +188,13 @@ class PoolSpace(Space):
 
     # addresses outside, offsets in the pool inside
 
-    def _pieces(self, extents: Records) -> list[Span]:
-        if not self.holds_addresses(extents["offset"]).all():
+    def _pieces(self, extents: Sequence[Extent]) -> list[Span]:
+        inside = [(start - self.base, length) for start, length in extents]
+        if not all([0 <= start < self.size_bytes for start, _ in inside]):
             raise ProtocolError(
                 "expected all extents of one message on one device, but they are on several "
                 "devices. Install the same dataplane release everywhere"
             )
-        inside = extents.copy()
-        inside["offset"] -= np.uint64(self.base)
         return super()._pieces(inside)
 
     def _grant(self, holder: int, admission: int, pieces: list[Span]) -> Records:

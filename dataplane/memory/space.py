@@ -145,7 +145,7 @@ class Space:
         known = self._holders.get(holder)
         if known is None:
             return
-        pieces = self._pieces(extents[extents["length"] > 0])
+        pieces = self._pieces(extents[extents["length"] > 0].tolist())
         self._room.give_back(pieces, known.carve(pieces, Admission.OPEN))
 
     def give_back_all(self, holder: int) -> int:
@@ -159,8 +159,10 @@ class Space:
 
     # ranges
 
-    def commit(self, holder: int, extents: Records, refs: Counts, admission: int) -> Records:
-        """Turn written EXTENTs into ranges with these references (u4 each). Return their RANGE
+    def commit(
+        self, holder: int, extents: Sequence[Extent], refs: Counts, admission: int
+    ) -> Records:
+        """Turn written extents into ranges with these references (u4 each). Return their RANGE
         records.
 
         All or nothing. Raises ProtocolError unless each is inside the holder's grants, starts at
@@ -409,10 +411,10 @@ class Space:
     def _bytes_of(self, ranges: Records) -> int:
         return int(self.ranges.extents(ranges)["length"].sum())
 
-    def _pieces(self, extents: Records) -> list[Span]:
-        """EXTENTs that a client named, padded, checked to be in the arena."""
+    def _pieces(self, extents: Sequence[Extent]) -> list[Span]:
+        """Extents that a client named, padded, checked to be in the arena."""
         pieces, size = list[Span](), self.size_bytes
-        for start, length in extents.tolist():
+        for start, length in extents:
             if start >= size or length > size or start % ALIGNMENT_BYTES:
                 raise ProtocolError(
                     f"piece {len(pieces)} of {len(extents)} ({length} bytes at offset "

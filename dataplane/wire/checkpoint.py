@@ -86,8 +86,8 @@ class SaveDone(Body, tag=75):
 class Restore(Body, tag=76):
     """Restore rows and groups with their state. Ready rows can be claimed at once.
 
-    closed_groups: the number of groups that closed and were freed before the checkpoint. ranges,
-    change: as in `Put`.
+    closed_groups: the number of groups that closed and were freed before the checkpoint. change: as
+    in `Put`.
     """
 
     partition: str
@@ -97,7 +97,6 @@ class Restore(Body, tag=76):
     tags: dict[str, list[Scalar]]
     progress: Progress
     closed_groups: int = 0
-    ranges: bytes = b""
     change: Change | None = None
 
 

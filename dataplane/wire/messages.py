@@ -198,15 +198,12 @@ class Unpin(Body, tag=23):
 class Put(Body, tag=30):
     """Put new or existing rows, with values that are already in the arena or in this message.
 
-    ranges: EXTENT records, which this client has written in its reserved space. shared: RANGE
-    records of known ranges (dedup). The number of a chunk is its position, from 1, in `ranges`
-    followed by `shared`. If the shard has no space for inline chunks, it replies ShardFull and does
-    nothing. digests: a DIGEST for each entry of `ranges` that later puts may share; `digest_index`
-    (u4) has their positions. change: between peers, as in `Tag`. holder: for a backup, the session
-    that put the rows, whose permits its new groups use. continuing: as in `Reserve`. reuse: keys
-    and group ids of freed rows may be used for new ones. want_bytes: bytes to reserve in the host
-    arena for the next put; want_in_pools: the same for each pool. client_s: seconds that
-    the call had taken when the client sent this message.
+    If the shard has no space for inline chunks, it replies ShardFull and does nothing. pin: of the
+    known chunks that the values share. change: between peers, as in `Tag`. holder: for a backup,
+    the session that put the rows, whose permits its new groups use. continuing: as in `Reserve`.
+    reuse: keys and group ids of freed rows may be used for new ones. want_bytes: bytes to reserve
+    in the host arena for the next put; want_in_pools: the same for each pool. client_s:
+    seconds that the call had taken when the client sent this message.
     """
 
     partition: str
@@ -214,12 +211,8 @@ class Put(Body, tag=30):
     rows: Rows
     values: Values = Values()
     tags: dict[str, list[Scalar]] = {}
-    ranges: bytes = b""
-    shared: bytes = b""
     pin: int = 0
     replace: bool = False
-    digests: bytes = b""
-    digest_index: bytes = b""
     want_bytes: int = 0
     change: Change | None = None
     continuing: bool = False
@@ -233,8 +226,8 @@ class PutDone(Body, tag=31):
     """The reply to a put or an ack. extents: reserved for the next put, at most the wanted bytes.
     kept: existing fields of redelivered rows that were kept. gone: the number of rows that were
     skipped, because they were put before and have been freed. there: the number of rows that were
-    skipped, because they exist with all of these fields. ranges: RANGE records of the chunks of an
-    ack with `again`."""
+    skipped, because they exist with all of these fields. ranges: RANGE records of the chunks that
+    the client wrote for an ack with `again`."""
 
     extents: bytes = b""
     kept: dict[str, int] = {}
@@ -390,17 +383,15 @@ class Finish(Body, tag=44):
     plan for all ranks, and `leave` withdraws a cancelled call. `abandon` is a release because the
     client ends while it holds the lease; its peer logs that. `expire`, between peers, is a release
     because the `lease=` seconds are over.
-    change: between peers, as in `Tag`. ranges, shared: as in `Put`. again: a later ack may name
-    chunks of this one again, so the peer keeps them until the lease ends. client_s: seconds for
-    which the client has had the rows, without those in which it copied added values; 0: unknown."""
+    change: between peers, as in `Tag`. again: a later ack may name chunks of this one again, so the
+    peer keeps them until the lease ends. client_s: seconds for which the client has had the rows,
+    without those in which it copied added values; 0: unknown."""
 
     lease: int
     outcome: Literal["ack", "release", "drop", "keep", "leave", "abandon", "expire"]
     index: bytes | None = None
     values: Values = Values()
     tags: dict[str, list[Scalar]] = {}
-    ranges: bytes = b""
-    shared: bytes = b""
     pin: int = 0
     want_bytes: int = 0
     partition: str = ""

@@ -168,6 +168,10 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True):
     owner: index into the owners of the message. number: its name at the owner; 0 for a chunk whose
     bytes are in the message (`inline`) and whose owner is INLINE. layout: index into the layouts of
     the message; see `layouts`. inline: for a chunk in a pool, the lengths of its rows.
+
+    From a client to its peer, number 0 is also that of a chunk that the client has written at
+    `offset` in its reserved space, and which the peer is to name. digest: the hash by which later
+    puts may find the chunk (dedup).
     """
 
     owner: int
@@ -176,6 +180,8 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True):
     nbytes: int
     layout: int
     inline: bytes = b""
+    offset: int = 0
+    digest: bytes = b""
 
 
 class Piece(msgspec.Struct, array_like=True, frozen=True):

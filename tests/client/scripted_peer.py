@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from dataplane.client.read.column_view import ColumnView
@@ -185,11 +186,10 @@ class ScriptedPeer:
         self, body: Put | Finish, field: str, shared: Sequence[tuple[int, int]] = ()
     ) -> ColumnView:
         """The values of a message, from where it says they are. shared: extents of its chunks that
-        were written before."""
-        values = body.values
-        extents = [*column(body.ranges, EXTENT).tolist(), *shared]
-        spots = [extents[c.number - 1] if c.number else (0, 0) for c in values.chunks]
-        places = np.array(spots, EXTENT)
+        were written before, in order."""
+        values, before = body.values, iter(shared)
+        spots = [next(before) if c.number else (c.offset, c.nbytes) for c in values.chunks]
+        values, places = named(values), np.array(spots, EXTENT)
         ends = [one.base + in_bytes(one.given).bit_length() for one in values.pieces]
         rows = Rows(bytes(KEY.itemsize * max(ends)))
         table = Table(rows, values, {}, places.tobytes())
@@ -198,12 +198,32 @@ class ScriptedPeer:
 
     def table(self, put: Put, fields: list[str]) -> Table:
         """The rows of a put as a client would read them."""
-        places = np.zeros(len(put.values.chunks), EXTENT)
-        ranges = column(put.ranges, EXTENT)
-        for at, chunk in enumerate(put.values.chunks):
-            if chunk.number:
-                places[at] = ranges[chunk.number - 1]
-        return Table(put.rows, values_with(put.values, fields), put.tags, places.tobytes())
+        places = np.array([(one.offset, one.nbytes) for one in put.values.chunks], EXTENT)
+        values = named(values_with(put.values, fields))
+        return Table(put.rows, values, put.tags, places.tobytes())
+
+
+def named(values: Values) -> Values:
+    """These values, whose chunks a peer has named by where they were written."""
+    chunks = [
+        one
+        if one.number or values.owners[one.owner] == INLINE
+        else msgspec.structs.replace(one, number=1 + one.offset, offset=0, digest=b"")
+        for one in values.chunks
+    ]
+    return msgspec.structs.replace(values, chunks=chunks)
+
+
+def written(body: Put | Finish) -> list[tuple[int, int]]:
+    """The offset and size of each chunk that a message says was written."""
+    owners, chunks = body.values.owners, body.values.chunks
+    mine = [one for one in chunks if not one.number and owners[one.owner] != INLINE]
+    return [(one.offset, one.nbytes) for one in mine]
+
+
+def shared(body: Put | Finish) -> list[int]:
+    """The numbers of the chunks of a message that the peer has already."""
+    return [chunk.number for chunk in body.values.chunks if chunk.number]
 
 
 def inline_fields(body: Put | Finish) -> set[str]:

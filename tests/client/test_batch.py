@@ -13,6 +13,7 @@ import pytest
 
 import dataplane
 from dataplane import Batch, Partition, Plane
+from dataplane.metadata.tables.references import ids_of
 from dataplane.wire.frames import encode
 from dataplane.wire.messages import (
     Body,
@@ -30,9 +31,9 @@ from dataplane.wire.messages import (
     Request,
     Reserve,
 )
-from dataplane.wire.records import EXTENT, RANGE, U4, column
+from dataplane.wire.records import RANGE, U4, column
 from dataplane.wire.tables import Definition
-from tests.client.scripted_peer import SILENCE, ScriptedPeer
+from tests.client.scripted_peer import SILENCE, ScriptedPeer, shared, written
 
 SLOW_S = 0.2
 
@@ -90,9 +91,9 @@ def test_adds_travel_with_the_ack_in_one_message(peer: ScriptedPeer, batch: Batc
     (finish,) = peer.bodies(Finish)
     assert (finish.lease, finish.outcome, finish.index) == (11, "ack", None)
     assert finish.values.fields == ["reward", "logp"]
-    inline = [chunk.rows for chunk in finish.values.chunks if not chunk.number]
+    inline = [chunk.rows for chunk in finish.values.chunks if chunk.inline]
     assert inline == [4] and len(finish.values.chunks) == 3  # small groups share the inline one
-    assert len(column(finish.ranges, EXTENT)) == 2  # a chunk for each group
+    assert len(written(finish)) == 2  # a chunk for each group
     assert repr(batch) == f"<Batch 4 rows of 'x' for 's', acked: {a}>"
 
 
@@ -160,7 +161,7 @@ def test_a_dropped_group_leaves_the_lease_with_what_was_added_for_it(
     batch.ack()
     assert finishes(peer) == [("drop", h), ("ack", g)]
     ack = peer.bodies(Finish)[1]
-    assert column(ack.ranges, EXTENT)["length"].tolist() == [2 * 2048 * 8]  # of this group alone
+    assert [nbytes for _, nbytes in written(ack)] == [2 * 2048 * 8]  # of this group alone
     assert [(piece.first, piece.given) for piece in ack.values.pieces] == [(0, b"\x03")]
 
 
@@ -215,9 +216,9 @@ def test_extents_of_a_refused_ack_are_not_used_again(
     batch.add(reward=[np.zeros(5000)] * 4)
     with pytest.raises(dataplane.LeaseExpired):
         batch.ack()
-    named = column(peer.bodies(Finish)[0].ranges, EXTENT)["offset"].tolist()
+    named = {offset for offset, _ in written(peer.bodies(Finish)[0])}
     part.put({"a": [np.zeros(5000)] * 4})
-    assert not set(named) & set(column(peer.bodies(Put)[-1].ranges, EXTENT)["offset"].tolist())
+    assert named.isdisjoint([offset for offset, _ in written(peer.bodies(Put)[-1])])
 
 
 def test_an_ack_that_failed_does_not_pass_without_what_was_added(
@@ -237,7 +238,7 @@ def test_an_ack_that_failed_does_not_pass_without_what_was_added(
 
 def kept_ranges(body: Finish) -> bytes:
     """What a peer calls the ranges that a message wrote."""
-    count = len(column(body.ranges, EXTENT))
+    count = len(written(body))
     return np.array([(7 + n, 1) for n in range(count)], RANGE).tobytes()
 
 
@@ -253,9 +254,9 @@ def test_an_ack_that_failed_is_made_again_with_the_values_that_the_peer_keeps(
     batch.ack()
     first, second = peer.requests_of(Finish)
     assert first.op != second.op
-    assert first.body.ranges and not second.body.ranges
-    assert second.body.shared == kept_ranges(first.body)
-    assert second.body.values == first.body.values
+    assert written(first.body) and not written(second.body)
+    assert shared(second.body) == ids_of(column(kept_ranges(first.body), RANGE)).tolist()
+    assert second.body.values.pieces == first.body.values.pieces
     assert batch.state == "acked"
 
 
@@ -359,7 +360,7 @@ def test_what_the_peer_did_not_look_at_is_still_the_batchs(
     del peer.scripts[Finish]
     batch.ack()
     first, second = peer.bodies(Finish)
-    assert (first.ranges, first.values) == (second.ranges, second.values)
+    assert first.values == second.values
 
 
 def test_a_claim_carries_its_demand(peer: ScriptedPeer, put: Put, part: Partition) -> None:

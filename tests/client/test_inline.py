@@ -12,9 +12,9 @@ from dataplane import Partition
 from dataplane.client import handle
 from dataplane.client.read.column_view import ColumnView, same
 from dataplane.wire.messages import Claim, Failed, Finish, GiveBack, Put, PutDone, Request, Reserve
-from dataplane.wire.records import EXTENT, RANGE, column
+from dataplane.wire.records import RANGE
 from tests.client.conftest import part, plane
-from tests.client.scripted_peer import ScriptedPeer, inline_bytes, inline_fields
+from tests.client.scripted_peer import ScriptedPeer, inline_bytes, inline_fields, shared, written
 
 __all__ = ["part", "plane"]
 
@@ -32,7 +32,7 @@ def refusing(request: Request, body: Any) -> Failed | PutDone:
     """The shard has no room for small values: what was written stays, as these ranges."""
     if not inline_bytes(body):
         return PutDone()
-    count = len(column(body.ranges, EXTENT))
+    count = len(written(body))
     ranges = np.array([(n, 1) for n in range(count)], RANGE).tobytes()
     details = {"values": True, "ranges": ranges} if isinstance(body, Finish) else {"values": True}
     return Failed("ShardFull", "no room for small values", details)
@@ -48,7 +48,7 @@ def test_a_put_of_small_values_is_one_message_and_needs_no_room(
     assert list(peer.view(few, "a")) == [1, 2] and inline_fields(few) == {"a", "c", "e"}
     assert peer.view(few, "e").equals([np.zeros(0), np.zeros(1)])
     assert peer.view(columns, "a").equals(many)
-    assert not few.ranges and not columns.ranges and inline_fields(columns) == {"a"}
+    assert not written(few) and not written(columns) and inline_fields(columns) == {"a"}
     assert [len(body.values.chunks) for body in (few, columns)] == [1, 2]
     assert (few.want_bytes, columns.want_bytes) == (0, 0)
     assert not peer.bodies(Reserve)
@@ -125,13 +125,13 @@ def test_adds_go_with_the_ack(peer: ScriptedPeer, part: Partition, full: bool) -
     batch.ack()
     last = peer.bodies(Finish)[-1]
     assert inline_fields(last) == (set() if full else {"reward", "note"})
-    shared: list[tuple[int, int]] = []
+    before: list[tuple[int, int]] = []
     if full:  # what was written before is a range of the peer's by now
-        shared = column(peer.bodies(Finish)[0].ranges, EXTENT).tolist()
-        assert column(last.shared, RANGE).tolist() == [(0, 1)]
-    assert peer.view(last, "big", shared).equals([np.full(9000, i) for i in range(3)])
-    assert [float(one) for one in peer.view(last, "reward", shared)] == [0.5, 1.5, 2.5]
-    assert list(peer.view(last, "note", shared)) == ["x", "y", "z"]
+        before = written(peer.bodies(Finish)[0])
+        assert shared(last) == [1 << 32]
+    assert peer.view(last, "big", before).equals([np.full(9000, i) for i in range(3)])
+    assert [float(one) for one in peer.view(last, "reward", before)] == [0.5, 1.5, 2.5]
+    assert list(peer.view(last, "note", before)) == ["x", "y", "z"]
     assert len(peer.bodies(Finish)) == 1 + full
 
 
@@ -151,19 +151,18 @@ class Holding:
     """Answers acks as a peer does: ranges that the next ack names again are held."""
 
     def __init__(self) -> None:
-        self.extents: dict[tuple[int, int], tuple[int, int]] = {}
+        self.extents: dict[int, tuple[int, int]] = {}
 
     def __call__(self, request: Request, body: Finish) -> PutDone:
-        written = []
-        for extent in column(body.ranges, EXTENT).tolist():
+        names = []
+        for extent in written(body):
             assert extent not in self.extents.values(), "an extent is written by one message"
-            written.append((len(self.extents), 1))
-            self.extents[written[-1]] = extent
-        return PutDone(ranges=np.array(written, RANGE).tobytes() if body.again else b"")
+            names.append((len(self.extents), 1))
+            self.extents[len(self.extents) | 1 << 32] = extent
+        return PutDone(ranges=np.array(names, RANGE).tobytes() if body.again else b"")
 
     def view(self, peer: ScriptedPeer, body: Finish, field: str) -> ColumnView:
-        shared = [self.extents[one] for one in column(body.shared, RANGE).tolist()]
-        return peer.view(body, field, shared)
+        return peer.view(body, field, [self.extents[one] for one in shared(body)])
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -184,7 +183,7 @@ def test_rows_that_share_a_chunk_are_acked_apart(
         if not (full and inline_bytes(body)):
             return done
         kept = [(n, 1) for n in range(len(holding.extents))]
-        kept = kept[len(kept) - len(column(body.ranges, EXTENT)) :]
+        kept = kept[len(kept) - len(written(body)) :]
         ranges = np.array(kept, RANGE).tobytes()
         return Failed("ShardFull", "no room", {"values": True, "ranges": ranges})
 

@@ -28,7 +28,7 @@ from dataplane.wire.messages import (
 )
 from dataplane.wire.records import DIGEST, EXTENT, KEY, RANGE, U4, column
 from dataplane.wire.tables import Definition
-from tests.client.scripted_peer import ScriptedPeer
+from tests.client.scripted_peer import ScriptedPeer, shared, written
 
 
 def ahead(peer: ScriptedPeer) -> Any:
@@ -54,7 +54,7 @@ def test_room_granted_ahead_makes_the_next_put_one_message(
     assert len(peer.bodies(Reserve)) == 1
     puts = peer.bodies(Put)
     assert all(peer.view(put, "a").equals([np.arange(900)]) for put in puts)
-    assert len({column(p.ranges, EXTENT)["offset"].item() for p in puts}) == 4
+    assert len({offset for put in puts for offset, _ in written(put)}) == 4
 
 
 def test_room_that_no_message_named_serves_the_next_put(
@@ -68,7 +68,7 @@ def test_room_that_no_message_named_serves_the_next_put(
     part.put(put)
     assert len(peer.bodies(Reserve)) == 1
     first, second = peer.bodies(Put)
-    assert first.ranges == second.ranges
+    assert written(first) == written(second)
 
 
 def test_minted_keys_carry_the_session_and_count_on(peer: ScriptedPeer, part: Partition) -> None:
@@ -295,11 +295,10 @@ def test_values_that_the_peer_has_are_shared_after_comparing_bytes(
     peer.scripts[Reserve] = knows_all
     part.put({"a": [known, collision]}, dedup=["a"])
     put = peer.bodies(Put)[0]
-    # One range is written (the collision), one is shared: numbers go over both.
-    assert len(column(put.ranges, EXTENT)) == 1
-    assert column(put.shared, RANGE).tolist() == [(40, 1)]
+    assert len(written(put)) == 1  # the collision
+    assert shared(put) == [1 << 32 | 40]
     assert peer.view(put, "a", place.tolist()).equals([known, collision])
-    assert (put.pin, len(column(put.digests, DIGEST))) == (6, 1)
+    assert (put.pin, len({chunk.digest for chunk in put.values.chunks})) == (6, 2)
 
 
 def test_a_failed_put_releases_what_was_pinned_for_comparison(

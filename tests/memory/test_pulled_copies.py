@@ -25,7 +25,7 @@ def pull(
     assert count == 1
     column = np.empty(len(sizes), EXTENT)
     column["offset"], column["length"] = place(sizes, extents), sizes
-    local = space.commit(PEER, column, 1, Admission.PULL)
+    local = space.commit(PEER, column.tolist(), 1, Admission.PULL)
     space.copies.insert(incarnation, remote(*numbers, generation=generation), local)
     return local
 

@@ -32,7 +32,7 @@ def write(space: Space, holder: int, *values: int, admission: int = OPEN) -> np.
     count, extents = space.reserve(holder, admission, [sizes(*values)])
     assert count == 1
     column = written(place(values, extents), sizes(*values))
-    ranges = space.commit(holder, column, np.ones(len(values), np.uint32), admission)
+    ranges = space.commit(holder, column.tolist(), np.ones(len(values), np.uint32), admission)
     space.give_back_all(holder)
     return ranges
 
@@ -113,7 +113,7 @@ def test_extents_of_a_fragmented_arena_still_hold_the_ranges_in_order() -> None:
     assert count == 3
     flat = np.concatenate(units[:count])
     column = written(place(flat, extents), flat)
-    space.commit(BOB, column, np.ones(len(flat), np.uint32), OPEN)
+    space.commit(BOB, column.tolist(), np.ones(len(flat), np.uint32), OPEN)
 
 
 def test_a_unit_that_finds_no_place_leaves_nothing_behind() -> None:
@@ -173,7 +173,7 @@ def test_a_commit_outside_the_grants_takes_nothing(
     space.reserve(BOB, OPEN, [sizes(8 * PAGE)])
     before = space.stats()
     with pytest.raises(ProtocolError, match=match):
-        space.commit(ALICE, np.array(pieces, EXTENT), np.ones(len(pieces), np.uint32), OPEN)
+        space.commit(ALICE, pieces, np.ones(len(pieces), np.uint32), OPEN)
     with pytest.raises(ProtocolError, match=match):
         space.give_back(ALICE, np.array(pieces, EXTENT))
     assert space.stats() == before
@@ -184,9 +184,9 @@ def test_a_range_that_nobody_references_is_refused() -> None:
     space.reserve(ALICE, OPEN, [sizes(PAGE)])
     pieces = np.array([(0, 64), (64, 64)], EXTENT)
     with pytest.raises(ProtocolError, match="expected 1 or more"):
-        space.commit(ALICE, pieces, np.array([1, 0], np.uint32), OPEN)
+        space.commit(ALICE, pieces.tolist(), np.array([1, 0], np.uint32), OPEN)
     with pytest.raises(ProtocolError, match="got 1 for 2 ranges"):
-        space.commit(ALICE, pieces, np.array([1], np.uint32), OPEN)
+        space.commit(ALICE, pieces.tolist(), np.array([1], np.uint32), OPEN)
 
 
 def test_an_empty_value_still_has_a_place_of_its_own() -> None:
@@ -200,10 +200,10 @@ def test_the_rest_of_a_grant_stays_with_its_holder() -> None:
     space = Space(64 * PAGE)
     space.reserve(ALICE, OPEN, [sizes(2 * PAGE)])
     one = np.ones(1, np.uint32)
-    space.commit(ALICE, np.array([(128, 64)], EXTENT), one, OPEN)
+    space.commit(ALICE, [(128, 64)], one, OPEN)
     assert space.stats()["granted_bytes"] == 2 * PAGE - 64
-    space.commit(ALICE, np.array([(0, 128)], EXTENT), one, CONTINUE)
-    space.commit(ALICE, np.array([(192, 2 * PAGE - 192)], EXTENT), one, OPEN)
+    space.commit(ALICE, [(0, 128)], one, CONTINUE)
+    space.commit(ALICE, [(192, 2 * PAGE - 192)], one, OPEN)
     assert space.stats()["granted_bytes"] == 0
     assert space.stats()["classes"]["continue"]["used_bytes"] == 128
 
@@ -319,14 +319,14 @@ def test_a_client_has_a_bounded_number_of_separate_stretches() -> None:
     pieces = written(every_other, np.full(most + 1, 64))
     before = space.stats()
     with pytest.raises(LimitExceeded, match=f"the limit of {most}"):
-        space.commit(ALICE, pieces, 1, OPEN)
+        space.commit(ALICE, pieces.tolist(), 1, OPEN)
     with pytest.raises(LimitExceeded, match=f"the limit of {most}"):
         space.give_back(ALICE, pieces)
     assert space.stats() == before
-    space.commit(ALICE, pieces[:-1], 1, OPEN)
+    space.commit(ALICE, pieces[:-1].tolist(), 1, OPEN)
     with pytest.raises(LimitExceeded):
         space.check_stretches(ALICE)
-    space.commit(ALICE, written(every_other[:2048] + 64, np.full(2048, 64)), 1, OPEN)
+    space.commit(ALICE, written(every_other[:2048] + 64, np.full(2048, 64)).tolist(), 1, OPEN)
     space.check_stretches(ALICE)  # whole stretches have left
 
 
@@ -334,5 +334,5 @@ def test_the_peer_itself_may_have_more_stretches_than_a_client() -> None:
     space, most = Space(8192 * PAGE), MAX_STRETCHES_PER_SESSION
     (start,) = space.reserve(PULLER, PULL, [sizes(128 * (most + 1))])[1]["offset"].tolist()
     pieces = written(start + 128 * np.arange(most + 1), np.full(most + 1, 64))
-    space.commit(PULLER, pieces, 1, PULL)
+    space.commit(PULLER, pieces.tolist(), 1, PULL)
     space.check_stretches(PULLER)

@@ -53,7 +53,7 @@ class SpaceMachine(RuleBasedStateMachine):
         sizes = [size for unit in units[:count] for size in unit]
         column = np.empty(len(sizes), EXTENT)
         column["offset"], column["length"] = place(sizes, extents), sizes
-        ranges = self.space.commit(holder, column, 1, admission)
+        ranges = self.space.commit(holder, column.tolist(), 1, admission)
         names: list[Name] = ranges.tolist()
         assert not set(names) & set(self.refs)
         self.refs |= dict.fromkeys(names, 1)

@@ -34,7 +34,7 @@ def put(space: Space, *sizes: int, admission: Admission = Admission.OPEN) -> np.
     count, extents = space.reserve(WRITER, admission, [np.array([size], U8) for size in sizes])
     column = np.empty(count, EXTENT)
     column["offset"], column["length"] = place(list(sizes[:count]), extents), sizes[:count]
-    ranges = space.commit(WRITER, column, 1, admission)
+    ranges = space.commit(WRITER, column.tolist(), 1, admission)
     space.give_back_all(WRITER)
     return ranges
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
+import msgspec
 import pytest
 
 from dataplane.errors import LimitExceeded, ProtocolError, RowsGone
@@ -15,7 +15,7 @@ from dataplane.metadata.tables.references import ids_of
 from dataplane.peer.requests.puts import Committed, Grants
 from dataplane.wire.limits import MAX_CHUNKS_PER_MESSAGE, MAX_PIECES_PER_MESSAGE
 from dataplane.wire.messages import GiveBack
-from dataplane.wire.records import EXTENT, RANGE
+from dataplane.wire.records import EXTENT
 from dataplane.wire.tables import INLINE, Chunk, Owner, Piece, Values
 
 ME, THERE = Owner("tcp://a", 7), Owner("tcp://b", 8)
@@ -31,77 +31,85 @@ def values(*chunks: Chunk, owners: tuple[Owner, ...] = (ME, INLINE)) -> Values:
     return Values(["x"], list(owners), [b"layout"], list(chunks), [Piece(0, [0], 0, b"\1")])
 
 
-def commit(host: Any, sent: Values, sizes: list[int], shared: Any = ()) -> Committed:
-    """After ranges of these sizes were written."""
-    extents = np.zeros(len(sizes), EXTENT)
-    if sizes:
-        (start,) = host.space.grant(SESSION.id, Admission.OPEN, 1 << 16)["offset"].tolist()
-        extents["offset"] = start + 4096 * np.arange(len(sizes))
-        extents["length"] = sizes
+def grant(host: Any) -> int:
+    """Where the client may write 64 KiB."""
+    start: int = host.space.grant(SESSION.id, Admission.OPEN, 1 << 16)["offset"].item()
+    return start
+
+
+def commit(host: Any, *chunks: Chunk, owners: tuple[Owner, ...] = (ME, INLINE)) -> Committed:
     nothing: Any = None
     grants = Grants(host, nothing, nothing)
-    shared = np.array(list(shared), RANGE)
-    return grants.commit(SESSION, sent, extents.tobytes(), shared.tobytes(), Admission.OPEN)
+    return grants.commit(SESSION, values(*chunks, owners=owners), Admission.OPEN)
+
+
+def shared(host: Any) -> Any:
+    """The RANGE of a chunk that the peer has already."""
+    return commit(host, Chunk(0, 0, 3, 64, 0, b"", grant(host))).ranges
 
 
 def test_chunks_are_named_by_the_ranges_that_they_became(host: Any) -> None:
-    known = commit(host, values(Chunk(0, 1, 3, 64, 0)), [64]).ranges
+    known, at = shared(host), grant(host)
+    name = ids_of(known).item()
     inline = Chunk(1, 0, 2, 5, 0, b"bytes")
-    on_a_device = Chunk(0, 2, 4, 0, 0, b"lengths")
-    sent = values(Chunk(0, 3, 1, 40, 0), inline, Chunk(0, 1, 2, 4000, 0), on_a_device)
-    made = commit(host, sent, [4000, 0], known)
+    made = commit(
+        host,
+        Chunk(0, name, 1, 40, 0),
+        inline,
+        Chunk(0, 0, 2, 4000, 0, b"", at + 4096, b"d" * 16),
+        Chunk(0, 0, 4, 0, 0, b"lengths", at),
+    )
     first, second, third = ids_of(made.ranges).tolist()
-    assert third == ids_of(known).item() and host.space.ranges.refs(known).tolist() == [2]
+    assert ids_of(made.written).tolist() == [first, second] and third == name
     assert made.values.chunks == [
-        Chunk(0, third, 1, 40, 0),
+        Chunk(0, name, 1, 40, 0),
         inline,
         Chunk(0, first, 2, 4000, 0),
         Chunk(0, second, 4, 0, 0, b"lengths"),
     ]
-    unread = (sent.fields, sent.owners, sent.layouts, sent.pieces)
-    told = made.values
-    assert (told.fields, told.owners, told.layouts, told.pieces) == unread
+    assert msgspec.structs.replace(made.values, chunks=[]) == values()
     assert host.space.ranges.refs(made.ranges).tolist() == [1, 1, 2]
+    assert host.space.ranges.places(made.written) == [(at + 4096, 4032), (at, 64)]
 
 
 def test_inline_chunks_need_no_ranges(host: Any) -> None:
-    sent = values(Chunk(1, 0, 2, 5, 0, b"bytes"))
-    made = commit(host, sent, [])
-    assert made.values == sent and not len(made.ranges)
-    assert commit(host, Values(), []).values == Values()
+    sent = Chunk(1, 0, 2, 5, 0, b"bytes")
+    made = commit(host, sent)
+    assert made.values == values(sent) and not len(made.ranges)
+    assert not commit(host).values.chunks
 
 
 @pytest.mark.parametrize(
     "chunk",
     [
-        Chunk(2, 2, 1, 64, 0),
-        Chunk(-1, 2, 1, 64, 0),
-        Chunk(0, 0, 1, 64, 0),
+        Chunk(2, 0, 1, 64, 0, b"", 64),
+        Chunk(-1, 0, 1, 64, 0, b"", 64),
         Chunk(0, -1, 1, 64, 0),
-        Chunk(0, 3, 1, 64, 0),
         Chunk(0, 1 << 64, 1, 64, 0),
-        Chunk(0, 1, 1, 64, 0),
-        Chunk(0, 2, 1, 129, 0),
-        Chunk(0, 2, 1, 64, 0),
-        Chunk(0, 2, 1, 1 << 64, 0),
-        Chunk(0, 2, 1, -1, 0),
+        Chunk(0, 0, 1, 64, 0),
+        Chunk(0, 0, 1, 64, 0, b"", -1 << 20),
+        Chunk(0, 0, 1, 64, 0, b"", 65),
+        Chunk(0, 0, 1, 64, 0, b"", 1 << 64),
+        Chunk(0, 0, 1, 1 << 16, 0, b"", 64),
+        Chunk(0, 0, 1, 1 << 64, 0, b"", 64),
+        Chunk(0, 0, 1, -1, 0, b"", 64),
+        Chunk(0, 0, 1, 64, 0, b"", 64, b"short"),
     ],
     ids=str,
 )
-def test_a_chunk_that_is_no_range_of_its_message_is_refused(host: Any, chunk: Chunk) -> None:
+def test_a_chunk_that_its_client_may_not_write_is_refused(host: Any, chunk: Chunk) -> None:
+    at = grant(host)
+    wrong = msgspec.structs.replace(chunk, offset=at + chunk.offset)
     with pytest.raises(ProtocolError):
-        commit(host, values(Chunk(0, 1, 1, 64, 0), chunk), [64, 128])
+        commit(host, Chunk(0, 0, 1, 64, 0, b"", at), wrong)
     assert host.space.ranges.live == 0
 
 
 def test_too_many_chunks_are_refused_before_anything_is_booked(host: Any) -> None:
-    chunks = [Chunk(0, n + 1, 1, 64, 0) for n in range(MAX_CHUNKS_PER_MESSAGE + 1)]
+    chunks = [Chunk(0, 0, 1, 64, 0, b"", 64 * n) for n in range(MAX_CHUNKS_PER_MESSAGE + 1)]
     before = host.space.stats()
     with pytest.raises(LimitExceeded, match="chunks"):
-        nothing: Any = None
-        Grants(host, nothing, nothing).commit(
-            SESSION, values(*chunks), bytes(EXTENT.itemsize * len(chunks)), b"", Admission.OPEN
-        )
+        commit(host, *chunks)
     assert host.space.stats() == before
 
 
@@ -115,34 +123,22 @@ def test_a_message_returns_a_bounded_number_of_extents(host: Any) -> None:
     assert host.space.stats() == before
 
 
-def test_a_range_that_no_chunk_names_is_refused(host: Any) -> None:
-    """Nobody would free it."""
-    for other in ((), (Chunk(1, 0, 2, 5, 0, b"bytes"),)):
-        with pytest.raises(ProtocolError, match="got 1 chunk for 2 ranges"):
-            commit(host, values(Chunk(0, 1, 1, 64, 0), *other), [64, 64])
-    with pytest.raises(ProtocolError):
-        commit(host, values(Chunk(0, 1, 1, 64, 0)), [])
-
-
 @pytest.mark.parametrize("owners", [(THERE,), (ME, THERE), (Owner(ME.peer, 6),)])
 def test_chunks_of_others_are_refused(host: Any, owners: tuple[Owner, ...]) -> None:
     """Also those of the same peer in an earlier life of its process."""
     with pytest.raises(ProtocolError, match="client's own peer"):
-        commit(host, values(Chunk(0, 1, 1, 64, 0), owners=owners), [64])
+        commit(host, Chunk(0, 0, 1, 64, 0, b"", grant(host)), owners=owners)
 
 
 @pytest.mark.parametrize("wrong", ["extent", "chunk", "freed"])
 def test_what_a_refused_message_shares_is_held_no_more(host: Any, wrong: str) -> None:
-    known = commit(host, values(Chunk(0, 1, 3, 64, 0)), [64]).ranges
+    known = shared(host)
     if wrong == "freed":
         host.space.release(known)
-    sent = values(Chunk(0, 1, 1, 64, 0), Chunk(0, 2, 1, 65 if wrong == "chunk" else 64, 0))
-    outside = np.array([(1 << 40, 64)], EXTENT).tobytes()
-    nothing: Any = None
+    sent = Chunk(0, ids_of(known).item(), 1, 65 if wrong == "chunk" else 64, 0)
+    outside = Chunk(0, 0, 1, 64, 0, b"", 1 << 40)
     with pytest.raises(RowsGone if wrong == "freed" else ProtocolError):
-        Grants(host, nothing, nothing).commit(
-            SESSION, sent, outside, known.tobytes(), Admission.OPEN
-        )
+        commit(host, outside, sent)
     assert host.space.alive(known).tolist() == [wrong != "freed"]
     if wrong != "freed":
         assert host.space.ranges.refs(known).tolist() == [1]

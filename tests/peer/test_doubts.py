@@ -77,7 +77,7 @@ class Near:
         extents = self.space.grant(7, Admission.OPEN, 4096)
         written = np.zeros(1, EXTENT)
         written["offset"], written["length"] = extents["offset"][0], 4096
-        self.ranges = self.space.commit(7, written, np.ones(1, np.uint32), Admission.OPEN)
+        self.ranges = self.space.commit(7, written.tolist(), np.ones(1, np.uint32), Admission.OPEN)
         self.host: Any = SimpleNamespace(
             space=self.space,
             roster=SEEDS,

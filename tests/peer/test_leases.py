@@ -138,9 +138,9 @@ async def test_an_ack_that_fails_holds_its_values_as_long_as_its_lease(over: boo
     writing: Any = SimpleNamespace(host=host, grants=Grants(host, nobody, nobody), carry=carry)
     leases.open(Lease(7, "p", 1, "s", 1, holder))
     extents = space.grant(holder.id, Admission.OPEN, 64)
-    extents["length"] = 64
-    brought = Values(["x"], [me], [b""], [Chunk(0, 1, 1, 64, 0)], [Piece(0, [0], 0, b"\1")])
-    body = Finish(7, "ack", values=brought, ranges=extents.tobytes())
+    chunk = Chunk(0, 0, 1, 64, 0, b"", extents["offset"].item())
+    brought = Values(["x"], [me], [b""], [chunk], [Piece(0, [0], 0, b"\1")])
+    body = Finish(7, "ack", values=brought)
     request: Any = SimpleNamespace(rid=1)
     answer: Any = Finishing(nobody, leases, writing).finish(holder, request, body)
     with pytest.raises(BackPressure):

@@ -75,11 +75,12 @@ async def test_space_of_a_refused_put_goes_to_a_call_that_waits() -> None:
     (written,) = space.reserve(1, Admission.PULL, pages(16))[1]
     asked = asyncio.create_task(room.reserve(2, Admission.PULL, pages(16), 20))
     await settled()
-    chunk = Chunk(0, 1, 1, 1, 0)
-    sent = Values(["x"], [me], [b""], [chunk], [Piece(0, [0], 0, b"\1")])
+    chunk = Chunk(0, 0, 1, 16 * PAGE, 0, b"", written["offset"].item())
+    wrong = Chunk(9, 0, 1, 64, 0)
+    sent = Values(["x"], [me], [b""], [chunk, wrong], [Piece(0, [0], 0, b"\1")])
     session: Any = SimpleNamespace(id=1)
-    with pytest.raises(ProtocolError, match="differ in size"):
-        writing.put(session, nothing, Put("p", 1, Rows(b""), sent, ranges=written.tobytes()))
+    with pytest.raises(ProtocolError, match="invalid owner 9"):
+        writing.put(session, nothing, Put("p", 1, Rows(b""), sent))
     await settled()
     assert asked.done() and (await asked)[0] == 1
 
@@ -143,12 +144,13 @@ async def test_room_of_what_was_added_in_vain_goes_to_who_waits_for_it() -> None
     writing: Any = SimpleNamespace(host=host, mesh=mesh, grants=grants)
     finishing = Finishing(None, leases, writing)  # type: ignore[arg-type]
     written = space.reserve(2, Admission.OPEN, pages(9))[1]
-    chunks, pieces = [Chunk(0, 1, 1, 9 * PAGE, 0)], [Piece(0, [0], 0, b"\1")]
+    chunks = [Chunk(0, 0, 1, 9 * PAGE, 0, b"", written["offset"].item())]
+    pieces = [Piece(0, [0], 0, b"\1")]
     values = Values(["x"], [host.owner], [b"layout"], chunks, pieces)
     waits = asyncio.create_task(room.reserve(3, Admission.OPEN, pages(9), 20))
     await settled()
     assert not waits.done()
-    added = Finish(1, "ack", values=values, ranges=written.tobytes())
+    added = Finish(1, "ack", values=values)
     with pytest.raises(LeaseExpired):
         finishing.finish(SimpleNamespace(id=2), SimpleNamespace(rid=1), added)  # type: ignore[arg-type]
     await asyncio.wait_for(waits, 10)

@@ -6,8 +6,10 @@ import asyncio
 import math
 import random
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from dataplane.client.read.chunk_columns import columns_of
@@ -37,10 +39,11 @@ from dataplane.memory.extents import padded
 from dataplane.memory.placement import place
 from dataplane.metadata.tables import bits
 from dataplane.metadata.tables.names import KEY_BYTES, hash_name, mint
+from dataplane.metadata.tables.references import ids_of
 from dataplane.wire import layouts
 from dataplane.wire import messages as m
 from dataplane.wire.limits import ALIGNMENT_BYTES, INLINE_ROW_BYTES
-from dataplane.wire.records import EXTENT, U4, U8, column
+from dataplane.wire.records import EXTENT, RANGE, U4, U8, column
 from dataplane.wire.tables import INLINE, Chunk, Name, Owner, Piece, Rows, Shape, Table, Values
 from tests.simulation.ledger import Group, Ledger, Row
 from tests.simulation.line import Client
@@ -85,14 +88,16 @@ def chunks_of(field: str, keys: list[bytes], nbytes: int) -> list[bytes]:
     return parts
 
 
-def values_of(field: str, rows: int, nbytes: int, owner: Owner, parts: list[bytes]) -> Values:
-    """The values of so many rows in these chunks."""
+def values_of(
+    field: str, rows: int, nbytes: int, owner: Owner, parts: list[bytes], at: Sequence[int] = ()
+) -> Values:
+    """The values of so many rows in these chunks. at: where they were written."""
     many, chunks, pieces = rows_a_chunk(nbytes), list[Chunk](), list[Piece]()
-    for at, part in enumerate(parts):
-        here = min(many, rows - at * many)
-        number, inline = (0, part) if owner == INLINE else (at + 1, b"")
-        chunks.append(Chunk(0, number, here, len(part), 0, inline))
-        pieces.append(Piece(at, [0], at * many, bits.bytes_of(bits.all_of(here))))
+    for number, part in enumerate(parts):
+        here = min(many, rows - number * many)
+        inline, offset = (part, 0) if owner == INLINE else (b"", at[number])
+        chunks.append(Chunk(0, 0, here, len(part), 0, inline, offset))
+        pieces.append(Piece(number, [0], number * many, bits.bytes_of(bits.all_of(here))))
     return Values([field], [owner], [LAYOUT], chunks, pieces)
 
 
@@ -107,7 +112,12 @@ def part_of(added: Values, rows: list[int]) -> Values:
             given = bits.bytes_of(bits.bits_of([number - base for number, _ in mine]))
             at = np.array([row - piece.base for _, row in mine], U4).tobytes()
             pieces.append(Piece(piece.chunk, [0], base, given, 0, at))
-    return Values(added.fields, added.owners, added.layouts, added.chunks, pieces)
+    return msgspec.structs.replace(added, pieces=pieces)
+
+
+def is_written(values: Values) -> bool:
+    """Whether the values are in the arena."""
+    return INLINE not in values.owners
 
 
 class Role:
@@ -180,10 +190,8 @@ class Role:
     async def _run(self) -> None:
         raise NotImplementedError
 
-    async def write(
-        self, field: str, keys: list[bytes], nbytes: int, known: bool
-    ) -> tuple[Values, bytes]:
-        """Values in chunks of the arena, or small ones inline, and the EXTENTs of those chunks."""
+    async def write(self, field: str, keys: list[bytes], nbytes: int, known: bool) -> Values:
+        """Values in chunks of the arena, or small ones inline."""
         if nbytes <= INLINE_ROW_BYTES and self.rng.random() < 0.7:
             return self.inline(field, keys, nbytes)
         parts = chunks_of(field, keys, nbytes)
@@ -193,21 +201,19 @@ class Role:
         granted = column(reserved.extents, EXTENT)
         starts = place(padded(sizes), granted)
         self._give_back_rest(starts + padded(sizes), granted)
-        written = np.zeros(len(sizes), EXTENT)
-        written["offset"], written["length"] = starts, sizes
         if not self.client.alive:  # what it was granted has gone with its peer
             raise PeerLost("the peer ended when it had answered")
         assert self.client.peer is not None
         view = self.client.peer.host.arena.view
         for start, part in zip(starts.tolist(), parts, strict=True):
             view[start : start + len(part)] = part
-        return values_of(field, len(keys), nbytes, self.client.owner, parts), written.tobytes()
+        return values_of(field, len(keys), nbytes, self.client.owner, parts, starts.tolist())
 
     @staticmethod
-    def inline(field: str, keys: list[bytes], nbytes: int) -> tuple[Values, bytes]:
+    def inline(field: str, keys: list[bytes], nbytes: int) -> Values:
         """All of it goes with the message."""
         parts = chunks_of(field, keys, nbytes)
-        return values_of(field, len(keys), nbytes, INLINE, parts), b""
+        return values_of(field, len(keys), nbytes, INLINE, parts)
 
     def _give_back_rest(self, ends: Any, granted: Any) -> None:
         """Grants are of whole pages."""
@@ -356,14 +362,14 @@ class Producer(Role):
     async def call_put(self, rows: Rows, keys: list[bytes], groups: list[Group]) -> None:
         """Rows with their tags and the first field."""
         nbytes = self.rng.choice(self.sizes)
-        values, written = await self.write("x", keys, nbytes, False)
+        values = await self.write("x", keys, nbytes, False)
         tags: dict[str, Any] = {
             "group": [self.ledger.rows[key].group.name for key in keys],
             "band": [band_of(self.ledger.rows[key].group) for key in keys],
             "length": [length_of(key) for key in keys],
         }
-        body = m.Put(self.partition, self.generation, rows, values, tags, written)
-        for group in groups if written else ():
+        body = m.Put(self.partition, self.generation, rows, values, tags)
+        for group in groups if is_written(values) else ():
             group.owners.add(self.client.owner)
         await self.client.call(body, m.PutDone, 10.0)
 
@@ -489,8 +495,8 @@ class Consumer(Role):
         body = m.Finish(claimed.lease, "ack")
         if self.stage == "reward":
             nbytes = self.rng.choice((24, 5000))
-            body.values, body.ranges = await self.write("reward", keys, nbytes, True)
-            for key in keys if body.ranges else ():
+            body.values = await self.write("reward", keys, nbytes, True)
+            for key in keys if is_written(body.values) else ():
                 group = self.ledger.rows[key].group
                 group.owners.add(self.client.owner)
                 if self.client.owner in self.ledger.gone and self.ledger.replicas == 1:
@@ -502,25 +508,28 @@ class Consumer(Role):
 
     async def _ack_in_parts(self, body: m.Finish, keys: list[bytes]) -> None:
         """Each second row first: the other ones' ack names the same chunks again."""
-        added, written = body.values, body.ranges
+        added = body.values
         rows = list(range(len(keys)))
         for some in (rows[::2], rows[1::2]):
             body = m.Finish(body.lease, "ack", np.array(some, U4).tobytes(), part_of(added, some))
-            if some[0]:
-                body.shared = written
-            else:
-                body.ranges, body.again = written, bool(written)
+            body.again = not some[0] and is_written(added)
             done = await self._ended(body, [keys[row] for row in some])
             if done is None:
                 return
-            written = done.ranges
+            if done.ranges:
+                numbers = ids_of(column(done.ranges, RANGE)).tolist()
+                chunks = [
+                    Chunk(0, number, chunk.rows, chunk.nbytes, 0)
+                    for number, chunk in zip(numbers, added.chunks, strict=True)
+                ]
+                added = msgspec.structs.replace(added, chunks=chunks)
 
     async def _with_progress(self, body: m.Finish, keys: list[bytes]) -> None:
         """What the stage has so far: its next claim of the rows reads it, if it outlives its peer.
         Each stage has a field of its own, of which the ledger knows nothing."""
         nbytes = self.rng.choice((24, 5000))
         field = f"{self.stage} so far"
-        body.values, body.ranges = await self.write(field, keys, nbytes, True)
+        body.values = await self.write(field, keys, nbytes, True)
 
     async def _drop(self, claimed: m.Claimed, keys: list[bytes]) -> None:
         self.doing = f"drops rows of {self.stage}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -91,8 +92,13 @@ class FakeArena:
         places = np.zeros(len(said.values.chunks), EXTENT)
         own = [(chunk.offset, chunk.nbytes) for chunk in (*said.chunks, *said.shared)]
         places[: len(own)] = own
+        chunks = [
+            msgspec.structs.replace(one, number=number) if number <= len(own) else one
+            for number, one in enumerate(said.values.chunks, 1)
+        ]
+        values = msgspec.structs.replace(said.values, chunks=chunks)
         rows = max(piece.rows[-1] for piece in pieces) + 1
-        table = Table(Rows(bytes(KEY.itemsize * rows)), said.values, {}, places.tobytes())
+        table = Table(Rows(bytes(KEY.itemsize * rows)), values, {}, places.tobytes())
         return TableReader(table, self.base())
 
     def put(

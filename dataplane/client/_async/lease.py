@@ -466,8 +466,6 @@ class Lease:
         return msgspec.structs.replace(
             body,
             values=brought.values,
-            ranges=brought.ranges,
-            shared=brought.shared_ranges,
             want_bytes=self.handle.session.slabs[0].ahead(room_of(brought.chunks)),
         )
 

@@ -164,7 +164,6 @@ async def _put(handle: Handle, reader: PartReader, portion: Portion, deadline: D
             brought.values,
             portion.tags,
             portion.progress,
-            ranges=brought.ranges,
         )
         call = Call(body, within(deadline, _RESTORING))
         done = expect(await send(session, call), PutDone, body)

@@ -167,7 +167,6 @@ def _put(handle: Handle, reader: PartReader, portion: Portion, deadline: Deadlin
             brought.values,
             portion.tags,
             portion.progress,
-            ranges=brought.ranges,
         )
         call = Call(body, within(deadline, _RESTORING))
         done = expect(send(session, call), PutDone, body)

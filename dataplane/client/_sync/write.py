@@ -51,6 +51,7 @@ from dataplane.client.write.rows import (
 )
 from dataplane.errors import DataplaneError, PutIncomplete, ShardFull, ValueTooLarge, sized
 from dataplane.memory.placement import placed
+from dataplane.metadata.tables.references import ids_of
 from dataplane.wire.limits import MAX_CHUNKS_PER_MESSAGE
 from dataplane.wire.messages import Put, PutDone, Reserve, Reserved
 from dataplane.wire.records import EXTENT, KEY, RANGE, U8, column
@@ -207,19 +208,14 @@ class Putting(msgspec.Struct, eq=False):
         asked for, by memory."""
         session, call = self.handle.session, None
         try:
-            digests, digest_index = brought.deduplicated
             body = Put(
                 self.handle.name,
                 self.generation,
                 self.identity.wire(index),
                 brought.values,
                 take_tags(self.tags, index),
-                brought.ranges,
-                brought.shared_ranges,
                 pin,
                 self.replace,
-                digests,
-                digest_index,
                 ahead[0],
                 continuing=self.continuing,
                 reuse=self.reuse,
@@ -437,11 +433,12 @@ def share(
     known = column(reserved.known, RANGE, len(candidates))
     places = column(reserved.places, EXTENT, len(candidates))
     arena, here = session.reads.base_array(session.reads.pin(0)), {*granted}
-    for chunk, range_, extent in zip(candidates, known.tolist(), places.tolist(), strict=True):
-        if range_[1] and chunk in here and extent[1] == chunk.space:
+    names, living = ids_of(known).tolist(), known["generation"].tolist()
+    for chunk, name, lives, extent in zip(candidates, names, living, places.tolist(), strict=True):
+        if lives and chunk in here and extent[1] == chunk.space:
             stored = arena[extent[0] : extent[0] + chunk.nbytes]
             if is_stored(chunk, stored):
-                chunk.range = range_
+                chunk.range = name
 
 
 def land(

@@ -75,7 +75,7 @@ class Chunk(msgspec.Struct, eq=False):
     lengths: bytes | None = None
     digest: bytes = b""
     offset: int = -1
-    range: tuple[int, int] | None = None
+    range: int | None = None
     space: int = 0
 
     def __post_init__(self) -> None:

@@ -1,14 +1,13 @@
 """The values of a message, made of the pieces of a write.
 
-A chunk is one range of the message. Its number is its place, from 1 on, among the ranges that this
-client wrote, then among those that the peer has already. Small chunks go with the message.
+A chunk says where this client wrote it, or what the peer calls it, if the peer has it already. The
+bytes of small chunks go with the message.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from struct import Struct
 from typing import Any
 
 import msgspec
@@ -18,43 +17,25 @@ import numpy.typing as npt
 from dataplane.client.write.chunks import Chunk, Piece, chunks_of
 from dataplane.metadata.tables.bits import all_of, bits_of, bytes_of
 from dataplane.metadata.tables.pieces import UNUSED
+from dataplane.metadata.tables.references import ids_of
 from dataplane.wire import tables
 from dataplane.wire.records import DIGEST, U4
 from dataplane.wire.tables import INLINE, Owner, Values
 
 Records = npt.NDArray[Any]
-_EXTENT, _RANGE = Struct("<QQ"), Struct("<II")
 CHUNK_COST_BYTES = 64
-"""About what a chunk, its piece and its range take in a message."""
+"""About what a chunk and its piece take in a message."""
 
 
 class MessageValues(msgspec.Struct, eq=False):
-    """values: as the message has them. chunks: those that it names by `ranges` (EXTENT), in order.
-    shared: those that it names by `shared_ranges` (RANGE). copied_bytes: what was copied for it,
-    into the arena or the message."""
+    """values: as the message has them. chunks: those that this client wrote, in order. shared:
+    those that the peer has already. copied_bytes: what was copied for it, into the arena or the
+    message."""
 
     values: Values
     chunks: list[Chunk]
     shared: list[Chunk]
     copied_bytes: int
-
-    @property
-    def ranges(self) -> bytes:
-        """EXTENT records."""
-        return b"".join([_EXTENT.pack(chunk.offset, chunk.nbytes) for chunk in self.chunks])
-
-    @property
-    def shared_ranges(self) -> bytes:
-        """RANGE records."""
-        return b"".join([_RANGE.pack(*chunk.range) for chunk in self.shared if chunk.range])
-
-    @property
-    def deduplicated(self) -> tuple[bytes, bytes]:
-        """DIGEST records, and which of `chunks` have them."""
-        named = [number for number, chunk in enumerate(self.chunks) if chunk.digest]
-        if not named:
-            return b"", b""
-        return digests_of([self.chunks[n] for n in named]), np.array(named, U4).tobytes()
 
     @property
     def nbytes(self) -> int:
@@ -66,7 +47,7 @@ class MessageValues(msgspec.Struct, eq=False):
         for chunk in self.chunks:
             chunk.offset = -1
         if ranges is not None:
-            for chunk, known in zip(self.chunks, ranges.tolist(), strict=False):
+            for chunk, known in zip(self.chunks, ids_of(ranges).tolist(), strict=False):
                 chunk.range = known
 
 
@@ -83,12 +64,14 @@ def values_of(owner: Owner, pieces: Sequence[Piece], base: int = 0) -> MessageVa
     numbers: dict[Chunk, int] = {}
     said: list[tables.Chunk] = []
     for chunk in (*own, *shared, *inline):
-        numbers[chunk] = number = len(said)
+        numbers[chunk] = len(said)
         layout = layouts.setdefault(chunk.layout, len(layouts))
-        where, name, beside = 0, number + 1, chunk.lengths
+        size = chunk.rows, chunk.nbytes, layout
         if chunk.is_inline:
-            where, name, beside = len(owners), 0, chunk.data
-        said.append(tables.Chunk(where, name, chunk.rows, chunk.nbytes, layout, beside or b""))
+            said.append(tables.Chunk(len(owners), 0, *size, chunk.data or b""))
+            continue
+        name, offset = (0, chunk.offset) if chunk.range is None else (chunk.range, 0)
+        said.append(tables.Chunk(0, name, *size, chunk.lengths or b"", offset, chunk.digest))
     if inline:
         owners.append(INLINE)
     fields: dict[str, int] = {}

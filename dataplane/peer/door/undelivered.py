@@ -45,7 +45,7 @@ class Undelivered:
             case m.Failed(details={m.UNHEARD: True}) if isinstance(
                 request.body, m.Put | m.Finish | c.Restore
             ):
-                self.grants.refused(session, request.body.ranges)
+                self.grants.refused(session, request.body.values)
             case m.Failed(details={"pin": int(pin)}):
                 space.unpin(session.id, [pin])
             case m.ReadDone() | m.Fetched() | c.SaveDone():

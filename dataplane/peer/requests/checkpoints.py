@@ -84,13 +84,11 @@ class Checkpoints:
     async def restore(self, session: Session, request: Request, body: Restore) -> Body:
         grants = self.writing.grants
         try:
-            committed = grants.commit(
-                session, body.values, body.ranges, b"", Admission.OPEN, MAX_CHUNKS_PER_RESTORE
-            )
+            committed = grants.commit(session, body.values, Admission.OPEN, MAX_CHUNKS_PER_RESTORE)
         except BaseException:
-            grants.refused(session, body.ranges)
+            grants.refused(session, body.values)
             raise
-        asked = msgspec.structs.replace(body, values=committed.values, ranges=b"")
+        asked = msgspec.structs.replace(body, values=committed.values)
         return await self.writing.carry(session, asked, committed)
 
     def restore_here(self, caller: Caller, body: Restore) -> Body | Awaitable[Body]:

@@ -20,13 +20,12 @@ import msgspec
 
 from dataplane.errors import DataplaneError, LeaseExpired, counted
 from dataplane.memory.admission import Admission
-from dataplane.metadata.tables.references import Array
 from dataplane.peer.host import Caller, Entry
 from dataplane.peer.net.router import Router
 from dataplane.peer.requests.puts import Committed, Writing
 from dataplane.peer.sessions import Session
 from dataplane.wire.messages import Body, Done, Finish, PutDone, Request
-from dataplane.wire.records import EXTENT, U4, column
+from dataplane.wire.records import U4, column
 
 log = logging.getLogger(__name__)
 
@@ -185,13 +184,11 @@ class Finishing:
             if not request.rid and body.outcome == "release" and body.index is None:
                 self.release(session, body.lease)  # nobody would say it again
                 return Done()
-            committed = self.grants.commit(
-                session, body.values, body.ranges, body.shared, Admission.CONTINUE
-            )
+            committed = self.grants.commit(session, body.values, Admission.CONTINUE)
             if body.again:
-                self._hold(lease, body, committed)
+                self._hold(lease, committed)
         except BaseException:
-            self.grants.refused(session, body.ranges)
+            self.grants.refused(session, body.values)
             raise
         if body.pin:
             self.host.space.unpin(session.id, [body.pin])
@@ -224,11 +221,11 @@ class Finishing:
         if body.outcome != "ack":
             self.grants.keep_where_full(lease.session, committed, failure)
             return
-        failure.details["ranges"] = self._hold(lease, body, committed)
+        failure.details["ranges"] = self._hold(lease, committed)
 
-    def _hold(self, lease: Lease, body: Finish, committed: Committed) -> bytes:
+    def _hold(self, lease: Lease, committed: Committed) -> bytes:
         """Hold what the message wrote until the lease ends; RANGE records."""
-        written = _written(body, committed)
+        written = committed.written
         if len(written):
             lease.kept.append(self.host.space.keep(lease.session.id, written))
         return written.tobytes()
@@ -258,7 +255,7 @@ class Finishing:
             self.host.acked_here(lease.stage, upto - before)
         if leave and (body.index is None or len(lease.finished) >= lease.rows):
             self.leases.close(lease)
-        ranges = _written(body, committed).tobytes() if body.again else b""
+        ranges = committed.written.tobytes() if body.again else b""
         ahead = self.grants.ahead(lease.session, body.want_bytes)
         return PutDone(ahead, done.kept, ranges=ranges)
 
@@ -334,11 +331,6 @@ class Finishing:
             self.leases.leave(lease.session, lease.number)
             self._tell(lease, "expire")
         return len(passed)
-
-
-def _written(body: Finish, committed: Committed) -> Array:
-    """RANGE records of what the message wrote."""
-    return committed.ranges[: len(column(body.ranges, EXTENT))]
 
 
 def _at_shard(lease: Lease, body: Finish, committed: Committed) -> Finish:

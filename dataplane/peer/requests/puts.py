@@ -18,11 +18,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from dataplane.errors import DataplaneError, LimitExceeded, ProtocolError, ShardFull, counted
+from dataplane.errors import DataplaneError, LimitExceeded, ProtocolError, ShardFull
 from dataplane.memory.admission import Admission
-from dataplane.memory.extents import room
+from dataplane.memory.extents import Extent, room
+from dataplane.memory.placement import extents_of
 from dataplane.metadata.shard.puts import plan_put
-from dataplane.metadata.tables.references import Array, ids_of
+from dataplane.metadata.tables.references import Array, ids_of, ranges_of
 from dataplane.metadata.tables.values_on_wire import check_sizes
 from dataplane.peer import rows as rowset
 from dataplane.peer.host import Caller, Entry, Host
@@ -35,7 +36,6 @@ from dataplane.peer.shards.references import References
 from dataplane.peer.shards.replication import Copying
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.limits import (
-    ALIGNMENT_BYTES,
     MAX_CHUNKS_PER_MESSAGE,
     MAX_PIECES_PER_MESSAGE,
 )
@@ -51,26 +51,28 @@ from dataplane.wire.messages import (
     Reserved,
     Unpin,
 )
-from dataplane.wire.records import DIGEST, EXTENT, RANGE, U4, U8, column, joined
+from dataplane.wire.records import DIGEST, EXTENT, RANGE, U8, column, joined
 from dataplane.wire.tables import INLINE, Chunk, Owner, Values
 
 Carried = Put | Finish | Restore
 """What brings values to a shard."""
 Work = Callable[[Entry, Any], PutDone]
 """Carries one out at the shard."""
+_HASH_BYTES = DIGEST["hash"].itemsize
 MAX_AHEAD_BYTES = 64 << 20
 """The most that a reply grants ahead."""
 
 
+NO_RANGES = np.zeros(0, RANGE)
+
+
 class Committed(msgspec.Struct, eq=False):
     """Values whose chunks, except inline ones, are these ranges of this peer, with one reference
-    each."""
+    each. written: those of them that the client wrote for the message."""
 
     values: Values
-    ranges: Array
-
-
-NO_RANGES = np.zeros(0, RANGE)
+    ranges: Array = NO_RANGES
+    written: Array = NO_RANGES
 
 
 class Grants:
@@ -152,43 +154,103 @@ class Grants:
         self,
         session: Session,
         values: Values,
-        written: bytes,
-        shared: bytes,
         kind: Admission,
         most_chunks: int = MAX_CHUNKS_PER_MESSAGE,
     ) -> Committed:
-        """Commit ranges for the chunks that a client wrote, and references to those that it
-        shares: all or none."""
-        space, me = self.host.space, self.host.owner
+        """Make ranges of the chunks that a client wrote, and references to those that it shares:
+        all or none."""
         check_sizes(values, most_chunks)
-        if not written and not shared:
-            return Committed(_named(values, me, [], []), NO_RANGES)
-        extents, known = column(written, EXTENT), column(shared, RANGE)
-        if len(extents) + len(known) > len(values.chunks):
-            raise ProtocolError(
-                "expected one chunk per range, got "
-                f"{counted(len(values.chunks), 'chunk')} for "
-                f"{counted(len(extents) + len(known), 'range')}: install the same dataplane "
-                "release everywhere"
-            )
-        ranges, shared_ones = known, space.ranges.hold(known) if shared else []
+        owners = values.owners
+        inline = [owner == INLINE for owner in owners]
+        if not all(inline):
+            self._check_owners(owners)
+        extents, shared = list[Extent](), list[Chunk]()
+        for one in values.chunks:
+            if not 0 <= one.owner < len(inline):
+                raise ProtocolError(
+                    f"invalid owner {one.owner} of chunk {one.number}: expected an index into the "
+                    f"{len(owners)} owners of the message. Install the same dataplane release "
+                    "everywhere"
+                )
+            if inline[one.owner]:
+                continue
+            if min(one.nbytes, one.offset) < 0 or len(one.digest) not in (0, _HASH_BYTES):
+                raise ProtocolError(
+                    f"invalid chunk of {one.nbytes} bytes at offset {one.offset}, with a digest of "
+                    f"{len(one.digest)} bytes: expected a size and an offset of 0 or more, and a "
+                    f"digest of 0 or {_HASH_BYTES} bytes. Install the same dataplane release "
+                    "everywhere"
+                )
+            if one.number:
+                shared.append(one)
+            else:
+                extents.append((one.offset, one.nbytes))
+        if not extents and not shared:
+            return Committed(values)
+        known = self._shared(shared) if shared else NO_RANGES
         try:
-            fresh = space.commit(session.id, extents, 1, kind)
-            ranges = joined((fresh, known), RANGE) if len(known) else fresh
-            rooms = [room(length) for _, length in extents.tolist()]
-            rooms += [length for _, length in shared_ones]
-            return Committed(_named(values, me, rooms, ids_of(ranges).tolist()), ranges)
+            written = self.host.space.commit(session.id, extents, 1, kind)
         except DataplaneError:
-            space.release(ranges)
+            self.host.space.release(known)
             raise
+        numbers = iter(ids_of(written).tolist())
+        chunks = [
+            one
+            if inline[one.owner]
+            else Chunk(
+                one.owner,
+                one.number or next(numbers),
+                one.rows,
+                one.nbytes,
+                one.layout,
+                one.inline,
+            )
+            for one in values.chunks
+        ]
+        values = Values(values.fields, owners, values.layouts, chunks, values.pieces)
+        return Committed(values, joined((written, known), RANGE) if shared else written, written)
+
+    def _check_owners(self, owners: Sequence[Owner]) -> None:
+        """ProtocolError unless these are the client's own peer and INLINE."""
+        me = self.host.owner
+        if others := [owner for owner in owners if owner not in (me, INLINE)]:
+            raise ProtocolError(
+                f"expected only chunks of the client's own peer {me.peer} (incarnation "
+                f"{me.incarnation}), got one of peer {others[0].peer} (incarnation "
+                f"{others[0].incarnation}): install the same dataplane release everywhere"
+            )
+
+    def _shared(self, chunks: Sequence[Chunk]) -> Array:
+        """Take references to ranges that a client shares. ProtocolError unless each has the size
+        of its chunk."""
+        for one in chunks:
+            if not 0 < one.number < 1 << 64:
+                raise ProtocolError(
+                    f"invalid chunk number {one.number}: expected 1 or more. "
+                    "Install the same dataplane release everywhere"
+                )
+        known = ranges_of(np.array([one.number for one in chunks], U8))
+        places = self.host.space.ranges.hold(known)
+        for one, (_, length) in zip(chunks, places, strict=True):
+            if room(one.nbytes) != length:
+                self.host.space.release(known)
+                raise ProtocolError(
+                    f"chunk {one.number} and its range differ in size: expected {one.nbytes} "
+                    f"bytes, but the range has {length}. Install the same dataplane release "
+                    "everywhere"
+                )
+        return known
 
     # for the messages that name what was written
 
-    def refused(self, session: Session, written: bytes) -> None:
+    def refused(self, session: Session, values: Values) -> None:
         """Take back what a rejected message wrote. Once answered, its extents belong to the
         peer, and waiting calls get their space: also if `commit` has already released them."""
-        with contextlib.suppress(ProtocolError, LimitExceeded):
-            self.host.space.give_back(session.id, column(written, EXTENT))
+        arena = [at for at, owner in enumerate(values.owners) if owner != INLINE]
+        mine = [one for one in values.chunks if not one.number and one.owner in arena]
+        with contextlib.suppress(ProtocolError, LimitExceeded, OverflowError):
+            written = extents_of([(one.offset, one.nbytes) for one in mine])
+            self.host.space.give_back(session.id, written)
         self.room.pump()
 
     def not_taken(self, session: Session, committed: Committed) -> None:
@@ -235,10 +297,9 @@ class Writing:
         """Put rows. Reply at once if the shard is here and has space, and no replicas are made."""
         kind = Admission.CONTINUE if body.continuing else Admission.OPEN
         try:
-            _check_digests(body)
-            committed = self.grants.commit(session, body.values, body.ranges, body.shared, kind)
+            committed = self.grants.commit(session, body.values, kind)
         except BaseException:
-            self.grants.refused(session, body.ranges)
+            self.grants.refused(session, body.values)
             raise
         asked = Put(
             body.partition,
@@ -299,16 +360,20 @@ class Writing:
         self, session: Session, body: Put, committed: Committed, done: PutDone
     ) -> PutDone:
         space = self.host.space
-        if body.digests:
-            at = column(body.digest_index, U4)
-            space.digests.enter(
-                body.partition, column(body.digests, DIGEST, len(at)), committed.ranges[at]
-            )
+        if any([one.digest for one in body.values.chunks]):
+            self._share(body.partition, body.values.chunks, committed.values.chunks)
         if body.pin:
             space.unpin(session.id, [body.pin])
         self.host.put_by_clients.add(self.host.now(), rowset.count(body.rows) - done.gone)
         ahead = self.grants.ahead(session, body.want_bytes, body.want_in_pools)
         return PutDone(ahead, gone=done.gone, there=done.there)
+
+    def _share(self, partition: str, sent: Sequence[Chunk], stored: Sequence[Chunk]) -> None:
+        """Let later puts find the chunks of a message that have digests."""
+        pairs = [(new, old) for new, old in zip(sent, stored, strict=True) if new.digest]
+        digests = np.array([(new.digest, new.nbytes) for new, _ in pairs], DIGEST)
+        ranges = ranges_of(np.array([old.number for _, old in pairs], U8))
+        self.host.space.digests.enter(partition, digests, ranges)
 
     # at the shard
 
@@ -345,62 +410,3 @@ class Writing:
         self.share.check_values(body.values)
         body.holder = holder
         return entry.store.put(body, plan, self.host.now())
-
-
-def _named(values: Values, me: Owner, rooms: list[int], numbers: list[int]) -> Values:
-    """The values of a client's message, whose chunks have the numbers of the ranges that they
-    became. rooms: what each range takes. ProtocolError unless the chunks, except inline ones, are
-    exactly these ranges, each once."""
-    owners = values.owners
-    if others := [owner for owner in owners if owner not in (me, INLINE)]:
-        raise ProtocolError(
-            f"expected only chunks of the client's own peer {me.peer} (incarnation "
-            f"{me.incarnation}), got one of peer {others[0].peer} (incarnation "
-            f"{others[0].incarnation}): install the same dataplane release everywhere"
-        )
-    inline = [owner == INLINE for owner in owners]
-    chunks, named = list[Chunk](), set[int]()
-    for one in values.chunks:
-        owner, number, nbytes = one.owner, one.number, one.nbytes
-        if not 0 <= owner < len(inline):
-            raise ProtocolError(
-                f"invalid owner {owner} of chunk {number}: expected an index into the "
-                f"{len(owners)} owners of the message. Install the same dataplane release "
-                "everywhere"
-            )
-        if inline[owner]:
-            chunks.append(one)
-            continue
-        if not 0 < number <= len(rooms) or number in named:
-            raise ProtocolError(
-                f"invalid range {number} of a chunk: expected one of the {len(rooms)} ranges of "
-                "the message, and no other chunk with that range. Install the same dataplane "
-                "release everywhere"
-            )
-        spare = rooms[number - 1] - (nbytes or 1)  # nothing takes room too
-        if nbytes < 0 or not 0 <= spare < ALIGNMENT_BYTES:
-            raise ProtocolError(
-                f"chunk {number} and its range differ in size: expected {nbytes} bytes, but the "
-                f"range has {rooms[number - 1]}. Install the same dataplane release everywhere"
-            )
-        named.add(number)
-        chunks.append(Chunk(owner, numbers[number - 1], one.rows, nbytes, one.layout, one.inline))
-    if len(named) != len(rooms):
-        raise ProtocolError(
-            f"expected one chunk per range, got {counted(len(named), 'chunk')} for "
-            f"{counted(len(rooms), 'range')}: install the same dataplane release everywhere"
-        )
-    return Values(values.fields, owners, values.layouts, chunks, values.pieces)
-
-
-def _check_digests(body: Put) -> None:
-    """ProtocolError where a digest is of no range that the message lists."""
-    if not body.digests and not body.digest_index:
-        return
-    at = column(body.digest_index, U4, len(column(body.digests, DIGEST)))
-    many = len(column(body.ranges, EXTENT))
-    if len(at) and int(at.max()) >= many:
-        raise ProtocolError(
-            f"a digest refers to range {int(at.max())}, but the client wrote only {many} "
-            "ranges: install the same dataplane release everywhere"
-        )

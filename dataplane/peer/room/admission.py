@@ -29,7 +29,7 @@ from dataplane.peer.host import Entry, Host, call_context
 from dataplane.peer.notices import Telling, Why
 from dataplane.peer.tasks import within
 from dataplane.wire.events import Kind, Reason, Record
-from dataplane.wire.records import EXTENT, U8
+from dataplane.wire.records import U8
 from dataplane.wire.tables import Table
 
 _DOING = {
@@ -176,8 +176,7 @@ class Room:
             offsets, left = placed(sizes.tolist(), extents.tolist())
             dest = np.array(offsets, U8)
             gone = await write(dest)
-            written = np.zeros(len(sizes), EXTENT)
-            written["offset"], written["length"] = dest, sizes
+            written = list(zip(offsets, sizes.tolist(), strict=True))
             fresh = space.commit(PULLER, written, refs, kind)
         except BaseException:
             space.give_back(PULLER, extents)

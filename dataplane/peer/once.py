@@ -99,14 +99,14 @@ class Repeats:
     def run(self, call: Repeatable) -> Body | Awaitable[Body]:
         """Return the reply to a request: the first one if it is a repetition, else that of its
         handler."""
-        op, once = call.request.op, call.operation.once
+        op = call.request.op
         if op in self._pending:
             return self._after(op, call)
-        before = self.claimed.get(op) if once is Once.LEASE else self.recall(op)
-        if isinstance(before, int):
+        before = self.recall(op) if call.operation.once is not Once.LEASE else self.claimed.get(op)
+        if before is not None:
+            if not isinstance(before, int):
+                return before
             call.unpin(before)
-        elif before is not None:
-            return before
         try:
             outcome = call.start()
         except Exception as exc:
@@ -154,28 +154,29 @@ class Repeats:
 
     def remember(self, op: int, floor: int, answer: Body | int) -> None:
         """Store the reply to an operation, and forget replies below the floor."""
-        given, forgotten = self._given, self._forgotten
-        given.raise_floor(floor)
-        if forgotten is not None:
-            forgotten.forget(floor)
+        given = self._given
+        if floor > given.floor:
+            given.raise_floor(floor)
+            if self._forgotten is not None:
+                self._forgotten.forget(floor)
         if op < given.floor:
             return
-        given.answers[op] = answer
-        if len(given.answers) > MAX_ANSWERS:
-            oldest = next(iter(given.answers))
-            del given.answers[oldest]
-            self._forgotten = forgotten = forgotten or Spans()
-            forgotten.add(oldest)
+        answers = given.answers
+        answers[op] = answer
+        if len(answers) > MAX_ANSWERS:
+            oldest = next(iter(answers))
+            del answers[oldest]
+            self._forgotten = self._forgotten or Spans()
+            self._forgotten.add(oldest)
 
     def recall(self, op: int) -> Body | int | None:
         """Return the stored reply to an operation, or None if the operation is new.
 
         Raise ProtocolError if its reply was forgotten, because running it twice would be wrong.
         """
-        answer, forgotten = self._given.answers.get(op), self._forgotten
-        if answer is None and (
-            op < self._given.floor or (forgotten is not None and op in forgotten)
-        ):
+        given, forgotten = self._given, self._forgotten
+        answer = given.answers.get(op)
+        if answer is None and (op < given.floor or (forgotten is not None and op in forgotten)):
             raise ProtocolError(
                 f"operation {op} of this session was already answered, but the reply is no longer "
                 "stored: read the rows to see whether the operation took effect, and make a new "

@@ -39,7 +39,7 @@ from dataplane.peer.failures import failed
 from dataplane.peer.host import CallContext, Host, call_context
 from dataplane.peer.net.router import WaitingCall
 from dataplane.peer.notices import Telling
-from dataplane.peer.operations import OPERATIONS, ClientHandler, Once, Operation, Waits
+from dataplane.peer.operations import OPERATIONS, ClientHandler, Once, Waits
 from dataplane.peer.pipeline import MARGIN_S, Call
 from dataplane.peer.sessions import Session, Sessions
 from dataplane.peer.tasks import Tasks
@@ -317,9 +317,10 @@ class Connection(asyncio.Protocol):
             self._transport.close() if why else self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
+        arriving = self._frames
         try:
-            self._frames.add(data)
-            while not self._is_untaken and (body := self._frames.next()) is not None:
+            arriving.add(data)
+            while arriving.held and not self._is_untaken and (body := arriving.next()) is not None:
                 if self._inflow.arriving is not None:
                     self._inflow.arrived()
                 self._request(frames.decode_request(body))
@@ -328,9 +329,8 @@ class Connection(asyncio.Protocol):
             self.send(0, failed(exc))
             if self._transport is not None:
                 self._transport.close()
-        awaited_bytes = self._frames.awaited_bytes
-        if awaited_bytes > limits.MAX_HELLO_BYTES and self._inflow.arriving is None:
-            self.door.spawn(self._inflow.let_in(awaited_bytes))
+        if arriving.awaited_bytes > limits.MAX_HELLO_BYTES and self._inflow.arriving is None:
+            self.door.spawn(self._inflow.let_in(arriving.awaited_bytes))
 
     def pause_writing(self) -> None:
         """Stop reading requests from a client that does not read its replies."""
@@ -343,8 +343,8 @@ class Connection(asyncio.Protocol):
         self.data_received(b"")  # what had come by then
 
     def _request(self, request: Request) -> None:
-        body, door = request.body, self.door
-        if self._session is None:
+        body, door, session = request.body, self.door, self._session
+        if session is None:
             self.send(request.rid, self._hello(body))
             return
         kind = type(body)
@@ -354,7 +354,7 @@ class Connection(asyncio.Protocol):
                 f"clients may not send {kind.__name__} messages: install the same dataplane "
                 "release everywhere"
             )
-        if len(self._running) >= limits.MAX_REQUESTS_PER_CONNECTION:
+        if self._running and len(self._running) >= limits.MAX_REQUESTS_PER_CONNECTION:
             raise ProtocolError(
                 f"this connection already has {len(self._running)} requests in flight, the "
                 "maximum: wait for a reply before you send the next one",
@@ -362,11 +362,15 @@ class Connection(asyncio.Protocol):
             )
         host, operation = door.host, OPERATIONS[kind]
         began = host.now()
-        until = began + _limit_s(request, operation)
-        stage = body.stage if isinstance(body, Claim) else ""
-        call_context.set(CallContext(until, self._notice, stage))
+        if operation.waits is Waits.TIMEOUT:
+            until = began + _waits_s(body)
+        else:
+            until = began + request.deadline_ms / 1000 if request.deadline_ms else math.inf
+        call_context.set(
+            CallContext(until, self._notice, body.stage if isinstance(body, Claim) else "")
+        )
         held = operation.is_held(body)
-        call = _Call(host, operation, until, held, self, self._session, request, handler, began)
+        call = _Call(host, operation, until, held, self, session, request, handler, began)
         task = call.serve()
         if task is not None:
             self._running[task] = operation.waits is not Waits.NO
@@ -429,7 +433,7 @@ class Connection(asyncio.Protocol):
             return True
         self.door.host.sent_local[type(body).__name__] += 1
         try:
-            frame = frames.encode(Reply(rid, body))  # type: ignore[arg-type]
+            self._transport.write(frames.encode(Reply(rid, body)))  # type: ignore[arg-type]
         except FrameTooLarge as exc:
             too_large = FrameTooLarge(
                 f"the reply would be {exc.details['size']} bytes long, over the limit of "
@@ -439,7 +443,6 @@ class Connection(asyncio.Protocol):
             )
             self._transport.write(frames.encode(Reply(rid, failed(too_large))))
             return False
-        self._transport.write(frame)
         return True
 
 
@@ -454,11 +457,14 @@ class _Call(Call):
 
     def is_admitted(self) -> bool:
         """Whether this peer is sure that no other peer serves its partitions."""
-        self.session.check()
+        session = self.session
+        session.check()
         if self.request.unpin:
-            self.connection.door.unpin(self.session, self.request.unpin)
+            self.connection.door.unpin(session, self.request.unpin)
+        if not self.held:
+            return True
         serving = self.host.serving
-        return not self.held or (serving.is_sure() and not serving.waiting)
+        return not serving.waiting and serving.is_sure()
 
     async def admission(self) -> None:
         """Wait until this peer may serve its partitions. The wait counts towards the call's
@@ -501,34 +507,36 @@ class _Call(Call):
     def take_back(self, reply: Body) -> None:
         self.connection.door.take_back(self.session, self.request, reply)
 
-    def _of_overdue(self, reply: Failed) -> Failed:
-        """The reply to a call that a slow peer did not answer. If its own deadline ended it, it is
-        DeadlineExceeded."""
-        is_over = self.host.now() > self.until - MARGIN_S
-        details = {name: value for name, value in reply.details.items() if name != OVERDUE}
-        return Failed(DeadlineExceeded.__name__ if is_over else reply.code, reply.message, details)
+    def _of_failure(self, reply: Failed) -> Failed:
+        """Return an error as the client gets it. If a slow peer did not answer until the call's own
+        deadline, that is DeadlineExceeded. An error of a one-way message is logged."""
+        if OVERDUE in reply.details:
+            is_over = self.host.now() > self.until - MARGIN_S
+            code = DeadlineExceeded.__name__ if is_over else reply.code
+            details = {name: value for name, value in reply.details.items() if name != OVERDUE}
+            reply = Failed(code, reply.message, details)
+        if not self.request.rid:
+            log.info(
+                "client %s: could not handle a one-way message: %s",
+                self.session.label,
+                reply.message,
+            )
+        return reply
 
     def answer(self, reply: Body) -> None:
-        door = self.connection.door
-        if not self.connection.is_open:
+        connection, request = self.connection, self.request
+        door, kind = connection.door, type(reply)
+        if not connection.is_open:
             self.take_back(reply)
             return
-        if type(reply) is Claimed and isinstance(self.request.body, Claim):
-            door.on_claimed(self.request.body, reply)
-        if type(reply) is Failed and OVERDUE in reply.details:
-            reply = self._of_overdue(reply)
-        rid = self.request.rid
-        if not rid:
-            if isinstance(reply, Failed):
-                log.info(
-                    "client %s: could not handle a one-way message: %s",
-                    self.session.label,
-                    reply.message,
-                )
-        elif not self.connection.send(rid, reply):
+        if kind is Claimed and isinstance(request.body, Claim):
+            door.on_claimed(request.body, reply)  # type: ignore[arg-type]
+        elif kind is Failed:
+            reply = self._of_failure(reply)  # type: ignore[arg-type]
+        if request.rid and not connection.send(request.rid, reply):
             self.take_back(reply)
         if door.observe is not None:
-            door.observe(self.request.body, reply, self.began)
+            door.observe(request.body, reply, self.began)
 
 
 class Inflow:
@@ -589,10 +597,8 @@ def _log_path() -> str:
         return ""
 
 
-def _limit_s(request: Request, operation: Operation) -> float:
-    """How long a call may take, from its arrival on. Its handler says when that is over; for one
-    that does not, the client does."""
-    if operation.waits is Waits.TIMEOUT:
-        waits_ms: int = request.body.timeout_ms  # type: ignore[union-attr]
-        return waits_ms / 1000 + AFTER_S if waits_ms >= 0 else math.inf
-    return request.deadline_ms / 1000 if request.deadline_ms else math.inf
+def _waits_s(body: Any) -> float:
+    """How long a call that waits for rows may take, from its arrival on. Its handler says when that
+    is over. If it does not, the client does."""
+    waits_ms: int = body.timeout_ms
+    return waits_ms / 1000 + AFTER_S if waits_ms >= 0 else math.inf

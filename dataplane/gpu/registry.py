@@ -14,7 +14,7 @@ from dataplane.errors import DeviceMissing, InvalidCall
 from dataplane.gpu.device import Device, PoolHandle
 
 if TYPE_CHECKING:
-    from dataplane.gpu.client.pools import Devices
+    from dataplane.gpu.client.pools import OpenPools
     from dataplane.gpu.peer import DevicePools
 
 GROUP = "dataplane.devices"
@@ -45,13 +45,13 @@ def wish_of(mode: Any) -> Wish:
     return Wish(mode, current_gpu())
 
 
-def client_devices(wish: Wish, offered: bool) -> Devices | None:
+def client_pools(wish: Wish, offered: bool) -> OpenPools | None:
     """Return what a client session opens device arenas with. None if it will open none. offered:
     whether its peer has any."""
     if wish.mode != "required" and (wish.mode == "off" or not offered):
         return None
-    devices: Devices = client_module("pools").Devices(wish)
-    return devices
+    pools: OpenPools = client_module("pools").OpenPools(wish)
+    return pools
 
 
 def peer_pools(wanted: Any) -> DevicePools | None:

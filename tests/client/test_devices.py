@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dataplane.errors import DeviceMissing
-from dataplane.gpu.client.pools import Devices
+from dataplane.gpu.client.pools import OpenPools
 from dataplane.gpu.registry import AUTO
 
 
@@ -20,7 +20,7 @@ def test_what_a_device_that_fails_may_still_read_stays_held_and_is_asked_for_aga
 
     driver = SimpleNamespace(finish=failing)
     opened: Any = SimpleNamespace(device=driver)
-    devices = Devices(AUTO)
+    devices = OpenPools(AUTO)
     devices._opened[1] = opened
     devices.ends([7])
     assert devices.finished() == [] == devices.finished() and devices.ending

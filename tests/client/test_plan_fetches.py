@@ -30,7 +30,7 @@ class Shard:
         session: Any = SimpleNamespace(
             max_rows=65_536,
             pinned=self.pinned,
-            devices=None,
+            pools=None,
             abandon=lambda *_: None,
             tally=SimpleNamespace(of_stage=lambda *_, **__: None),
             spans=None,

@@ -12,8 +12,9 @@ import torch
 
 from dataplane.client.read.convert import to_numpy
 from dataplane.client.read.ragged import Padding, padding_value
-from dataplane.client.read.tensors import place_named, to_torch
+from dataplane.client.read.tensors import to_torch
 from dataplane.errors import InvalidCall, InvalidValue
+from dataplane.gpu.torch_devices import place_named
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from dataplane.client.deadline import Deadline
 from dataplane.client.read.selection import Selection as Fetching
-from dataplane.client.read.tensors import place_named, settled
 from dataplane.client.session import handshake
 from dataplane.client.session.connection import GRACE_S, Connection, unwrap
 from dataplane.client.session.housekeeping import Housekeeper
 from dataplane.client.session.session import Session
 from dataplane.client.tracebacks import shorten
 from dataplane.errors import DataplaneError, DeadlineExceeded, InvalidCall, StreamEnd
+from dataplane.gpu.torch_devices import place_named, settled
 from dataplane.wire.messages import Body, Reply
 
 if TYPE_CHECKING:

@@ -182,8 +182,8 @@ class Lease:
         at = self._bits(rows)
         if self._added:
             self._check_new(columns, at)
-        if (devices := self.handle.session.devices) is not None:
-            devices.tell_of_host_copies(columns, "values added to a batch go to host memory")
+        if (pools := self.handle.session.pools) is not None:
+            pools.tell_of_host_copies(columns, "values added to a batch go to host memory")
         # values are in the order of the rows as they were given
         order = None if rows is None else np.argsort(rows, kind="stable").tolist()
         pieces = await self._write(columns, deadline, order, self._groups_of(at), at.bit_count())
@@ -337,10 +337,8 @@ class Lease:
         """Rows and the progress that was made with them go back in one message. order: which of
         `many` values are of its rows."""
         session = self.handle.session
-        if session.devices is not None:
-            session.devices.tell_of_host_copies(
-                values, "values passed to release go to host memory"
-            )
+        if session.pools is not None:
+            session.pools.tell_of_host_copies(values, "values passed to release go to host memory")
         chosen = None if order is None else order.tolist()
         pieces = await self._write(values, deadline, chosen, self._groups_of(at), many)
         done = await self._send_with(body, pieces, deadline)

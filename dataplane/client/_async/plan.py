@@ -83,8 +83,8 @@ class Micro(LeasedRows):
         columns = named_once(columns, named)
         lease, session, deadline = self.lease, self._handle.session, Deadline(timeout)
         lease.check()
-        if session.devices is not None:
-            session.devices.tell_of_host_copies(columns, "values added to a plan go to host memory")
+        if session.pools is not None:
+            session.pools.tell_of_host_copies(columns, "values added to a plan go to host memory")
         real = np.flatnonzero(self.mask)
         if not len(real):
             prepare(columns, len(self), (), self._handle.definition.fields, "the batch has")

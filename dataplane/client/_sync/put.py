@@ -198,9 +198,9 @@ def _prepare(
     def check_time() -> None:
         deadline.check("put")
 
-    if session.devices is None or not isinstance(columns, Mapping):
+    if session.pools is None or not isinstance(columns, Mapping):
         return prepare(columns, n, dedup, fields, check_time=check_time), []
-    others, rest = session.devices.take(columns, n, dedup)
+    others, rest = session.pools.take(columns, n, dedup)
     for one in others:
         schema.check(one.columns, fields)
         n = one.columns[0].count

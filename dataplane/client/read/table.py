@@ -131,8 +131,8 @@ def reader_of(session: Session, tables: list[Table], pins: list[int]) -> TableRe
     pin = session.pinned(*pins)
     table = join_tables(tables)
     arena = pin if pin.number else NOWHERE
-    devices = session.devices
-    return TableReader(table, arena) if devices is None else devices.reader(table, arena)
+    pools = session.pools
+    return TableReader(table, arena) if pools is None else pools.reader(table, arena)
 
 
 def _shape_of(table: Table) -> MessageShape:

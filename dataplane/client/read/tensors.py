@@ -28,7 +28,8 @@ from dataplane.client.read.ragged import (
     padding_value,
     unlike,
 )
-from dataplane.errors import InvalidCall, InvalidValue, counted
+from dataplane.errors import InvalidCall, InvalidValue
+from dataplane.gpu.torch_devices import check_device, filled_on_gpu
 from dataplane.wire.arrays import Array, is_torch, kind_of, shown, tensor_over
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def to_torch(
     asked of torch's current stream of this thread, from pinned memory. InvalidValue where torch has
     no such dtype or layout.
     """
-    _check_device(device)
+    check_device(device)
     _check_layout(layout)
     if not len(column) and layout in ("dense", "padded", "jagged"):
         raise InvalidValue(
@@ -154,23 +155,6 @@ def padding_mask(column: ColumnView, padding: Padding, device: str) -> Any:
     check_padded(column.field, (len(column), width), np.dtype(np.bool_))
     mask = padding.mask(ragged.lengths, width)
     return tensor_over(mask).to(device)
-
-
-def place_named(device: str) -> str:
-    """The GPU that `cuda` means in this thread, by its number: in another it may mean another."""
-    torch: Any = sys.modules.get("torch")
-    if str(device) != "cuda" or torch is None or not torch.cuda.is_available():
-        return device
-    return f"cuda:{torch.cuda.current_device()}"
-
-
-def settled(device: str, work: Callable[[], T]) -> T:
-    """For whoever goes on in another thread, where torch's streams are others: what the work made
-    is there when this returns."""
-    made = work()
-    if str(device).startswith("cuda"):
-        sys.modules["torch"].cuda.current_stream(device).synchronize()
-    return made
 
 
 # TensorDicts
@@ -289,7 +273,7 @@ def to_tensordict(
     """
     from tensordict import NonTensorStack, TensorDict
 
-    _check_device(device)
+    check_device(device)
     form.checked(list(columns))
     offsets, masks, found = offsets or Offsets(), _Masks(form), {}
     for name, column in columns.items():
@@ -370,35 +354,15 @@ def _made(
 def _filled(
     shape: tuple[int, ...], dtype: np.dtype[Any], device: str, fill: Callable[[Array], None]
 ) -> Any:
-    """A tensor of what is written into an array; to a GPU from pinned memory, without waiting."""
-    torch: Any = sys.modules["torch"]
-    if device != "cpu" and torch.device(device).type == "cuda" and torch.cuda.is_available():
+    """A tensor of what is written into an array."""
+    if device != "cpu":
         form = tensor_over(np.empty(0, dtype)).dtype
-        host = torch.empty(shape, dtype=form, pin_memory=True)
-        memory = host.reshape(-1).view(torch.uint8).numpy()
-        fill(memory.view(dtype).reshape(shape))
-        return host.to(device, non_blocking=True)
+        if (made := filled_on_gpu(shape, dtype, form, device, fill)) is not None:
+            return made
     array = np.empty(shape, dtype)
     fill(array)
     made = tensor_over(array)
     return made if device == "cpu" else made.to(device)
-
-
-def _check_device(device: str) -> None:
-    """InvalidCall for a device that torch does not know, or a GPU that it does not find."""
-    import torch
-
-    try:
-        asked = torch.device(device)
-    except (RuntimeError, TypeError) as exc:
-        raise InvalidCall(
-            f"invalid device={device!r:.40}: expected a torch device, for example 'cpu' or 'cuda:0'"
-        ) from exc
-    if asked.type == "cuda" and (asked.index or 0) >= (gpus := torch.cuda.device_count()):
-        raise InvalidCall(
-            f"device={device!r:.40}: torch finds {counted(gpus, 'CUDA GPU')} in this process: "
-            "check CUDA_VISIBLE_DEVICES and the installed torch, or pass another device"
-        )
 
 
 def _side_by_side(column: ColumnView) -> Callable[[Array], None]:

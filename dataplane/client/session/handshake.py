@@ -67,7 +67,7 @@ def open_connection(
 ) -> tuple[Connection, Welcome, HelloDone, list[int]]:
     """Connect and shake hands. Returns the arena's descriptors (read-only, read-write), owned by
     the caller, without a `session`; a further connection of one lets the kernel drop them. greet:
-    hears what the peer is, and says which device arenas a new session reads in place.
+    hears what the peer is, and says which pools a new session reads in place.
 
     PeerLost, also where another incarnation answers than the session's. Where the peer does not
     answer in time: DeadlineExceeded with a session, ConnectError without.

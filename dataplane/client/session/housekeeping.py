@@ -45,8 +45,8 @@ log = logging.getLogger(__name__)
 
 GATHER_S = 0.2
 """Releases are collected this long, so that a loop over batches sends few messages."""
-DEVICES_S = 0.002
-"""... and meanwhile devices that are read in place are asked so often whether they are done."""
+POOLS_S = 0.002
+"""... and meanwhile pools that are read in place are asked so often whether that is done."""
 _SEND_S = 5.0
 _CLOSE_S = 2.0
 """How long a client that closes waits for its peer, and a process that exits for all clients."""
@@ -78,7 +78,7 @@ class Housekeeper:
         session.tend, session.settle = self.start, self.settle
         self._undoing = threading.Lock()
         _living.add(self)
-        if session.devices is not None:
+        if session.pools is not None:
             self.start()  # it closes them, whatever becomes of the plane
 
     def start(self) -> None:
@@ -102,7 +102,7 @@ class Housekeeper:
             session.bell.heard()
             if self._deserted and session.closed is None:
                 self.close(COLLECTED)
-            session.settle_devices()
+            session.settle_pools()
             with self._undoing:
                 self.tell([*self._undone(), *self._parting(), *session.idle_grants()])
             if not woken:
@@ -111,14 +111,14 @@ class Housekeeper:
             self._drop_anchor()
 
     def _gather(self) -> None:
-        """What was read in place on a device is let go by the next call, as soon as the device is
-        done with it: who puts there finds room, or goes to the host."""
-        devices, until = self.session.devices, time.monotonic() + GATHER_S
-        step_s = DEVICES_S if devices is not None and devices.in_place else GATHER_S
+        """What was read in place in a pool is let go by the next call, as soon as that is done: who
+        puts there finds room, or goes to the host."""
+        pools, until = self.session.pools, time.monotonic() + GATHER_S
+        step_s = POOLS_S if pools is not None and pools.in_place else GATHER_S
         while (left_s := until - time.monotonic()) > 0 and not self._closing.wait(
             min(step_s, left_s)
         ):
-            self.session.settle_devices(step_s)
+            self.session.settle_pools(step_s)
 
     def _look(self) -> None:
         """Whether the peer is there, while nobody calls it: the arena of one that died is let go,
@@ -259,10 +259,10 @@ class Housekeeper:
             self._anchor.close()
 
     def _hand_back(self) -> None:
-        """What no call has in hand. Room that another thread, or a device, may still write into
+        """What no call has in hand. Room that another thread, or a copy, may still write into
         comes back when this process is proved gone."""
         session, until = self.session, time.monotonic() + _CLOSE_S
-        session.settle_devices(_CLOSE_S)
+        session.settle_pools(_CLOSE_S)
         due = self._parting()
         due += [Finish(lease, "abandon") for lease in session.leases.clear()]
         if session.spans is not None:
@@ -289,8 +289,8 @@ class Housekeeper:
         if anchor is not None:
             anchor.close()
         self.session.direct.close()
-        if self.session.devices is not None:
-            self.session.devices.close()
+        if self.session.pools is not None:
+            self.session.pools.close()
 
     def poison(self) -> None:
         """In a forked child: close the copies of the sockets, silently."""

@@ -30,7 +30,7 @@ from dataplane.client.session.handshake import (
 from dataplane.client.session.housekeeping import Housekeeper, own_sessions
 from dataplane.client.session.session import Session
 from dataplane.errors import DataplaneError, InvalidCall, PeerLost, PeerNotFound, ProtocolError
-from dataplane.gpu.registry import AUTO, Wish, client_devices
+from dataplane.gpu.registry import AUTO, Wish, client_pools
 from dataplane.launch import processes, rundir, settings
 from dataplane.launch.embedded import attach
 from dataplane.launch.ending import Client, FreshStart
@@ -39,7 +39,7 @@ from dataplane.memory.mapping import ReadMap, WriteMaps
 from dataplane.wire.messages import HelloDone, Stats, StatsDone, Welcome
 
 if TYPE_CHECKING:
-    from dataplane.gpu.client.pools import Devices
+    from dataplane.gpu.client.pools import OpenPools
 
 log = logging.getLogger(__name__)
 
@@ -206,19 +206,19 @@ def _connected(path: str, limit_s: float) -> socket.socket:
 def join(opener: Opener, wish: Wish = AUTO, limit_s: float = HANDSHAKE_S) -> Housekeeper:
     """A new session over the sockets that `opener` makes."""
     processes.open_standard_descriptors()
-    devices: Devices | None = None
+    pools: OpenPools | None = None
 
     def greet(welcome: Welcome) -> list[int]:
-        nonlocal devices
-        devices = client_devices(wish, bool(welcome.pools))
-        return [] if devices is None else devices.greet(welcome)
+        nonlocal pools
+        pools = client_pools(wish, bool(welcome.pools))
+        return [] if pools is None else pools.greet(welcome)
 
-    def close_devices() -> None:
-        if devices is not None:
-            devices.close()
+    def close_pools() -> None:
+        if pools is not None:
+            pools.close()
 
     with ExitStack() as undone:
-        undone.callback(close_devices)
+        undone.callback(close_pools)
         anchor, welcome, done, (readable, writable) = open_connection(
             opener, limit_s=limit_s, greet=greet
         )
@@ -230,7 +230,7 @@ def join(opener: Opener, wish: Wish = AUTO, limit_s: float = HANDSHAKE_S) -> Hou
             os.close(readable)
         writes = WriteMaps(writable)
         undone.pop_all()
-    session = Session(welcome, done, Connections(opener), reads, writes, devices)
+    session = Session(welcome, done, Connections(opener), reads, writes, pools)
     # The arena is mapped from it for as long as anybody writes.
     session.close_arena = end = weakref.finalize(writes, os.close, writable)
     end.atexit = False

@@ -39,7 +39,7 @@ from dataplane.wire.records import KEY
 from dataplane.wire.tables import Owner
 
 if TYPE_CHECKING:
-    from dataplane.gpu.client.pools import Devices
+    from dataplane.gpu.client.pools import OpenPools
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class Session:
         connections: Connections,
         reads: ReadMap,
         writes: WriteMaps,
-        devices: Devices | None = None,
+        pools: OpenPools | None = None,
     ) -> None:
         self.id = done.session
         self.plane = welcome.plane
@@ -113,15 +113,15 @@ class Session:
         connections.orphaned = self._orphaned
         self.reads = reads
         self.writes = writes
-        self.devices = devices
-        """the device arenas of the peer, where it has some and this client looks at them"""
+        self.pools = pools
+        """memories of the peer beside its arena, where it has some and this client opens them"""
         sizes = [pool.nbytes for pool in welcome.pools]
-        self._device_bases = list(accumulate(sizes, initial=welcome.arena_bytes))[:-1]
+        self._pool_bases = list(accumulate(sizes, initial=welcome.arena_bytes))[:-1]
         self.slabs = [
             Slabs(done.share_bytes[0]),
             *[Slabs(size, size // DEVICE_AHEAD) for size in sizes],
         ]
-        """by memory: the host arena, then each device"""
+        """by memory: the host arena, then each pool"""
         self.known_keys = KnownKeys()
         self.tally = Tally()
         self.spans = spans.of(self.plane)
@@ -141,7 +141,7 @@ class Session:
         self.close_arena: Callable[[], object] = lambda: None
         """closes the arena's descriptor, which is open for `writes`"""
         self.direct = DirectCopies(reads, self._call_housekeeper)
-        """what copies from the arena to GPUs without any other memory in between"""
+        """what copies from the arena to tensors elsewhere, with no other memory in between"""
         self._lock = threading.Lock()
         self._last_op = 0
         self._unanswered: set[int] = set()
@@ -155,8 +155,8 @@ class Session:
         self._warned: set[tuple[str, str]] = set()
         """causes that were logged: by stage how a batch was forgotten, and unknown tags"""
         self._unpin: Callable[[list[int]], None] = self.due.put
-        if devices is not None and devices.in_place:  # whose streams may still read
-            self._unpin = devices.ends
+        if pools is not None and pools.in_place:  # whose streams may still read
+            self._unpin = pools.ends
         self._orphans: SimpleQueue[Connection] = SimpleQueue()
         self._pins = 0
 
@@ -222,7 +222,7 @@ class Session:
         self.tend()
         apart: dict[int, list[Extent]] = {}
         for stretch in stretches:
-            apart.setdefault(bisect_right(self._device_bases, stretch[0]), []).append(stretch)
+            apart.setdefault(bisect_right(self._pool_bases, stretch[0]), []).append(stretch)
         for memory, some in apart.items():
             self.give_back(self.slabs[memory].keep(some))
 
@@ -238,22 +238,22 @@ class Session:
         return [GiveBack(extents_of(slabs).tobytes()) for slabs in idle if slabs]
 
     def keep_when_finished(self, extents: Sequence[Extent], copies: object) -> None:
-        """Granted extents that a device may still write into go back when it does not any more.
-        copies: what keeps its sources."""
-        assert self.devices is not None
-        self.devices.ends([], extents, copies)
+        """Granted extents of a copy that failed go back once nothing writes into them. copies: what
+        keeps the sources."""
+        assert self.pools is not None
+        self.pools.ends([], extents, copies)
         self._call_housekeeper()
 
     def _call_housekeeper(self) -> None:
         self.tend()
         self.bell.ring()
 
-    def settle_devices(self, timeout_s: float | None = None) -> None:
-        """What waited for the devices to be done is due, if they are. For the housekeeper."""
+    def settle_pools(self, timeout_s: float | None = None) -> None:
+        """What waited for copies of pools is due, if they are done. For the housekeeper."""
         self.direct.settle()
-        if self.devices is None or not self.devices.ending:
+        if self.pools is None or not self.pools.ending:
             return
-        for pins, extents in self.devices.finished(*([] if timeout_s is None else [timeout_s])):
+        for pins, extents in self.pools.finished(*([] if timeout_s is None else [timeout_s])):
             self.due.put(pins)
             self.keep(extents)
 
@@ -365,7 +365,7 @@ class Session:
         self._lock = threading.Lock()
         self.slabs = [Slabs(0) for _ in self.slabs]
         self.known_keys, self.tally, self.spans = KnownKeys(), Tally(), None
-        self.devices = None
+        self.pools = None
         self.direct.poison()
         self.closed = (
             "this client belongs to the parent of this forked process; "

@@ -35,7 +35,7 @@ from dataplane.wire.arrays import Array, dtype_name
 from dataplane.wire.tables import Table
 
 if TYPE_CHECKING:
-    from dataplane.gpu.client.pools import Devices, Opened
+    from dataplane.gpu.client.pools import Opened, OpenPools
 
 FETCH_S = 60.0
 """How long a device may take to copy a column to the host."""
@@ -44,7 +44,7 @@ FETCH_S = 60.0
 class DeviceTableReader(TableReader):
     """As `TableReader`, of chunks some of which lie on devices."""
 
-    def __init__(self, table: Table, pin: object, devices: Devices) -> None:
+    def __init__(self, table: Table, pin: object, devices: OpenPools) -> None:
         super().__init__(table, pin)
         self._devices = devices
 

@@ -52,7 +52,7 @@ class Opened:
         return self.pool.address + address - self.base
 
 
-class Devices:
+class OpenPools:
     """Of one session, for its threads."""
 
     def __init__(self, wish: Wish) -> None:
@@ -77,7 +77,7 @@ class Devices:
 
     def __repr__(self) -> str:
         opened = ", ".join(self._handles[n - 1].device for n in sorted(self._opened)) or "none"
-        return f"<Devices of {len(self._handles)} pools, open: {opened}>"
+        return f"<OpenPools of {len(self._handles)} pools, open: {opened}>"
 
     def greet(self, welcome: Welcome) -> list[int]:
         """Told what there is: the pools that are read in place, opened now. DeviceMissing where

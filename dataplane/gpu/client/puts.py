@@ -20,7 +20,7 @@ from dataplane.memory.mapping import WriteMaps
 from dataplane.wire.limits import MAX_RANK
 
 if TYPE_CHECKING:
-    from dataplane.gpu.client.pools import Devices, Opened
+    from dataplane.gpu.client.pools import Opened, OpenPools
 
 Columns = dict[str, list[Located]]
 
@@ -48,7 +48,7 @@ class OnDevice:
 
 
 def fields_on_devices(
-    devices: Devices, columns: Mapping[str, Any], n: int | None, dedup: Collection[str]
+    devices: OpenPools, columns: Mapping[str, Any], n: int | None, dedup: Collection[str]
 ) -> list[OnDevice]:
     """Return the fields whose values are all on one device on which this peer has an arena. The
     other fields go to the host arena. Raise InvalidRows if a field does not have n values."""
@@ -77,7 +77,7 @@ def fields_on_devices(
     ]
 
 
-def _located(devices: Devices, values: Any) -> tuple[Opened, list[Located]] | None:
+def _located(devices: OpenPools, values: Any) -> tuple[Opened, list[Located]] | None:
     """The values of a column that lie on one device, and are of one dtype and rank; None where not
     all do."""
     whole = not isinstance(values, (list, tuple))

@@ -1,0 +1,67 @@
+"""What torch has to say of the devices that a caller names: which exist, and copies to GPUs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.errors import InvalidCall, counted
+
+T = TypeVar("T")
+
+
+def check_device(device: str) -> None:
+    """Raise InvalidCall for a device that torch does not know, or a GPU that it does not find."""
+    import torch
+
+    try:
+        asked = torch.device(device)
+    except (RuntimeError, TypeError) as exc:
+        raise InvalidCall(
+            f"invalid device={device!r:.40}: expected a torch device, for example 'cpu' or 'cuda:0'"
+        ) from exc
+    if asked.type == "cuda" and (asked.index or 0) >= (gpus := torch.cuda.device_count()):
+        raise InvalidCall(
+            f"device={device!r:.40}: torch finds {counted(gpus, 'CUDA GPU')} in this process: "
+            "check CUDA_VISIBLE_DEVICES and the installed torch, or pass another device"
+        )
+
+
+def place_named(device: str) -> str:
+    """Return the number of the GPU that `cuda` means in this thread; it may mean another one in
+    another thread."""
+    torch: Any = sys.modules.get("torch")
+    if str(device) != "cuda" or torch is None or not torch.cuda.is_available():
+        return device
+    return f"cuda:{torch.cuda.current_device()}"
+
+
+def settled(device: str, work: Callable[[], T]) -> T:
+    """Do the work, and wait until what it made is there. A caller that goes on in another thread
+    needs this, because torch's streams are others there."""
+    made = work()
+    if str(device).startswith("cuda"):
+        sys.modules["torch"].cuda.current_stream(device).synchronize()
+    return made
+
+
+def filled_on_gpu(
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    form: Any,
+    device: str,
+    fill: Callable[[npt.NDArray[Any]], None],
+) -> Any | None:
+    """Return a tensor of what is written into an array, copied from page-locked memory without
+    waiting. form: torch's dtype. None if the device is not a GPU."""
+    torch: Any = sys.modules["torch"]
+    if torch.device(device).type != "cuda" or not torch.cuda.is_available():
+        return None
+    host = torch.empty(shape, dtype=form, pin_memory=True)
+    memory = host.reshape(-1).view(torch.uint8).numpy()
+    fill(memory.view(dtype).reshape(shape))
+    return host.to(device, non_blocking=True)

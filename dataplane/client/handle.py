@@ -51,4 +51,6 @@ class Handle(msgspec.Struct, eq=False):
     @property
     def unit(self) -> str:
         """The unit that `claim` and `wait` count by default: "rows" or "groups"."""
-        return "groups" if self.definition.group_size is not None else "rows"
+        defined = self.defined
+        grouped = defined is not None and defined.definition.group_size is not None
+        return "groups" if grouped else "rows"

@@ -71,7 +71,8 @@ class Demand(msgspec.Struct, eq=False):
 
     def want(self, default_unit: str) -> Want:
         """Return the demand as messages carry it. Raise InvalidCall for invalid arguments."""
-        if (given := sum(a is not None for a in (self.rows, self.groups, self.budget))) != 1:
+        given = (self.rows is not None) + (self.groups is not None) + (self.budget is not None)
+        if given != 1:
             raise InvalidCall(
                 "a claim takes exactly one of rows=, groups= and budget={tag: sum}, got "
                 f"{given or 'none'}: pass one of them"

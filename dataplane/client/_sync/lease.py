@@ -414,8 +414,8 @@ class Lease:
             pieces = [piece for one in parts for piece in one.of(rows)]
             brought = values_of(self.handle.session.owner, pieces)
             body = self._with(body, brought)
-            others = [(one, left) for one in parts if (left := self._others(one, rows))]
-            if others:
+            if self._closed | rows != self._all:
+                others = [(one, left) for one in parts if (left := self._others(one, rows))]
                 named = {*brought.chunks}
                 body.again = any([one.needs(named, left) for one, left in others])
         done = self._send(body, deadline, then, rows, parts, brought)

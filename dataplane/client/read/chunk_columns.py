@@ -26,9 +26,10 @@ _width = attrgetter("width")
 class ChunkColumn(msgspec.Struct, eq=False):
     """One column of a chunk.
 
-    lengths: of its rows in order, `spec.width` per row. bounds: see `bounds_of`. memory: of the
-    chunk, in the arena or inline. start: where in it the first row starts. Lengths and bounds are
-    plain ints: a chunk has few rows, and numpy's fixed cost per call would dominate.
+    lengths: of its rows in order, `spec.width` per row. memory: of the chunk, in the arena or
+    inline. start: where in it the first row starts. bounds: where each row starts behind that, and
+    where the last one ends, in units of `spec.unit_bytes`. Lengths and bounds are plain ints: a
+    chunk has few rows, and numpy's fixed cost per call would dominate.
     """
 
     spec: ColumnSpec
@@ -143,9 +144,19 @@ def columns_of(
     numbers: tuple[int, ...] = unpack_from(f"<{count}I", source)
     begin, found = 0, []
     for spec in specs:
-        stop = begin + spec.width * rows
-        mine, begin = numbers[begin:stop], stop
-        bounds = bounds_of(spec, rows, mine)
+        width = spec.width
+        stop = begin + width * rows
+        mine: Sequence[int] = numbers[begin:stop]
+        begin = stop
+        if width:
+            units = mine
+            if width > 1:
+                units = [math.prod(mine[at : at + width]) for at in range(0, len(mine), width)]
+            elif spec.kind == "object":
+                units = [-(-length // OBJECT_ALIGNMENT_BYTES) for length in mine]
+            bounds: Sequence[int] = list(accumulate(units, initial=0))
+        else:
+            bounds = range(rows + 1)
         start = end + ALIGNMENT_BYTES - 1 & -ALIGNMENT_BYTES
         end = start + bounds[-1] * spec.unit_bytes
         found.append(ChunkColumn(spec, rows, mine, bounds, memory, start))
@@ -155,19 +166,6 @@ def columns_of(
             "Install the same dataplane release everywhere"
         )
     return found
-
-
-def bounds_of(spec: ColumnSpec, rows: int, lengths: Sequence[int]) -> Sequence[int]:
-    """Return where each row of a column starts behind the first, and where the last one ends, in
-    units of `spec.unit_bytes`."""
-    width = spec.width
-    if not width:
-        return range(rows + 1)
-    if width > 1:
-        lengths = [math.prod(lengths[at : at + width]) for at in range(0, len(lengths), width)]
-    elif spec.kind == "object":
-        lengths = [-(-length // OBJECT_ALIGNMENT_BYTES) for length in lengths]
-    return list(accumulate(lengths, initial=0))
 
 
 def _closed(shape: tuple[int, ...], lengths: Sequence[int]) -> tuple[int, ...]:

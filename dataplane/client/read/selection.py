@@ -49,6 +49,9 @@ class Selection:
         table = reader.table
         self._handle = handle
         self._rows = table.rows
+        # Bound to the rows, not to the selection: a cycle would keep the pin until the collector
+        # runs.
+        self._name_of = partial(row_name, table.rows)
         self._table = table
         self._n = len(table.rows.keys) // KEY.itemsize
         self._views: dict[str, ColumnView] = {}
@@ -128,10 +131,7 @@ class Selection:
         if view is None:
             if field not in self._fetched:
                 self._bring(field)
-            # Bound to the rows, not to the selection: a cycle would keep the pin until the
-            # collector runs.
-            name_of = partial(row_name, self._rows)
-            view = self._views[field] = self._fetched[field].view(field, name_of)
+            view = self._views[field] = self._fetched[field].view(field, self._name_of)
         return view
 
     def get(self, field: str, default: Any = None) -> list[Any]:
@@ -178,6 +178,7 @@ class Selection:
     def _become_part(self, of: Selection, at: Index) -> None:
         """The rows at these positions of another, with what was fetched of them."""
         self._rows, self._n = _rows_at(of._rows, at), len(at)
+        self._name_of = partial(row_name, self._rows)
         tags = {name: [values[i] for i in at.tolist()] for name, values in of.tags.items()}
         self._table = Table(self._rows, tags=tags)
         self._views, self._offsets, self._fetched = {}, Offsets(), {}

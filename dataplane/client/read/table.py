@@ -19,10 +19,11 @@ from dataplane.client.read.column_view import ColumnView, RowSpan, cut, stretche
 from dataplane.client.session.session import Session
 from dataplane.client.write.rows import Index, group_names, row_names, tag_values
 from dataplane.errors import InvalidRows, ProtocolError
+from dataplane.memory.extents import Extent
 from dataplane.metadata.tables.values_on_wire import MessageShape, shape_in
 from dataplane.wire import layouts
 from dataplane.wire.limits import NO_GROUP
-from dataplane.wire.records import EXTENT, KEY, U4, U8, column
+from dataplane.wire.records import EXTENT, KEY, U4, column
 from dataplane.wire.tables import Chunk, Name, Piece, Rows, Table, Values
 
 NOWHERE = np.zeros(0, np.uint8)
@@ -42,7 +43,7 @@ class TableReader:
         self._pin = pin
         self._arena: Memory | None = None
         chunks = len(table.values.chunks)
-        self._places: list[int] = column(table.places, U8, 2 * chunks).tolist()
+        self._places: list[Extent] = column(table.places, EXTENT, chunks).tolist()
         self._shape = _shape_of(table)
         self._chunks: dict[int, list[ChunkColumn]] = {}
         self._runs: dict[str, list[RowSpan]] = {}
@@ -75,13 +76,12 @@ class TableReader:
         if runs is None:
             opened, runs = self._chunks, []
             for chunk, at, first, last in self._shape.runs(field):
-                column = None
-                if chunk >= 0:
-                    columns = opened.get(chunk)
-                    if columns is None:
-                        columns = opened[chunk] = self._open(chunk)
-                    column = columns[at]
-                runs.append(RowSpan(column, first, last))
+                if chunk < 0:
+                    runs.append(RowSpan(None, first, last))
+                    continue
+                if chunk not in opened:
+                    opened[chunk] = self._open(chunk)
+                runs.append(RowSpan(opened[chunk][at], first, last))
             self._runs[field] = runs
         if self._rows is not None:
             runs = cut(runs, self._chosen)
@@ -102,19 +102,17 @@ class TableReader:
             )
         if not chunk.number:
             return columns_of(specs, chunk.rows, chunk.inline)
-        offset, nbytes = self._places[2 * number : 2 * number + 2]
+        offset, nbytes = self._places[number]
         if nbytes != chunk.nbytes:
             raise ProtocolError(
                 f"chunk {number} and its extent differ in size: expected {chunk.nbytes} bytes, got "
                 f"{nbytes}. Install the same dataplane release everywhere"
             )
-        memory = self._memory(offset, nbytes)
-        if not chunk.inline and isinstance(memory, np.ndarray):
-            return columns_of(specs, chunk.rows, memory)
-        return columns_of(specs, chunk.rows, memory, chunk.inline)
+        return columns_of(specs, chunk.rows, *self._memory(chunk, offset))
 
-    def _memory(self, offset: int, nbytes: int) -> Memory:
-        """A place in the arena."""
+    def _memory(self, chunk: Chunk, offset: int) -> tuple[Memory, bytes | None]:
+        """The bytes of a chunk in the arena, and its lengths unless they are among these."""
+        nbytes = chunk.nbytes
         arena = self._arena
         if arena is None:
             arena = self._arena = np.asarray(self._pin)
@@ -123,7 +121,7 @@ class TableReader:
                 f"a chunk of {nbytes} bytes at offset {offset} is outside the arena of "
                 f"{len(arena)} bytes. Install the same dataplane release everywhere"
             )
-        return arena[offset : offset + nbytes]
+        return arena[offset : offset + nbytes], chunk.inline or None
 
 
 def reader_of(session: Session, tables: list[Table], pins: list[int]) -> TableReader:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from dataplane.client.read.chunk_columns import ChunkColumn, Memory, bounds_of
+from dataplane.client.read.chunk_columns import ChunkColumn, Memory
 from dataplane.client.read.column_view import ColumnView, RowSpan
 from dataplane.client.read.ragged import (
     RIGHT,
@@ -32,7 +32,7 @@ from dataplane.errors import DeviceMissing, InvalidValue, ProtocolError
 from dataplane.gpu.direct import DirectCopies, Runs
 from dataplane.memory.mapping import Pin
 from dataplane.wire.arrays import Array, dtype_name
-from dataplane.wire.tables import Table
+from dataplane.wire.tables import Chunk, Table
 
 if TYPE_CHECKING:
     from dataplane.gpu.client.pools import Opened, OpenPools
@@ -54,10 +54,10 @@ class DeviceTableReader(TableReader):
             return DeviceColumn(field, view.runs, name_of)
         return view
 
-    def _memory(self, offset: int, nbytes: int) -> Memory:
+    def _memory(self, chunk: Chunk, offset: int) -> tuple[Memory, bytes | None]:
         if offset < self._devices.arena_bytes:
-            return super()._memory(offset, nbytes)
-        opened = self._devices.at(offset)
+            return super()._memory(chunk, offset)
+        nbytes, opened = chunk.nbytes, self._devices.at(offset)
         if offset + nbytes > opened.base + opened.pool.nbytes:
             raise ProtocolError(
                 f"a chunk of {nbytes} bytes at offset {offset - opened.base} is outside its device "
@@ -65,7 +65,7 @@ class DeviceTableReader(TableReader):
                 "everywhere"
             )
         # Of this memory a chunk's columns are only slices.
-        return cast(Memory, DeviceMemory(opened, offset, nbytes, self._pin))
+        return cast(Memory, DeviceMemory(opened, offset, nbytes, self._pin)), chunk.inline
 
     def _open(self, number: int) -> list[ChunkColumn]:
         columns = super()._open(number)
@@ -172,7 +172,8 @@ class DeviceColumn(ColumnView):
                 width = column.spec.width
                 lengths = column.lengths[run.first * width : run.last * width]
                 rows = run.last - run.first
-                bounds = bounds_of(column.spec, rows, lengths)
+                bounds = column.bounds[run.first : run.last + 1]
+                bounds = [bound - bounds[0] for bound in bounds]
                 runs.append(RowSpan(ChunkColumn(column.spec, rows, lengths, bounds, copy), 0, rows))
             else:
                 runs.append(run)

@@ -298,10 +298,10 @@ def _of_ray(attribute: str) -> str:
     return str(found() if callable(found) else found)
 
 
-def waits_for_ray(environ: Environ = os.environ) -> bool:
+def waits_for_ray() -> bool:
     """Whether this process is about to join a Ray job: it has imported ray, or its variables
     name a cluster, and ray is not initialised yet."""
-    return ("ray" in sys.modules or "RAY_ADDRESS" in environ) and _initialised_ray() is None
+    return ("ray" in sys.modules or "RAY_ADDRESS" in os.environ) and _initialised_ray() is None
 
 
 def ray_nodes() -> list[Any] | None:

@@ -181,7 +181,7 @@ class Configure(Frame, tag=10):
     """The first frame: the identity of this peer, and the run's key for tickets.
 
     transports: the engines to run besides TCP. tls: the private key and certificate in PEM of a
-    peer that accepts only TLS; empty without TLS. pools: the region is these device arenas, one
+    peer that accepts only TLS; empty without TLS. pools: the region is these pools, one
     after the other; [] for the host arena.
     """
 

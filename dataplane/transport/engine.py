@@ -25,7 +25,7 @@ from dataplane.errors import (
 )
 from dataplane.transport.bulk_frames import COPY, MAX_HELD_BYTES, Configure
 from dataplane.transport.limiter import ResourceLimiter
-from dataplane.transport.link import Pin, Traffic, Unpinned, WorkerLink, WorkerPlace
+from dataplane.transport.link import Pin, Traffic, Unpinned, WorkerLink
 from dataplane.transport.registry import TCP
 from dataplane.transport.seam import ReadOutcome, Records, Remote
 from dataplane.transport.slices import Slice, cut
@@ -34,8 +34,8 @@ from dataplane.wire.tables import Owner, PoolHandle
 
 PART_BYTES = 64 << 20
 """A larger read is made in parts of this size, so that others may come in between."""
-DEVICE_PART_BYTES = MAX_HELD_BYTES
-"""Between devices: they copy this in a millisecond, and the exchange for a part takes three."""
+POOL_PART_BYTES = MAX_HELD_BYTES
+"""Between pools: they copy this in a millisecond, and the exchange for a part takes three."""
 PART_ITEMS = 65_536
 UNDER_WAY_PARTS = 4
 JOB_BYTES = 256 << 10
@@ -56,7 +56,7 @@ class BulkEngine:
     pin, unpin: called in the event loop, see `link.Pin`. key: the run's key, see `tickets`.
     transports: what the worker should run besides TCP; `reasons` says why it does not. identity:
     the worker accepts only TLS, with this certificate, and runs only TCP. pools: the worker
-    copies between these device arenas instead of the host arena; `arena_bytes` is then the end
+    copies between these pools instead of the host arena; `arena_bytes` is then the end
     of the last of them, as a host address.
     """
 
@@ -91,7 +91,7 @@ class BulkEngine:
         self._pin = pin
         self._unpin = unpin
         self._traffic = Traffic()
-        self._part_bytes = DEVICE_PART_BYTES if pools else PART_BYTES
+        self._part_bytes = POOL_PART_BYTES if pools else PART_BYTES
         self._limit = ResourceLimiter(UNDER_WAY_PARTS * self._part_bytes)
         self._listener: socket.socket | None = None
         self._link: WorkerLink | None = None
@@ -258,9 +258,8 @@ class BulkEngine:
 
     async def _open(self) -> None:
         assert self._listener is not None
-        place = WorkerPlace(self._arena_fd, self._arena_bytes, self._listener, self._configure)
-        self._link = link = WorkerLink(place, self._pin, self._unpin, self._traffic)
-        await link.start()
+        self._link = link = WorkerLink(self._pin, self._unpin, self._traffic)
+        await link.start(self._arena_fd, self._arena_bytes, self._listener, self._configure)
         await asyncio.wait(
             {link.ready, link.ended}, timeout=START_S, return_when=asyncio.FIRST_COMPLETED
         )

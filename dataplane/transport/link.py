@@ -64,21 +64,10 @@ class Traffic:
     """by transport"""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerPlace:
-    """The arguments of a worker process, the same after each restart."""
-
-    arena_fd: int
-    arena_bytes: int
-    listener: socket.socket
-    configure: Configure
-
-
 class WorkerLink(asyncio.Protocol):
     """One worker process."""
 
-    def __init__(self, place: WorkerPlace, pin: Pin, unpin: Unpinned, traffic: Traffic) -> None:
-        self._place = place
+    def __init__(self, pin: Pin, unpin: Unpinned, traffic: Traffic) -> None:
         self._pin = pin
         self._unpin = unpin
         self._traffic = traffic
@@ -117,13 +106,16 @@ class WorkerLink(asyncio.Protocol):
     def pins(self) -> int:
         return len(self._pins)
 
-    async def start(self) -> None:
+    async def start(
+        self, arena_fd: int, arena_bytes: int, listener: socket.socket, configure: Configure
+    ) -> None:
         """Start the process. `ready` or `ended` says how that went. Raises OSError if it cannot
         start."""
+        given = {"--arena-fd": arena_fd, "--listen-fd": listener.fileno()}
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                self._process = self._spawn(theirs.fileno())
+                self._process = _spawn(given | {"--control-fd": theirs.fileno()}, arena_bytes)
             self._pidfd = os.pidfd_open(self._process.pid)
         except BaseException:
             ours.close()
@@ -135,23 +127,7 @@ class WorkerLink(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         loop.add_reader(self._pidfd, self._exited)
         await loop.create_unix_connection(lambda: self, sock=ours)
-        self._send(self._place.configure)
-
-    def _spawn(self, control_fd: int) -> subprocess.Popen[bytes]:
-        place = self._place
-        given = {
-            "--control-fd": control_fd,
-            "--arena-fd": place.arena_fd,
-            "--listen-fd": place.listener.fileno(),
-        }
-        options = [part for name, value in given.items() for part in (name, str(value))]
-        return subprocess.Popen(
-            [sys.executable, "-m", "dataplane.transport.worker", *options]
-            + ["--arena-bytes", str(place.arena_bytes)],
-            stdin=subprocess.DEVNULL,
-            pass_fds=tuple(given.values()),
-            close_fds=True,
-        )
+        self._send(configure)
 
     def read(
         self, remote: Remote, copies: Records, timeout_s: float, transport: str
@@ -291,6 +267,18 @@ class WorkerLink(asyncio.Protocol):
             self._unpin(pin)
         self._pins.clear()
         self.ended.set_result(None)
+
+
+def _spawn(given: dict[str, int], arena_bytes: int) -> subprocess.Popen[bytes]:
+    """given: the options that pass descriptors."""
+    options = {**given, "--arena-bytes": arena_bytes}
+    return subprocess.Popen(
+        [sys.executable, "-m", "dataplane.transport.worker"]
+        + [part for name, value in options.items() for part in (name, str(value))],
+        stdin=subprocess.DEVNULL,
+        pass_fds=tuple(given.values()),
+        close_fds=True,
+    )
 
 
 def _not_pinned(ask: int, exc: Exception) -> PinAnswer:

@@ -44,7 +44,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class PlacedPool:
-    """A device arena and the offset at which it starts in the region."""
+    """A pool and the offset at which it starts in the region."""
 
     start: int
     handle: PoolHandle
@@ -57,7 +57,7 @@ class PlacedPool:
 class Region:
     """The arena as this process has mapped it, from first to last byte. `fd`: its memfd, or -1.
 
-    `pools`: the device arenas of a region of device memory, which is not mapped here.
+    `pools`: what a region consists of that is not mapped here.
     """
 
     address: int

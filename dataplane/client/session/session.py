@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from dataplane.client.session import spans
 from dataplane.client.session.connection import Connection, Connections
-from dataplane.client.session.slabs import DEVICE_AHEAD, IDLE_S, Slabs
+from dataplane.client.session.slabs import IDLE_S, POOL_AHEAD, Slabs
 from dataplane.client.session.tally import Tally
 from dataplane.errors import ClientClosed, PeerLost, counted, few
 from dataplane.gpu.direct import DirectCopies
@@ -119,7 +119,7 @@ class Session:
         self._pool_bases = list(accumulate(sizes, initial=welcome.arena_bytes))[:-1]
         self.slabs = [
             Slabs(done.share_bytes[0]),
-            *[Slabs(size, size // DEVICE_AHEAD) for size in sizes],
+            *[Slabs(size, size // POOL_AHEAD) for size in sizes],
         ]
         """by memory: the host arena, then each pool"""
         self.known_keys = KnownKeys()

@@ -23,8 +23,8 @@ WRITES_AHEAD = 4
 """So many writes as large as the largest of late are asked for at once."""
 FAIR_SHARE = 64
 """A client asks for no more than this part of what new groups may have, except for one write."""
-DEVICE_AHEAD = 8
-"""Of a device arena that is one part of so many: a GPU writes 1 GiB in less than a round trip."""
+POOL_AHEAD = 8
+"""Of a pool that is one part of so many: a GPU writes 1 GiB in less than a round trip."""
 WRITES_LOOKED_BACK = 8
 MAX_SLABS = 8
 KEPT_SLABS = 2

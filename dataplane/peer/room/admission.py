@@ -66,7 +66,7 @@ class _StarvedClaim:
 
 
 class Room:
-    """Admission to the host arena. Calls never wait for space on a device."""
+    """Admission to the host arena. Calls never wait for space in a pool."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -165,7 +165,7 @@ class Room:
         refs: Array,
         kind: Admission,
     ) -> Array:
-        """Write bytes into space that the peer itself reserved, here or on a device. Return their
+        """Write bytes into space that the peer itself reserved, here or in a pool. Return their
         RANGE records.
 
         Nothing is kept if it fails. write: returns a mask of values that were freed before they

@@ -21,7 +21,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -261,16 +261,10 @@ def _pieces(request: ReadRequest, held: Held, own: Stretches, theirs: Stretches)
     ]
 
 
-def set_up_ucx(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set UCX's variables. Call this before UCX is loaded, because it reads them once."""
-    for name, value in UCX_SETTINGS.items():
-        environ.setdefault(name, value)
-
-
 def _agent(name: str) -> Any:
     """A NIXL agent with the UCX backend alone. TransportMissing says why there is none."""
-    set_up_ucx()
-    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    for variable, value in (UCX_SETTINGS | {"NIXL_LOG_LEVEL": "WARN"}).items():
+        os.environ.setdefault(variable, value)  # before UCX is loaded, which reads them once
     nixl = _imported()
     try:
         config = nixl.nixl_agent_config(enable_prog_thread=False, backends=[BACKEND])

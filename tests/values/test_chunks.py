@@ -89,9 +89,9 @@ def check(units: list[Unit], columns: list[ValueColumn]) -> None:
         for chunk in unit.chunks:
             assert len(b"".join(chunk.image())) == chunk.nbytes
             assert len(decode(chunk.layout)) == len(chunk.columns)
-            starts = [start for start, _ in chunk.places]
+            starts = [start for _, start in chunk.places()]
             assert not any(start % ALIGNMENT_BYTES for start in starts)
-            values = sum(one.bytes_of(chunk.first, chunk.last) for one in chunk.columns)
+            values = sum(one.nbytes for one in chunk.columns)
             assert values <= CHUNK_BYTES or chunk.rows == 1
 
 
@@ -146,7 +146,7 @@ def test_the_bytes_of_a_chunk_say_where_its_rows_are() -> None:
     memory = b"".join(chunk.image())
     lengths = np.frombuffer(memory, U4, 3 + 3 + 3 + 6).tolist()
     assert lengths == [3, 0, 5, 1, 1, 0, 1, 0, 2, 1, 2, 2, 4, 3, 6]
-    places = {one.field: at for one, (at, _) in zip(chunk.columns, chunk.places, strict=True)}
+    places = {one.field: at for one, at in chunk.places()}
     assert list(places.values()) == [64, 128, 192, 256, 384]
     tokens = np.concatenate(columns["tokens"]).tobytes()
     assert memory[64 : 64 + len(tokens)] == tokens
@@ -158,11 +158,11 @@ def test_a_chunk_for_a_device_has_its_lengths_beside_it() -> None:
     columns = prepare({"tokens": [np.arange(n) for n in (3, 0, 5)]})
     _, (unit,) = plan([], others=[columns])
     (chunk,) = unit.chunks
-    assert np.frombuffer(chunk.lengths, U4).tolist() == [3, 0, 5]
+    assert np.frombuffer(chunk.beside, U4).tolist() == [3, 0, 5]
     assert chunk.nbytes == 64 and b"".join(chunk.image()) == np.arange(3).tobytes() + (
         np.arange(5).tobytes()
     )
-    assert said_of(unit.pieces).values.chunks[0].inline == chunk.lengths
+    assert said_of(unit.pieces).values.chunks[0].inline == chunk.beside
 
 
 def test_object_rows_are_padded_to_16_bytes() -> None:
@@ -308,7 +308,7 @@ def test_what_was_inline_lands_in_chunks(arena: Any) -> None:
     pieces = pieces_of(plan(prepare(columns), None, True)[0])
     assert all(chunk.is_inline for chunk in chunks_of(pieces))
     for chunk in chunks_of(pieces):
-        chunk.is_inline = False
+        chunk.land()
     arena.write(chunks_of(pieces))
     said = said_of(pieces)
     assert not said.values.inline_bytes and len(said.chunks) == 2

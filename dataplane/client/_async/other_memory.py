@@ -55,8 +55,9 @@ class OtherPart:
                 rest = units[done:]
                 if not any(rest):
                     break
-                count, _ = await room_for(handle, generation, rest, continuing, until, self.memory)
-                chunks = [chunk for unit in rest[:count] for chunk in unit]
+                count, chunks, _ = await room_for(
+                    handle, generation, rest, continuing, until, self.memory
+                )
                 await self._copy(handle.session, chunks, until)
                 done += count
         except BaseException:

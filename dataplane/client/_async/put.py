@@ -101,7 +101,9 @@ async def _put(
             prepared, others = _prepare(handle, columns, n, dedup, deadline)
     n = (prepared or others[0].columns)[0].count
     identity = identify(session, n, names, group)
-    tagged = {tag: v * n if len(v) == 1 else v for tag, v in tag_columns(tags, n).items()}
+    tagged = tag_columns(tags, n)
+    if tagged:
+        tagged = {tag: v * n if len(v) == 1 else v for tag, v in tagged.items()}
     order = order_of(identity.groups)
     units: list[list[Unit]] = await offload(
         lambda: plan(
@@ -123,13 +125,16 @@ async def _put(
     if len(units[0]) > 1:
         check_names(identity)
         work.check_units(units[0])
-    work.others = [OtherPart(one, some) for one, some in zip(others, units[1:], strict=True)]
+    if others:
+        work.others = [OtherPart(one, some) for one, some in zip(others, units[1:], strict=True)]
     await work.put_units(units[0], row_cost(identity))
     session.known_keys.note(generation, identity.continued_keys())
     session.tally.add("put", wait_s=time.monotonic() - began)
     if session.spans is not None:
         session.spans.put(handle.name, began, n, tagged)
-    _check_passed_over(work, next(iter(columns), ""))
+    kept = work.gone + work.there
+    if kept:
+        _check_passed_over(work, next(iter(columns), ""))
     return Ref(
         session.plane,
         session.peer,
@@ -139,7 +144,7 @@ async def _put(
         None if identity.names is None else tuple(identity.names),
         tuple(identity.group_names),
         tuple(columns),
-        work.gone + work.there,
+        kept,
     )
 
 

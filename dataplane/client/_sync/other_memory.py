@@ -58,8 +58,9 @@ class OtherPart:
                 rest = units[done:]
                 if not any(rest):
                     break
-                count, _ = room_for(handle, generation, rest, continuing, until, self.memory)
-                chunks = [chunk for unit in rest[:count] for chunk in unit]
+                count, chunks, _ = room_for(
+                    handle, generation, rest, continuing, until, self.memory
+                )
                 self._copy(handle.session, chunks, until)
                 done += count
         except BaseException:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter
 from typing import Any, Protocol
 
 import msgspec
@@ -64,6 +66,7 @@ MESSAGE_BYTES = 16 << 20
 """The approximate maximum size of one message with rows, in bytes."""
 CHUNKS_PER_RUN = MAX_CHUNKS_PER_MESSAGE // 2
 """The limit for all memories together. A single unit may need more."""
+_chunks, _digest, _nbytes = attrgetter("chunks"), attrgetter("digest"), attrgetter("nbytes")
 
 
 class OtherMemory(Protocol):
@@ -184,7 +187,7 @@ class Putting(msgspec.Struct, eq=False):
         first: int,
         pin: int,
         index: Index | None,
-        ahead: Sequence[int],
+        ahead: list[int],
     ) -> None:
         """The message of the rows at `index`; once more where the shard has no space for what is
         inline. first: which row of the units is its first."""
@@ -202,7 +205,7 @@ class Putting(msgspec.Struct, eq=False):
             del held  # the values have another holder now
 
     def _tell(
-        self, brought: MessageValues, pin: int, index: Index | None, ahead: Sequence[int]
+        self, brought: MessageValues, pin: int, index: Index | None, ahead: list[int]
     ) -> None:
         """The message of the rows at `index`, and what its answer grants. ahead: bytes that are
         asked for, by memory."""
@@ -219,7 +222,7 @@ class Putting(msgspec.Struct, eq=False):
                 ahead[0],
                 continuing=self.continuing,
                 reuse=self.reuse,
-                want_in_pools=list(ahead[1:]),
+                want_in_pools=ahead[1:],
                 client_s=time.monotonic() - self.began,
             )
             self.deadline.check("put")
@@ -242,10 +245,9 @@ class Putting(msgspec.Struct, eq=False):
 
     def _want(self, memory: int, units: Sequence[Unit], here: slice) -> int:
         """How much to ask for ahead: what comes next in this put, else as much as this time."""
-        following = units[here.stop : 2 * here.stop - here.start]
-        following = following or units[here]
-        nbytes = sum([unit.nbytes for unit in following])
-        if not nbytes or any([chunk.digest for unit in following for chunk in unit.chunks]):
+        following = units[here.stop : 2 * here.stop - here.start] or units[here]
+        nbytes = sum(map(_nbytes, following))
+        if not nbytes or any(map(_digest, chain.from_iterable(map(_chunks, following)))):
             return 0
         return self.handle.session.slabs[memory].ahead(nbytes)
 
@@ -296,8 +298,9 @@ def write_columns(
     except BaseException:
         give_back(session, chunks_of(pieces))
         raise
-    for one in prepared:
-        one.source = []  # let go of the caller's memory
+    for piece in pieces:
+        for one in piece.chunk.columns:
+            one.source = []  # let go of the caller's memory
     return pieces
 
 
@@ -343,9 +346,8 @@ def needed(units: Sequence[Unit]) -> list[list[Chunk]]:
         chunks = unit.chunks
         if unit.repeats:
             chunks = [chunk for chunk in (*chunks, *unit.repeats) if chunk not in seen]
-        found.append([chunk for chunk in chunks if chunk.offset < 0 and chunk.range is None])
-        if unit.repeats or any([chunk.digest for chunk in chunks]):
-            seen.update(chunks)
+        found.append(chunks)
+        seen.update(chunks)
     return found
 
 
@@ -359,18 +361,15 @@ def write_chunks(
     """Reserve space for the chunks of the first of these units, and copy those that the peer does
     not have yet. Return the number of these units, and the pin of the shared chunks."""
     session = handle.session
-    count, pin = room_for(handle, generation, units, continuing, deadline)
-    chunks = [chunk for unit in units[:count] for chunk in unit if chunk.range is None]
+    count, chunks, pin = room_for(handle, generation, units, continuing, deadline)
     if not chunks:
         return count, pin
     try:
-        nbytes = sum([chunk.nbytes for chunk in chunks])
-        offload(lambda: copy_chunks(chunks, session.writes), nbytes)
+        offload(lambda: copy_chunks(chunks, session.writes), room_of(chunks))
     except BaseException:
         give_back(session, chunks)
-        for unit in units[:count]:
-            for chunk in unit:
-                chunk.range = None
+        for chunk in chain.from_iterable(units[:count]):
+            chunk.range = None
         session.pinned(pin)
         raise
     return count, pin
@@ -383,29 +382,29 @@ def room_for(
     continuing: bool,
     deadline: Deadline,
     memory: int = 0,
-) -> tuple[int, int]:
+) -> tuple[int, list[Chunk], int]:
     """Find space for the chunks of the first of these units (at least one) in a slab, or reserve
-    it. Chunks that the peer already has are shared instead. Return the number of these units, and
-    the pin of the shared chunks. memory: the number of a device, whose values may also go to the
-    host arena.
+    it. Chunks that the peer already has are shared instead. Return the number of these units, the
+    chunks that have space now, and the pin of the shared ones. memory: the number of a device,
+    whose values may also go to the host arena.
     """
     session = handle.session
     slabs = session.slabs[memory]
-    chunks = [chunk for unit in units for chunk in unit]
-    named = [chunk for chunk in chunks if chunk.digest]
+    chunks = list(chain.from_iterable(units))
+    named = list(filter(_digest, chunks))
     if not named:
         offset = slabs.take(room_of(chunks))
         if offset is not None:
             for chunk in chunks:
                 chunk.offset = offset
                 offset += chunk.space
-            return len(units), 0
+            return len(units), chunks, 0
         session.give_back(slabs.take_idle(0))  # perhaps somebody waits for it, or this call will
     asked = [np.array([chunk.nbytes for chunk in unit], U8).tobytes() for unit in units]
     body = Reserve(handle.name, generation, asked, continuing, digests_of(named), memory)
     where = "on the device" if memory else "in the arena"
     reserved = ask(session, body, Reserved, deadline, f"waiting for space {where}")
-    chunks = [chunk for unit in units[: reserved.units] for chunk in unit]
+    chunks = list(chain.from_iterable(units[: reserved.units]))
     left = space = column(reserved.extents, EXTENT).tolist()
     try:
         if named:
@@ -422,7 +421,7 @@ def room_for(
         raise
     finally:
         session.keep(left)
-    return reserved.units, reserved.pin
+    return reserved.units, own, reserved.pin
 
 
 def share(
@@ -454,7 +453,7 @@ def land(
         return
     write_chunks(handle, generation, [inline], continuing, deadline)
     for chunk in inline:
-        chunk.is_inline = False
+        chunk.land()
 
 
 def named_again(

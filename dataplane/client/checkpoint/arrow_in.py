@@ -27,7 +27,13 @@ from dataplane.metadata.tables.bits import in_bytes, rows_of
 from dataplane.metadata.tables.names import format_minted
 from dataplane.metadata.tables.pieces import UNUSED
 from dataplane.wire.checkpoint import Progress
-from dataplane.wire.limits import MAX_CHUNKS_PER_MESSAGE, MAX_PIECES_PER_MESSAGE, NO_GROUP
+from dataplane.wire.layouts import aligned
+from dataplane.wire.limits import (
+    ALIGNMENT_BYTES,
+    MAX_CHUNKS_PER_MESSAGE,
+    MAX_PIECES_PER_MESSAGE,
+    NO_GROUP,
+)
 from dataplane.wire.records import U4, column
 from dataplane.wire.tables import Name, Rows, Scalar
 
@@ -113,8 +119,9 @@ class _Batch:
             )
         self.sources: dict[Chunk, int] = {}
         for one in chunks.to_pylist():
-            chunk = Chunk((), 0, one["rows"], one["nbytes"], one["layout"])
-            chunk.lengths = one["lengths"] or None
+            space = aligned(one["nbytes"]) or ALIGNMENT_BYTES
+            chunk = Chunk((), one["rows"], one["nbytes"], space, one["layout"])
+            chunk.beside = one["lengths"] or b""
             if one["offset"] + chunk.nbytes > nbytes:
                 raise ValueError(
                     f"a chunk ends at byte {one['offset'] + chunk.nbytes}, but the file has "

@@ -11,10 +11,11 @@ import logging
 import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from queue import Empty, SimpleQueue
+from struct import Struct
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from dataplane.client.session import spans
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_KNOWN_KEYS = 65_536
+_KNOWN_BYTES = MAX_KNOWN_KEYS * KEY.itemsize
+_KEYS = Struct(f"{KEY.itemsize}s")
 MAX_WARNED = 64
 MAX_ORPHANS = 64
 """Connections of calls that were given up, and that a peer which does not run has not ended. What
@@ -469,33 +472,29 @@ class KnownKeys:
         """keys: KEY records."""
         if not keys:
             return
-        keys = keys[-MAX_KNOWN_KEYS * KEY.itemsize :]
+        keys = keys[-_KNOWN_BYTES:]
         with self._lock:
             self._noted.append((generation, keys))
             self._noted_bytes += len(keys)
-            while self._noted_bytes - len(self._noted[0][1]) >= MAX_KNOWN_KEYS * KEY.itemsize:
+            while self._noted_bytes > 2 * _KNOWN_BYTES:
                 self._noted_bytes -= len(self._noted.popleft()[1])
 
-    def knows(self, generation: int, keys: bytes) -> bool:
-        """Whether all of these were noted, and there are any."""
-        if not keys:
-            return False
+    def knows(self, generation: int, key: bytes) -> bool:
+        """Whether this key was noted."""
         with self._lock:
-            for of, column in self._noted:
+            for of, keys in self._noted:
                 if self._newer_count >= MAX_KNOWN_KEYS:
                     self._older, self._newer, self._newer_count = self._newer, {}, 0
-                more = split_keys(column)
-                self._newer.setdefault(of, set()).update(more)
-                self._newer_count += len(more)
+                self._newer.setdefault(of, set()).update(split_keys(keys))
+                self._newer_count += len(keys) // KEY.itemsize
             self._noted.clear()
             self._noted_bytes = 0
-            newer, older = self._newer.get(generation, set()), self._older.get(generation, set())
-            return not {*split_keys(keys)} - newer - older
+            return key in self._newer.get(generation, ()) or key in self._older.get(generation, ())
 
 
-def split_keys(column: bytes) -> list[bytes]:
-    size = KEY.itemsize
-    return [column[i : i + size] for i in range(0, len(column), size)]
+def split_keys(column: bytes) -> Iterable[bytes]:
+    """The keys of a column of KEY records."""
+    return chain.from_iterable(_KEYS.iter_unpack(column))
 
 
 def _let_go(unpin: Callable[[list[int]], None], bell: Bell, pins: list[int]) -> None:

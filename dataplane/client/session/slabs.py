@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
+from operator import itemgetter
 
 from dataplane.memory.extents import Extent
 
@@ -32,6 +33,7 @@ KEPT_SLABS = 2
 and to give back one with each would be a message for each."""
 IDLE_S = 1.0
 """Slabs that nobody used for this long go back. Who writes less often asks for nothing ahead."""
+_length = itemgetter(1)
 
 
 class Slabs:
@@ -51,8 +53,9 @@ class Slabs:
         """Where so many bytes are now the caller's; None where no slab holds them. nbytes: a
         multiple of 64."""
         with self._lock:
-            for number, (offset, length) in enumerate(self._slabs):
+            for number, length in enumerate(map(_length, self._slabs)):
                 if length >= nbytes:
+                    offset = self._slabs[number][0]
                     self._touched = time.monotonic()
                     if length > nbytes:
                         self._slabs[number] = offset + nbytes, length - nbytes
@@ -73,7 +76,7 @@ class Slabs:
             largest = max(self._late)
             if self._written - before > IDLE_S:
                 return 0
-            if any([length >= largest for _, length in self._slabs]):
+            if max(map(_length, self._slabs), default=0) >= largest:
                 return 0
         return max(largest, min(WRITES_AHEAD * largest, self._fair_bytes), LEAST_AHEAD_BYTES)
 
@@ -82,7 +85,7 @@ class Slabs:
         with self._lock:
             self._touched = time.monotonic()
             slabs = _joined([*self._slabs, *stretches])
-            if len(slabs) > MAX_SLABS or sum([length for _, length in slabs]) > self._kept_bytes:
+            if len(slabs) > MAX_SLABS or sum(map(_length, slabs)) > self._kept_bytes:
                 slabs.sort(key=_length, reverse=True)
                 kept = total = 0
                 while kept < min(len(slabs), KEPT_SLABS):
@@ -105,11 +108,7 @@ class Slabs:
 
     @property
     def nbytes(self) -> int:
-        return sum([length for _, length in self._slabs])
-
-
-def _length(slab: Extent) -> int:
-    return slab[1]
+        return sum(map(_length, self._slabs))
 
 
 def _joined(stretches: list[Extent]) -> list[Extent]:

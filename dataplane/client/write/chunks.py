@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
-from itertools import accumulate, chain, groupby
-from struct import pack
+from itertools import accumulate, chain, groupby, pairwise, repeat
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -52,59 +52,60 @@ UNIT_BYTES = 16 << 20
 DEDUP_BYTES = 4 << 10
 """Values of at least this size, in fields that are deduplicated, have chunks of their own."""
 _PADDING = [bytes(length) for length in range(ALIGNMENT_BYTES)]
+_UP, _DOWN = ALIGNMENT_BYTES - 1, -ALIGNMENT_BYTES
+"""`n + _UP & _DOWN` is `layouts.aligned(n)`"""
+_field, _spec, _lengths = attrgetter("field"), attrgetter("spec"), attrgetter("lengths")
+_nbytes, _space, _chunk = attrgetter("nbytes"), attrgetter("space"), attrgetter("chunk")
 
 
 class Chunk(msgspec.Struct, eq=False):
-    """What is stored as one: the rows from `first` to `last` of some columns.
+    """What is stored as one: some rows of some columns.
 
     It goes with the message (`is_inline`), or has no space yet, or is at `offset` in space of this
-    client, or the peer knows it as `range`. data: the bytes of one that is, or was, inline.
-    lengths: of one for device memory, whose lengths go with the message. digest: the name of a
-    deduplicated one. space: what it takes in the arena.
+    client, or the peer knows it as `range`. columns: with just its rows. space: what it takes in
+    the arena. head: the lengths of its rows, which are before the values, but for device memory.
+    beside: what goes with the message: the lengths of one for device memory, all of an inline one.
+    data: the bytes of one that is, or was, inline. digest: the name of a deduplicated one.
     """
 
     columns: Sequence[ValueColumn]
-    first: int
-    last: int
+    rows: int
     nbytes: int
+    space: int
     layout: bytes
-    places: Sequence[tuple[int, int]] = ()
-    """where the values of each column start and end"""
+    head: bytes = b""
+    beside: bytes = b""
     data: bytes | None = None
     is_inline: bool = False
-    lengths: bytes | None = None
     digest: bytes = b""
     offset: int = -1
     range: int | None = None
-    space: int = 0
 
-    def __post_init__(self) -> None:
-        self.space = layouts.aligned(self.nbytes) or ALIGNMENT_BYTES
-
-    @property
-    def rows(self) -> int:
-        """How many it has."""
-        return self.last - self.first
-
-    def head(self) -> bytes:
-        """What is before the values of the first column."""
-        if self.lengths is not None:
-            return b""
-        lengths = lengths_of(self.columns, self.first, self.last)
-        return lengths + _PADDING[-len(lengths) % ALIGNMENT_BYTES]
+    def land(self) -> None:
+        """It does not go with the message any more: the bytes of an inline chunk need space."""
+        self.is_inline, self.beside = False, b""
 
     def image(self) -> list[Buffer]:
         """Its bytes, in order."""
         if self.data is not None:
             return [self.data]
-        buffers: list[Buffer] = [self.head()]
-        written = len(buffers[0])
-        for column, (start, end) in zip(self.columns, self.places, strict=True):
-            if start > written:
-                buffers.append(_PADDING[start - written])
-            buffers += column.buffers(self.first, self.last)
-            written = end
+        buffers: list[Buffer] = [self.head]
+        end = len(self.head)
+        for column in self.columns:
+            if gap := -end % ALIGNMENT_BYTES:
+                buffers.append(_PADDING[gap])
+            buffers += column.buffers()
+            end = column.nbytes
         return buffers
+
+    def places(self) -> list[tuple[ValueColumn, int]]:
+        """Its columns, and where the values of each start."""
+        places, end = [], len(self.head)
+        for column in self.columns:
+            start = layouts.aligned(end)
+            end = start + column.nbytes
+            places.append((column, start))
+        return places
 
 
 class Piece(msgspec.Struct, eq=False):
@@ -144,20 +145,21 @@ class Unit(msgspec.Struct, eq=False):
 
 def room_of(chunks: Iterable[Chunk]) -> int:
     """What these chunks take in the arena."""
-    return sum([chunk.space for chunk in chunks])
+    return sum(map(_space, chunks))
 
 
 def spaces_of(chunks: Iterable[Chunk]) -> list[Extent]:
     """Where these chunks are in the arena, each with its padding; neighbours are joined."""
     spaces: list[Extent] = []
-    end = -1
+    start = end = -1
     for chunk in chunks:
-        offset, space = chunk.offset, chunk.space
-        if offset == end:
-            spaces[-1] = spaces[-1][0], spaces[-1][1] + space
-        else:
-            spaces.append((offset, space))
-        end = offset + space
+        if chunk.offset != end:
+            if start >= 0:
+                spaces.append((start, end - start))
+            start = chunk.offset
+        end = chunk.offset + chunk.space
+    if start >= 0:
+        spaces.append((start, end - start))
     return spaces
 
 
@@ -200,8 +202,7 @@ def plan(
     everything = [*columns, *chain.from_iterable(others)]
     n = everything[0].count
     planner = _Planner()
-    units: list[Unit] = []
-    beside: list[list[Unit]] = [[] for _ in others]
+    units: list[list[Unit]] = []
     small: list[ValueColumn] = []
     for first, last, group in _blocks(n, groups):
         rows = last - first
@@ -212,28 +213,34 @@ def plan(
                 "split the group across several calls",
                 limit=MAX_ROWS_PER_MESSAGE,
             )
-        sizes = [column.bytes_of(first, last) for column in columns]
-        found, nbytes = _smallest(columns, sizes, rows) if inline else ([], 0)
-        small = small if found == small else found
-        rest = [column for column in columns if column not in small]
+        sizes = list(map(_nbytes, columns))
+        if rows < n:
+            sizes = [column.bytes_of(first, last) for column in columns]
         cuts = [(first, last)]
-        if group is None and (rows > UNGROUPED_ROWS or sum(sizes) > unit_bytes or others):
+        if group is None and (rows > UNGROUPED_ROWS or others or sum(sizes) > unit_bytes):
             cuts = _cuts(everything, first, last, unit_bytes)
+        rest, found, nbytes = [*columns], [], 0
+        if inline:
+            chosen, nbytes = _smallest(columns, sizes, rows)
+            found = [columns[at] for at in chosen]
+            for at in reversed(chosen):
+                del rest[at]
+        small = small if found == small else found
         for start, stop in cuts:
-            unit = Unit(start, stop, small, first, nbytes * (stop - start) // rows)
-            planner.fill(unit, rest)
-            units.append(unit)
-            for mine, other in zip(beside, others, strict=True):
-                mine.append(Unit(start, stop))
-                planner.fill(mine[-1], other, on_device=True)
-            _check_size([unit, *[mine[-1] for mine in beside]])
-    return [units, *beside]
+            alike = [Unit(start, stop, small, first, nbytes * (stop - start) // rows)]
+            planner.fill(alike[0], _parts(rest, start, stop))
+            for other in others:
+                alike.append(Unit(start, stop))
+                planner.fill(alike[-1], _parts(other, start, stop), on_device=True)
+            _check_size(alike)
+            units.append(alike)
+    return list(map(list, zip(*units, strict=True)))
 
 
 def _check_size(units: Sequence[Unit]) -> None:
     """LimitExceeded where these units of the same rows do not fit one message. A unit has at least
     as many pieces as chunks."""
-    count = sum([len(unit.pieces) + (1 if unit.inline else 0) for unit in units])
+    count = sum([len(unit.pieces) + bool(unit.inline) for unit in units])
     if count > MAX_CHUNKS_PER_MESSAGE:
         raise LimitExceeded(
             f"{units[0].last - units[0].first} rows that are stored together need {count} chunks, "
@@ -265,19 +272,19 @@ def _runs(groups: Sequence[int]) -> list[tuple[int, int]]:
 
 def _smallest(
     columns: Sequence[ValueColumn], sizes: Sequence[int], rows: int
-) -> tuple[list[ValueColumn], int]:
+) -> tuple[list[int], int]:
     """Which columns of a block go inline: the smallest, as long as their chunk keeps to the budgets
     of a block and a row. Also how many bytes they have."""
-    chosen: list[ValueColumn] = []
-    lengths = nbytes = 0
-    left = min(INLINE_BLOCK_BYTES, INLINE_ROW_BYTES * rows)
+    chosen: list[int] = []
+    nbytes, left = 0, min(INLINE_BLOCK_BYTES, INLINE_ROW_BYTES * rows)
     for at in sorted(range(len(sizes)), key=sizes.__getitem__):
-        lengths += U4.itemsize * columns[at].spec.width * rows
-        left -= sizes[at] + ALIGNMENT_BYTES - 1 & -ALIGNMENT_BYTES
-        if lengths > left:
+        size = sizes[at]
+        left -= U4.itemsize * columns[at].spec.width * rows + (size + _UP & _DOWN)
+        if left < 0:
             break
-        chosen.append(columns[at])
-        nbytes += sizes[at]
+        chosen.append(at)
+        nbytes += size
+    chosen.sort()  # the order of their sizes may change from block to block
     return chosen, nbytes
 
 
@@ -313,35 +320,42 @@ class _Planner:
         """deduplicated ones of the unit"""
 
     def fill(self, unit: Unit, columns: Sequence[ValueColumn], on_device: bool = False) -> None:
-        """Chunks for the unit's rows of these columns."""
-        first, last, small = unit.first, unit.last, []
+        """Chunks for these columns, which have just the unit's rows."""
+        rows, small = range(unit.first, unit.last), []
+        groups: list[Sequence[ValueColumn]] = []
+        """columns that share a chunk of all these rows"""
         self._here.clear()
-        rows = range(first, last)
         for column in columns:
-            if column.dedup and (left := self._apart(unit, column, first, last)) is not None:
+            if column.dedup and (left := self._apart(unit, column)) is not None:
                 if left:
-                    _add(unit, [column.take(left)], left, 0, on_device)
-            elif column.bytes_of(first, last) <= SHARED_COLUMN_BYTES:
+                    _add_cut(unit, column.take(left), [rows[row] for row in left], on_device)
+            elif column.nbytes <= SHARED_COLUMN_BYTES:
                 small.append(column)
+            elif column.nbytes <= CHUNK_BYTES:
+                groups.append([column])
             else:
-                _add(unit, [column], rows, first, on_device)
+                _add_cut(unit, column, rows, on_device)
         if small:
-            _add(unit, small, rows, first, on_device)
+            groups.append(small)
+        if groups:
+            _add(unit, groups, repeat(rows), on_device)
+        unit.nbytes = room_of(unit.chunks)
 
-    def _apart(self, unit: Unit, column: ValueColumn, first: int, last: int) -> list[int] | None:
-        """Give large values of these rows chunks of their own. Returns the rows that are left; None
-        where there is no large value."""
-        large = [row for row in range(first, last) if column.size_of(row) >= DEDUP_BYTES]
+    def _apart(self, unit: Unit, column: ValueColumn) -> list[int] | None:
+        """Give large values of this column chunks of their own. Returns the rows of the column that
+        are left; None where there is no large value."""
+        large = [row for row in range(column.count) if column.size_of(row) >= DEDUP_BYTES]
         if not large:
             return None
         users: dict[Chunk, list[int]] = {}
         for row in large:
-            users.setdefault(self._once(unit, chunk_of([column], row, row + 1)), []).append(row)
+            chunk = self._once(unit, chunk_of([column.part(row, row + 1)]))
+            users.setdefault(chunk, []).append(unit.first + row)
         for chunk, rows in users.items():
             at = [0] * len(rows) if len(rows) > 1 else None
             unit.pieces.append(Piece(chunk, (column.field,), rows, 0, at))
         apart = {*large}
-        return [row for row in range(first, last) if row not in apart]
+        return [row for row in range(column.count) if row not in apart]
 
     def _once(self, unit: Unit, chunk: Chunk) -> Chunk:
         """The chunk of these bytes: this one, or the one that has them already."""
@@ -353,7 +367,6 @@ class _Planner:
             found = chunk
         if found is chunk:
             unit.chunks.append(chunk)
-            unit.nbytes += chunk.space
         elif found not in self._here:
             unit.repeats.append(found)
         self._here.add(found)
@@ -361,7 +374,8 @@ class _Planner:
 
     def _digest(self, chunk: Chunk) -> bytes:
         """Of its bytes and its layout. The same memory is hashed once."""
-        buffers = chunk.columns[0].buffers(chunk.first, chunk.last)
+        (column,) = chunk.columns
+        buffers = column.buffers()
         memory = _memory(buffers[0]) if len(buffers) == 1 else None
         digest = None if memory is None else self._hashed.get(memory)
         if digest is None:
@@ -371,56 +385,57 @@ class _Planner:
             digest = hashing.digest()
             if memory is not None:
                 self._hashed[memory] = digest
-        return xxhash.xxh3_128_digest(
-            digest + lengths_of(chunk.columns, chunk.first, chunk.last) + chunk.layout
-        )
+        return xxhash.xxh3_128_digest(digest + column.lengths + chunk.layout)
+
+
+def _parts(columns: Sequence[ValueColumn], first: int, last: int) -> Sequence[ValueColumn]:
+    """These rows of the columns."""
+    if not columns or last - first == columns[0].count:
+        return columns
+    return [column.part(first, last) for column in columns]
 
 
 def _add(
-    unit: Unit, columns: Sequence[ValueColumn], rows: Sequence[int], first: int, on_device: bool
+    unit: Unit,
+    groups: Sequence[Sequence[ValueColumn]],
+    rows: Iterable[Sequence[int]],
+    on_device: bool,
 ) -> None:
-    """Chunks for these rows of the write, which are the rows from `first` on of the columns."""
-    last, start, fields = first + len(rows), first, fields_of(columns)
-    while start < last:
-        stop = last if len(columns) > 1 else _end(columns[0], start, last)
-        chunk = chunk_of(columns, start, stop, on_device)
-        unit.chunks.append(chunk)
-        unit.nbytes += chunk.space
-        unit.pieces.append(Piece(chunk, fields, rows[start - first : stop - first]))
-        start = stop
+    """A chunk for each of these groups of columns. rows: of each."""
+    chunks = [chunk_of(group, on_device) for group in groups]
+    unit.chunks += chunks
+    unit.pieces += map(Piece, chunks, map(fields_of, groups), rows)
 
 
-def _end(column: ValueColumn, first: int, last: int) -> int:
-    """How far the rows of a column go into one chunk."""
-    if column.bytes_of(first, last) <= CHUNK_BYTES:
-        return last
-    total = column.size_of(first)
-    for row in range(first + 1, last):
-        total += column.size_of(row)
-        if total > CHUNK_BYTES:
-            return row
-    return last
+def _add_cut(unit: Unit, column: ValueColumn, rows: Sequence[int], on_device: bool) -> None:
+    """As many chunks as a column of these rows needs."""
+    ends, nbytes = [0], 0
+    for row in range(column.count):
+        size = column.size_of(row)
+        if row > ends[-1] and nbytes + size > CHUNK_BYTES:
+            ends.append(row)
+            nbytes = 0
+        nbytes += size
+    spans = list(pairwise([*ends, column.count]))
+    parts = [[column.part(*span)] for span in spans]
+    _add(unit, parts, [rows[first:last] for first, last in spans], on_device)
 
 
 def fields_of(columns: Sequence[ValueColumn]) -> tuple[str, ...]:
-    return tuple([column.field for column in columns])
+    return tuple(map(_field, columns))
 
 
-def chunk_of(
-    columns: Sequence[ValueColumn], first: int, last: int, on_device: bool = False
-) -> Chunk:
-    """A chunk of these rows of the columns."""
-    specs = tuple([column.spec for column in columns])
-    width = 0 if on_device else sum([spec.width for spec in specs])
-    places, end = [], U4.itemsize * (last - first) * width
-    for column in columns:
-        start = layouts.aligned(end)
-        end = start + column.bytes_of(first, last)
-        places.append((start, end))
-    chunk = Chunk(columns, first, last, end, layouts.encode(specs), places)
+def chunk_of(columns: Sequence[ValueColumn], on_device: bool = False) -> Chunk:
+    """A chunk of these columns."""
+    head, beside = b"".join(map(_lengths, columns)), b""
     if on_device:
-        chunk.lengths = lengths_of(columns, first, last)
-    return chunk
+        head, beside = beside, head
+    end = len(head)
+    for column in columns:
+        end = (end + _UP & _DOWN) + column.nbytes
+    space = (end + _UP & _DOWN) or ALIGNMENT_BYTES
+    layout = layouts.encode(tuple(map(_spec, columns)))
+    return Chunk(columns, columns[0].count, end, space, layout, head, beside)
 
 
 def pieces_of(units: Sequence[Unit]) -> list[Piece]:
@@ -435,35 +450,33 @@ def pieces_of(units: Sequence[Unit]) -> list[Piece]:
             if fits or following.block == begin.block:
                 continue
         if unit.inline:
-            chunk, rows = (
-                _inline(unit.inline, begin.first, unit.last),
-                range(begin.first, unit.last),
-            )
-            pieces.append(Piece(chunk, fields_of(unit.inline), rows))
+            rows = range(begin.first, unit.last)
+            columns = _parts(unit.inline, begin.first, unit.last)
+            pieces.append(Piece(_inline(columns), fields_of(columns), rows))
         begin, nbytes = following or begin, 0
     return pieces
 
 
-def _inline(columns: Sequence[ValueColumn], first: int, last: int) -> Chunk:
-    chunk = chunk_of(columns, first, last)
-    chunk.data, chunk.is_inline = b"".join(chunk.image()), True
+def _inline(columns: Sequence[ValueColumn]) -> Chunk:
+    chunk = chunk_of(columns)
+    chunk.data = chunk.beside = b"".join(chunk.image())
+    chunk.is_inline = True
     return chunk
 
 
 def _of_rows(chunk: Chunk, rows: Sequence[int]) -> Chunk:
     """An inline chunk of just these rows of one: the shard keeps no others."""
     columns, data = [], chunk.data or b""
-    numbers = [chunk.first + row for row in rows]
-    for column, (start, _) in zip(chunk.columns, chunk.places, strict=True):
-        sizes = [column.size_of(row) for row in range(chunk.first, chunk.last)]
+    for column, start in chunk.places():
+        sizes = [column.size_of(row) for row in range(column.count)]
         ends = list(accumulate(sizes, initial=start))
-        source = [data[ends[row] : ends[row + 1]] for row in rows]
-        lengths = list(chain(*[column.lengths_of(row, row + 1) for row in numbers]))
+        source: list[Buffer] = [data[ends[row] : ends[row + 1]] for row in rows]
         sizes = list(map(len, source))
+        lengths = b"".join(map(column.lengths_of, rows))
         columns.append(
             ValueColumn(column.field, len(rows), column.spec, source, sum(sizes), sizes, lengths)
         )
-    return _inline(columns, 0, len(rows))
+    return _inline(columns)
 
 
 def select(pieces: Iterable[Piece], rows: Sequence[int]) -> list[Piece]:
@@ -505,16 +518,7 @@ def without(pieces: Iterable[Piece], fields: Collection[str]) -> list[Piece]:
 
 def chunks_of(pieces: Iterable[Piece]) -> list[Chunk]:
     """The chunks that these pieces are in, each once."""
-    return list(dict.fromkeys([piece.chunk for piece in pieces]))
-
-
-def lengths_of(columns: Sequence[ValueColumn], first: int, last: int) -> bytes:
-    """What a chunk says of these rows, column after column."""
-    lengths: list[int] = []
-    for column in columns:
-        width = column.spec.width
-        lengths += column.lengths[first * width : last * width]
-    return pack(f"<{len(lengths)}I", *lengths)
+    return list(dict.fromkeys(map(_chunk, pieces)))
 
 
 def _memory(source: Buffer) -> tuple[int, int]:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, repeat
 from operator import attrgetter
+from struct import error as StructError
+from struct import pack
 from typing import Any
 
 import msgspec
@@ -42,6 +44,7 @@ from dataplane.wire.arrays import (
 from dataplane.wire.layouts import OBJECT_ALIGNMENT_BYTES, OPEN, ColumnSpec
 from dataplane.wire.limits import MAX_FIELDS, MAX_NAME_BYTES
 from dataplane.wire.objects import Buffer
+from dataplane.wire.records import U4
 
 LARGE_ROW_BYTES = 4 << 10
 """Rows of at least this size are left where they are until the one copy, whatever their order."""
@@ -54,7 +57,7 @@ _TIMED_ROWS = 1_024
 _NUMBERS: dict[type, type[np.generic]] = {bool: np.bool_, int: np.int64, float: np.float64}
 _PADDING = [bytes(length) for length in range(OBJECT_ALIGNMENT_BYTES)]
 _dtype, _shape, _nbytes = attrgetter("dtype"), attrgetter("shape"), attrgetter("nbytes")
-_form = attrgetter("dtype", "strides")
+_form = attrgetter("__class__", "dtype", "strides")
 
 
 class ValueColumn(msgspec.Struct, eq=False):
@@ -62,8 +65,8 @@ class ValueColumn(msgspec.Struct, eq=False):
 
     source: an array [count, ...], or a buffer a row, or of objects a list of buffers a row. sizes:
     bytes of each row, or one number for all. lengths: what a chunk says of the rows before their
-    bytes, `spec.width` numbers a row. mixed: of arrays that are stored as objects, because they
-    differ in dtype or rank.
+    bytes, `spec.width` numbers (u4) a row. mixed: of arrays that are stored as objects, because
+    they differ in dtype or rank.
     """
 
     field: str
@@ -72,7 +75,7 @@ class ValueColumn(msgspec.Struct, eq=False):
     source: Array | list[Buffer]
     nbytes: int
     sizes: int | list[int]
-    lengths: list[int] = []
+    lengths: bytes = b""
     mixed: list[ArrayForm] = []
     dedup: bool = False
 
@@ -86,17 +89,35 @@ class ValueColumn(msgspec.Struct, eq=False):
     def size_of(self, row: int) -> int:
         return self.sizes if isinstance(self.sizes, int) else self.sizes[row]
 
-    def lengths_of(self, first: int, last: int) -> list[int]:
-        """What a chunk of these rows says of them."""
-        width = self.spec.width
-        return self.lengths[first * width : last * width]
+    def lengths_of(self, row: int) -> bytes:
+        """What a chunk says of this row."""
+        width = U4.itemsize * self.spec.width
+        return self.lengths[row * width : (row + 1) * width]
 
-    def buffers(self, first: int, last: int) -> list[Buffer]:
-        """What these rows are copied from, in order."""
-        source = self.source[first:last]
-        if isinstance(source, np.ndarray):
+    def buffers(self) -> list[Buffer]:
+        """What the rows are copied from, in order."""
+        source = self.source
+        if type(source) is not list:
             return [source]
         return list(chain.from_iterable(source)) if type(source[0]) is list else source
+
+    def part(self, first: int, last: int) -> ValueColumn:
+        """The rows from `first` to `last`."""
+        count, sizes, lengths = last - first, self.sizes, self.lengths
+        if count == self.count:
+            return self
+        if isinstance(sizes, int):
+            nbytes = sizes * count
+        else:
+            sizes = sizes[first:last]
+            nbytes = sum(sizes)
+        if lengths:
+            width = U4.itemsize * self.spec.width
+            lengths = lengths[first * width : last * width]
+        source = self.source[first:last]
+        return ValueColumn(
+            self.field, count, self.spec, source, nbytes, sizes, lengths, [], self.dedup
+        )
 
     def take(self, order: Sequence[int]) -> ValueColumn:
         """These rows, in this order. Large rows stay where they are."""
@@ -105,10 +126,7 @@ class ValueColumn(msgspec.Struct, eq=False):
             source = self.source[order]
         else:
             source = [self.source[row] for row in order]
-        lengths = self.lengths
-        if lengths:
-            width = self.spec.width
-            lengths = [n for row in order for n in lengths[row * width : (row + 1) * width]]
+        lengths = b"".join(map(self.lengths_of, order))
         sizes: int | list[int] = self.sizes
         if isinstance(sizes, int):
             nbytes = sizes * len(order)
@@ -153,36 +171,32 @@ def prepare(
     together. InvalidValue, with field and row, for a value that cannot travel or does not match the
     schema.
     """
-    columns, fields = by_name(columns), fields or {}
+    columns = by_name(columns)
     if not isinstance(columns, (dict, Mapping)):  # an ABC is slow to tell
         raise InvalidRows(
             "columns must be a mapping of field names to columns with one entry per row, "
             f"such as {{'tokens': [[1, 2], [3]]}}, not {columns!r:.60}"
         )
-    sized = {
-        checked_name(name): column if type(column) is list else _column(name, column)
-        for name, column in columns.items()
-    }
-    _check_length(sized, n, whose)
-    if len(sized) > MAX_FIELDS:
+    names, given = checked_names(tuple(columns)), list(columns.values())
+    if {*map(type, given)} != {list}:
+        given = list(map(_column, names, given))
+    _check_length(names, given, n, whose)
+    if len(names) > MAX_FIELDS:
         raise LimitExceeded(
-            f"this call has {len(sized)} fields, but a partition can have at most {MAX_FIELDS}: "
+            f"this call has {len(names)} fields, but a partition can have at most {MAX_FIELDS}: "
             "use fewer fields, for example by storing several values in one dict",
             limit=MAX_FIELDS,
         )
     for name in dedup:
-        if name not in sized:
+        if name not in names:
             raise FieldUnknown(
                 f"dedup= names field {name!r}, which is not in this put: list only fields that "
                 "this put writes"
             )
-    made = [
-        _values(name, column, check_time, fields.get(name), name in dedup)
-        for name, column in sized.items()
-    ]
-    for one in made:
-        if one.nbytes > MAX_LENGTH:
-            check_lengths(one)
+    forms = map((fields or {}).get, names)
+    made = list(map(_values, names, given, forms, repeat(check_time)))
+    for name in dedup:
+        made[names.index(name)].dedup = True
     if fields:
         schema.check(made, fields)
     return made
@@ -310,13 +324,20 @@ def checked_name(name: object) -> str:
     return name if type(name) is str else str.__str__(name)
 
 
-def _check_length(columns: dict[str, Sequence[Any] | Array], n: int | None, whose: str) -> None:
-    found = set(map(len, columns.values()))
-    if not found:
+@lru_cache(256)
+def checked_names(names: tuple[Any, ...]) -> tuple[str, ...]:
+    """The names of the fields of a call; see `checked_name`."""
+    return tuple(map(checked_name, names))
+
+
+def _check_length(
+    names: Sequence[str], columns: Sequence[Sequence[Any] | Array], n: int | None, whose: str
+) -> None:
+    if not columns:
         raise InvalidRows("the call has no fields to write: pass at least one")
-    expected = n if n is not None else len(next(iter(columns.values())))
-    if found != {expected}:
-        lengths = {name: len(column) for name, column in columns.items()}
+    expected = n if n is not None else len(columns[0])
+    if {*map(len, columns)} != {expected}:
+        lengths = dict(zip(names, map(len, columns), strict=True))
         told = ", ".join(f"{name}: {length}" for name, length in lengths.items())
         if n is None:
             what = f"the columns have different lengths ({told}): pass one entry per row for each "
@@ -401,48 +422,46 @@ class _JaggedRows(list[Array]):
 def _values(
     name: str,
     column: Sequence[Any] | Array,
-    check_time: Callable[[], object],
     form: str | None,
-    dedup: bool,
+    check_time: Callable[[], object],
 ) -> ValueColumn:
     if type(column) is not list and type(column) is not tuple:
         if isinstance(column, np.ndarray):
-            return _of_array(name, column, dedup)
+            return _of_array(name, column)
         if isinstance(column, _Rows):
-            return _of_arrays(name, column, dedup, loose=False)
+            return _of_arrays(name, column, loose=False)
         if isinstance(column, _JaggedRows):
-            return _of_arrays(name, column, dedup, column.axis)
+            return _of_arrays(name, column, column.axis)
     if form is not None and schema.parsed(form).shape == ():
         numbers = _of_flat(list(column))  # Python numbers stay such where nobody says a dtype
         if isinstance(numbers, np.ndarray):
-            return _of_array(name, numbers, dedup)
+            return _of_array(name, numbers)
+    first = type(column[0])
+    if first is np.ndarray and (vectors := _of_vectors(name, column)) is not None:
+        return vectors
     kinds = set(map(type, column))
-    only = type(column[0]) if len(kinds) == 1 else None
-    if only is np.ndarray:
-        found = _of_vectors(name, column, dedup)
-        if found is not None:
-            return found
-    elif only is bytes:
-        return _of_bytes(name, list(column), _BYTES, dedup)
+    only = first if len(kinds) == 1 else None
+    if only is bytes:
+        return _of_bytes(name, list(column), _BYTES)
     elif only is str and (texts := _encoded(column)) is not None:
-        return _of_bytes(name, texts, _TEXT, dedup)
+        return _of_bytes(name, texts, _TEXT)
     elif only in _NUMBERS or (only is not None and issubclass(only, np.generic)):
-        found = _of_scalars(name, column, only, dedup)
+        found = _of_scalars(name, column, only)
         if found is not None:
             return found
     check_time()
     rows = None if np.ndarray in kinds else objects.encode_many(column)
     if rows is not None:
-        return _of_heads(name, rows, _OBJECT, dedup)
+        return _of_heads(name, rows, _OBJECT)
     if ObjectValue in kinds:
         column = [v.value if type(v) is ObjectValue else v for v in column]
-        return _of_objects(name, column, dedup, check_time, _LOOSE_OBJECT)
+        return _of_objects(name, column, check_time, _LOOSE_OBJECT)
     if list in kinds:
         column = _without_flat_lists(column, schema.empty_dtype(form))
     arrays = _arrays(name, column)
     if arrays is not None:
-        return _of_vectors(name, arrays, dedup) or _of_arrays(name, arrays, dedup)
-    return _of_objects(name, column, dedup, check_time)
+        return _of_vectors(name, arrays) or _of_arrays(name, arrays)
+    return _of_objects(name, column, check_time)
 
 
 def _without_flat_lists(column: Sequence[Any], empty_dtype: np.dtype[Any]) -> list[Any]:
@@ -538,24 +557,23 @@ def spec_of(
 
 
 @lru_cache(4096)
-def _vectors(dtype: np.dtype[Any]) -> tuple[ColumnSpec | None, bool]:
-    """The spec of arrays of one dimension, None for a dtype that cannot travel, and whether they
-    are copied as they are."""
+def _vectors(dtype: np.dtype[Any]) -> tuple[ColumnSpec, tuple[Any, ...] | None, bool]:
+    """The spec of arrays of one dimension; the `_form` of those that are contiguous, None for a
+    dtype that cannot travel; and whether they are copied as they are."""
     if dtype_name(dtype) is None:
-        return None, False
+        return _OBJECT, None, False
     empty = np.empty(0, dtype)
-    return _array_spec(dtype, (OPEN,), True), raw(empty) is empty
+    form = np.ndarray, dtype, (dtype.itemsize,)
+    return _array_spec(dtype, (OPEN,), True), form, raw(empty) is empty
 
 
-def _of_array(name: str, array: Array, dedup: bool) -> ValueColumn:
+def _of_array(name: str, array: Array) -> ValueColumn:
     size = array.nbytes // len(array)
     spec = _array_spec(array.dtype, array.shape[1:], False)
-    return ValueColumn(name, len(array), spec, raw(array), array.nbytes, size, dedup=dedup)
+    return ValueColumn(name, len(array), spec, raw(array), array.nbytes, size)
 
 
-def _of_scalars(
-    name: str, column: Sequence[Any], kind: type[Any], dedup: bool
-) -> ValueColumn | None:
+def _of_scalars(name: str, column: Sequence[Any], kind: type[Any]) -> ValueColumn | None:
     """Return a column of Python numbers or NumPy scalars of one type. None if the values do not
     fit one dtype."""
     if kind in _NUMBERS:
@@ -573,53 +591,53 @@ def _of_scalars(
             return None
         numbers = np.frombuffer(b"".join(map(kind.tobytes, column)), np.uint8)
     spec = _scalar_spec(dtype, kind in _NUMBERS)
-    return ValueColumn(
-        *(name, len(column), spec, numbers.view(np.uint8).reshape(len(column), -1)),
-        *(numbers.nbytes, dtype.itemsize),
-        dedup=dedup,
-    )
+    source = numbers.view(np.uint8).reshape(len(column), -1)
+    return ValueColumn(name, len(column), spec, source, numbers.nbytes, dtype.itemsize)
 
 
-def _of_vectors(name: str, arrays: Sequence[Array], dedup: bool) -> ValueColumn | None:
+def _of_vectors(name: str, arrays: Sequence[Array]) -> ValueColumn | None:
     """Arrays of one dimension and one dtype, which most columns are; None where they are not."""
-    dtype = arrays[0].dtype
-    spec, is_raw = _vectors(dtype)
-    forms = list(map(_form, arrays))
-    if spec is None or forms.count((dtype, (dtype.itemsize,))) < len(forms):
+    spec, form, is_raw = _vectors(arrays[0].dtype)
+    try:
+        forms: list[Any] = list(map(_form, arrays))
+    except AttributeError:  # not an array
         return None
-    source, lengths = list(arrays if is_raw else map(raw, arrays)), list(map(len, arrays))
-    sizes = list(map(_nbytes, arrays))
-    return ValueColumn(name, len(source), spec, source, sum(sizes), sizes, lengths, dedup=dedup)
+    count = len(forms)
+    if forms.count(form) < count:
+        return None
+    source = list(arrays if is_raw else map(raw, arrays))
+    sizes, lengths = list(map(_nbytes, arrays)), lengths_of(name, list(map(len, arrays)))
+    return ValueColumn(name, count, spec, source, sum(sizes), sizes, lengths)
 
 
 def _of_arrays(
-    name: str, arrays: Sequence[Array], dedup: bool, ragged: int | None = None, loose: bool = True
+    name: str, arrays: Sequence[Array], ragged: int | None = None, loose: bool = True
 ) -> ValueColumn:
     """Arrays that were given one by one. ragged: an axis in which they may differ, if it is
     known. Arrays that differ in dtype or rank become objects."""
     shapes, dtypes = list(map(_shape, arrays)), list(map(_dtype, arrays))
     if len({*dtypes}) > 1 or len({*map(len, shapes)}) > 1:
         rows = [objects.encode(array) for array in arrays]
-        column = _of_rows(name, rows, _OBJECT, dedup)
+        column = _of_rows(name, rows, _OBJECT)
         column.mixed = list(zip(dtypes, shapes, strict=True))
         return column
     spec, lengths = spec_of(dtypes[0], shapes, loose, ragged)
     sizes = list(map(_nbytes, arrays))
     source = list(map(raw, arrays))
-    return ValueColumn(name, len(source), spec, source, sum(sizes), sizes, lengths, dedup=dedup)
+    return ValueColumn(
+        name, len(source), spec, source, sum(sizes), sizes, lengths_of(name, lengths)
+    )
 
 
-def _of_bytes(name: str, values: list[Buffer], spec: ColumnSpec, dedup: bool) -> ValueColumn:
+def _of_bytes(name: str, values: list[Buffer], spec: ColumnSpec) -> ValueColumn:
     """Texts or bytes."""
-    lengths = list(map(len, values))
-    nbytes = sum(lengths)
-    return ValueColumn(name, len(values), spec, values, nbytes, lengths, lengths, dedup=dedup)
+    sizes = list(map(len, values))
+    return ValueColumn(name, len(values), spec, values, sum(sizes), sizes, lengths_of(name, sizes))
 
 
 def _of_objects(
     name: str,
     column: Sequence[Any],
-    dedup: bool,
     check_time: Callable[[], object],
     spec: ColumnSpec = _OBJECT,
 ) -> ValueColumn:
@@ -632,35 +650,36 @@ def _of_objects(
         except (InvalidValue, LimitExceeded) as exc:
             exc.details.update(field=name, row=index)
             raise
-    return _of_rows(name, rows, spec, dedup)
+    return _of_rows(name, rows, spec)
 
 
-def _of_rows(name: str, rows: list[list[Buffer]], spec: ColumnSpec, dedup: bool) -> ValueColumn:
+def _of_rows(name: str, rows: list[list[Buffer]], spec: ColumnSpec) -> ValueColumn:
     """Rows of objects."""
     if max(map(len, rows)) == 1:
-        return _of_heads(name, [row[0] for row in rows], spec, dedup)
+        return _of_heads(name, [row[0] for row in rows], spec)
     lengths = [sum([memoryview(buffer).nbytes for buffer in row]) for row in rows]
     gaps = [-length % OBJECT_ALIGNMENT_BYTES for length in lengths]
     source = [[*row, _PADDING[gap]] for row, gap in zip(rows, gaps, strict=True)]
     sizes = [length + gap for length, gap in zip(lengths, gaps, strict=True)]
-    return ValueColumn(name, len(rows), spec, source, sum(sizes), sizes, lengths, dedup=dedup)
+    return ValueColumn(name, len(rows), spec, source, sum(sizes), sizes, lengths_of(name, lengths))
 
 
-def _of_heads(name: str, heads: list[bytes], spec: ColumnSpec, dedup: bool) -> ValueColumn:
+def _of_heads(name: str, heads: list[bytes], spec: ColumnSpec) -> ValueColumn:
     """Rows of objects without arrays."""
-    lengths = list(map(len, heads))
+    lengths = lengths_of(name, list(map(len, heads)))
     source: list[Buffer] = [head + _PADDING[-len(head) % OBJECT_ALIGNMENT_BYTES] for head in heads]
     sizes = list(map(len, source))
-    return ValueColumn(name, len(heads), spec, source, sum(sizes), sizes, lengths, dedup=dedup)
+    return ValueColumn(name, len(heads), spec, source, sum(sizes), sizes, lengths)
 
 
-def check_lengths(column: ValueColumn) -> None:
-    """LimitExceeded for a value of which a chunk cannot say how long it is."""
-    most = max(column.lengths, default=0)
-    if most > MAX_LENGTH:
+def lengths_of(field: str, lengths: Sequence[int]) -> bytes:
+    """The lengths as a chunk has them. LimitExceeded for one that a chunk cannot hold."""
+    try:
+        return pack(f"<{len(lengths)}I", *lengths)
+    except StructError:
         raise LimitExceeded(
-            f"field {column.field!r}: a value has length {most}, over the limit of {MAX_LENGTH}: "
+            f"field {field!r}: a value has length {max(lengths)}, over the limit of {MAX_LENGTH}: "
             "split it into several values",
-            field=column.field,
+            field=field,
             limit=MAX_LENGTH,
-        )
+        ) from None

@@ -34,33 +34,33 @@ def copy_chunks(chunks: Sequence[Chunk], writes: WriteMaps) -> None:
 def _copies(chunks: Sequence[Chunk], spaces: Sequence[Extent], writes: WriteMaps) -> Iterator[Copy]:
     """Small ones are carried out here; large ones are handed over. spaces: as `spaces_of` has
     them."""
-    following, base, end = iter(spaces), 0, 0
-    for chunk in chunks:
-        if not chunk.nbytes:
-            continue
-        while not base <= chunk.offset < end:
-            base, length = next(following)
-            space, end = memoryview(writes.view(base, length)), base + length  # type: ignore[arg-type]
-        memory = space[chunk.offset - base : chunk.offset - base + chunk.nbytes]
-        if chunk.nbytes < JOINED_BYTES or chunk.data is not None:
-            memory[:] = b"".join(chunk.image())
-        else:
-            yield from _copy_columns(memory, chunk)
+    following = iter(chunks)
+    for base, length in spaces:
+        space = memoryview(writes.view(base, length))  # type: ignore[arg-type]
+        at = 0
+        while at < length:
+            chunk = next(following)
+            nbytes = chunk.nbytes
+            if nbytes < JOINED_BYTES or chunk.data is not None:
+                space[at : at + nbytes] = b"".join(chunk.image())
+            else:
+                yield from _copy_columns(space[at : at + nbytes], chunk)
+            at += chunk.space
 
 
 def _copy_columns(memory: memoryview, chunk: Chunk) -> Iterator[Copy]:
-    head, first, last = chunk.head(), chunk.first, chunk.last
-    written = len(head)
-    memory[:written] = head
-    for column, (start, end) in zip(chunk.columns, chunk.places, strict=True):
+    written = len(chunk.head)
+    memory[:written] = chunk.head
+    for column, start in chunk.places():
+        end = start + column.nbytes
         memory[written:start] = bytes(start - written)
         written = end
-        rows, spec = column.source[first:last], column.spec
+        rows, spec = column.source, column.spec
         is_vectors = spec.kind == "array" and len(spec.shape) == 1 and type(rows) is list
-        if is_vectors and end - start < SHARED_BYTES * len(rows):
+        if is_vectors and column.nbytes < SHARED_BYTES * column.count:
             np.concatenate(rows, out=np.frombuffer(memory[start:end], rows[0].dtype))
         else:
-            yield from _copy(memory[start:end], column.buffers(first, last))
+            yield from _copy(memory[start:end], column.buffers())
 
 
 def _copy(memory: memoryview, buffers: list[Buffer]) -> Iterator[Copy]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from operator import attrgetter
+from types import NoneType
 from typing import Any
 
 import msgspec
@@ -23,8 +25,15 @@ from dataplane.wire.records import DIGEST, U4
 from dataplane.wire.tables import INLINE, Owner, Values
 
 Records = npt.NDArray[Any]
+_rows, _nbytes, _layout = attrgetter("rows"), attrgetter("nbytes"), attrgetter("layout")
+_beside, _offset, _digest = attrgetter("beside"), attrgetter("offset"), attrgetter("digest")
+_is_inline, _range = attrgetter("is_inline"), attrgetter("range")
+_chunk, _at = attrgetter("chunk"), attrgetter("at")
+_use = attrgetter("fields", "rows", "first", "at")
 CHUNK_COST_BYTES = 64
 """About what a chunk and its piece take in a message."""
+_FEW_PIECES = 64
+"""Messages of up to this many pieces tend to be alike."""
 
 
 class MessageValues(msgspec.Struct, eq=False):
@@ -54,48 +63,83 @@ class MessageValues(msgspec.Struct, eq=False):
 def values_of(owner: Owner, pieces: Sequence[Piece], base: int = 0) -> MessageValues:
     """What a message says of these pieces. owner: the peer of this host. base: the row of the
     write that is the first one of the message."""
-    own: list[Chunk] = []
-    shared: list[Chunk] = []
-    inline: list[Chunk] = []
-    for chunk in chunks_of(pieces):
-        (inline if chunk.is_inline else own if chunk.range is None else shared).append(chunk)
-    owners = [owner] if own or shared else []
-    layouts: dict[bytes, int] = {}
-    numbers: dict[Chunk, int] = {}
-    said: list[tables.Chunk] = []
-    for chunk in (*own, *shared, *inline):
-        numbers[chunk] = len(said)
-        layout = layouts.setdefault(chunk.layout, len(layouts))
-        size = chunk.rows, chunk.nbytes, layout
-        if chunk.is_inline:
-            said.append(tables.Chunk(len(owners), 0, *size, chunk.data or b""))
-            continue
-        name, offset = (0, chunk.offset) if chunk.range is None else (chunk.range, 0)
-        said.append(tables.Chunk(0, name, *size, chunk.lengths or b"", offset, chunk.digest))
-    if inline:
-        owners.append(INLINE)
-    fields: dict[str, int] = {}
-    parts: list[tables.Piece] = []
-    for piece in pieces:
-        mine = [-1 if f == UNUSED else fields.setdefault(f, len(fields)) for f in piece.fields]
-        at = b"" if piece.at is None else np.array(piece.at, U4).tobytes()
-        number, rows = numbers[piece.chunk], piece.rows
-        given = _every(len(rows)) if isinstance(rows, range) else _mask(rows)
-        parts.append(tables.Piece(number, mine, rows[0] - base, given, piece.first, at))
-    values = Values(list(fields), owners, list(layouts), said, parts)
-    copied_bytes = sum([chunk.nbytes for chunk in (*own, *inline)])
+    chunks = sorted(chunks_of(pieces), key=_is_inline)
+    placed = len(chunks) - sum(map(_is_inline, chunks))
+    own, inline = chunks[:placed], chunks[placed:]
+    shared = list(filter(_range, own))
+    if shared:
+        own = [chunk for chunk in own if chunk.range is None]
+        chunks = [*own, *shared, *inline]
+    numbers = dict(zip(chunks, range(len(chunks)), strict=True))
+    form = _form if _are_alike(pieces) else _form.__wrapped__
+    fields, layouts, said, owners, of_layouts = form(
+        tuple(map(_layout, chunks)),
+        tuple(map(_use, pieces)),
+        tuple(map(numbers.__getitem__, map(_chunk, pieces))),
+        placed,
+        base,
+    )
+    none = [0] * len(chunks)
+    names, offsets = none, none
+    if own:
+        offsets = [*map(_offset, own), *none[len(own) :]]
+    if shared:
+        names = [chunk.range or 0 for chunk in chunks]
+    every = map(
+        tables.Chunk,
+        owners,
+        names,
+        map(_rows, chunks),
+        map(_nbytes, chunks),
+        of_layouts,
+        map(_beside, chunks),
+        offsets,
+        map(_digest, chunks),
+    )
+    owner_of = ([owner] if placed else []) + ([INLINE] if inline else [])
+    values = Values(fields, owner_of, layouts, list(every), said)
+    copied_bytes = sum(map(_nbytes, own)) + sum(map(_nbytes, inline))
     return MessageValues(values, own, shared, copied_bytes)
 
 
-@lru_cache(1024)
-def _every(count: int) -> bytes:
-    """The mask of so many consecutive rows."""
-    return bytes_of(all_of(count))
+def _are_alike(pieces: Sequence[Piece]) -> bool:
+    """Whether other messages are likely to have pieces of the same form."""
+    return (
+        len(pieces) <= _FEW_PIECES
+        and {*map(type, map(_rows, pieces))} == {range}
+        and {*map(type, map(_at, pieces))} == {NoneType}
+    )
 
 
-def _mask(rows: Sequence[int]) -> bytes:
-    """The mask of these rows, counted from the first."""
-    return bytes_of(bits_of([row - rows[0] for row in rows]))
+@lru_cache(128)
+def _form(
+    layouts: tuple[bytes, ...],
+    uses: tuple[tuple[tuple[str, ...], Sequence[int], int, Sequence[int] | None], ...],
+    numbers: tuple[int, ...],
+    placed: int,
+    base: int,
+) -> tuple[list[str], list[bytes], list[tables.Piece], list[int], list[int]]:
+    """What messages have in common whose pieces differ in nothing but the bytes of their chunks:
+    the fields, the layouts, the pieces, and the owner and the layout of each chunk.
+
+    layouts: of each chunk. uses: what each piece says of a chunk. numbers: which chunk that is.
+    placed: how many chunks do not go with the message: the first ones. base: as for `values_of`."""
+    fields: dict[str, int] = {}
+    pieces: list[tables.Piece] = []
+    for number, (of_columns, rows, first, at) in zip(numbers, uses, strict=True):
+        mine = [-1 if f == UNUSED else fields.setdefault(f, len(fields)) for f in of_columns]
+        lowest = rows[0]
+        if isinstance(rows, range):
+            given = bytes_of(all_of(len(rows)))
+        else:
+            given = bytes_of(bits_of([row - lowest for row in rows]))
+        places = b"" if at is None else np.array(at, U4).tobytes()
+        pieces.append(tables.Piece(number, mine, lowest - base, given, first, places))
+    distinct: dict[bytes, int] = {}
+    of_layouts = [distinct.setdefault(layout, len(distinct)) for layout in layouts]
+    inline = len(layouts) - placed
+    owners = [0] * placed + [1 if placed else 0] * inline
+    return list(fields), list(distinct), pieces, owners, of_layouts
 
 
 def digests_of(chunks: Sequence[Chunk]) -> bytes:
@@ -105,8 +149,4 @@ def digests_of(chunks: Sequence[Chunk]) -> bytes:
 
 def message_bytes(chunks: Iterable[Chunk]) -> int:
     """About what these chunks add to a message."""
-    nbytes = 0
-    for chunk in chunks:
-        nbytes += CHUNK_COST_BYTES + (chunk.nbytes if chunk.is_inline else 0)
-        nbytes += len(chunk.lengths or b"")
-    return nbytes
+    return sum([CHUNK_COST_BYTES + len(chunk.beside) for chunk in chunks])

@@ -36,6 +36,7 @@ _SHOWN_GROUPS = 8
 _SCALARS = {bool, int, float, str, type(None)}
 _NO_COLUMN = (bytes, bytearray, memoryview, Mapping)
 """What can be iterated over, and is one value all the same."""
+_NAMES, _NAMES_OR_NONE = {str, int}, {str, int, type(None)}
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -94,7 +95,7 @@ def identify(
     if group is None:
         return identity
     group = _listed(group, "group")
-    if isinstance(group, str | int):
+    if isinstance(group, (str, int)):
         names = name_list(group, "group")
         identity.groups = [0] * n
         identity.group_keys, identity.group_names = hash_names(names), names
@@ -116,10 +117,14 @@ def check_groups(identity: Identity, group_size: int | None) -> None:
     GroupClosed for a group of more rows."""
     if group_size is None:
         return
-    counts = Counter(identity.groups or ())
-    alone = len(identity) if identity.groups is None else counts.pop(NO_GROUP, 0)
+    groups = identity.groups
+    alone = len(identity) if groups is None else groups.count(NO_GROUP)
     if alone and identity.names is None:
         raise without_group(alone, group_size)
+    if groups is None or len(groups) <= group_size:
+        return
+    counts = Counter(groups)
+    del counts[NO_GROUP]
     ((group, most),) = counts.most_common(1) or [(0, 0)]
     if most > group_size:
         name = identity.group_names[group]
@@ -156,7 +161,7 @@ def name_list(names: Any, what: str, or_none: bool = False, ordered: bool = True
     if ordered and isinstance(names, Set) and not isinstance(names, KeysView):
         raise InvalidRows(f"{what}= is a set, which has no order: pass a list with one id per row")
     names = _listed(names, what)
-    if isinstance(names, str | int):
+    if isinstance(names, (str, int)):
         found: list[Any] = [names]
     elif isinstance(names, Iterable) and not isinstance(names, _NO_COLUMN):
         found = [_scalar(name, what, at) for at, name in enumerate(names)]
@@ -165,7 +170,7 @@ def name_list(names: Any, what: str, or_none: bool = False, ordered: bool = True
             f"{what}={names!r:.80}: expected one id (a str or an int), or a list with one "
             "id per row"
         )
-    wrong = {type(n) for n in found} - ({str, int, type(None)} if or_none else {str, int})
+    wrong = {*map(type, found)} - (_NAMES_OR_NONE if or_none else _NAMES)
     if wrong:
         at = next(i for i, n in enumerate(found) if type(n) in wrong)
         raise InvalidRows(

@@ -20,6 +20,7 @@ from dataplane.errors import InvalidCall, InvalidValue, LimitExceeded, ProtocolE
 from dataplane.wire.arrays import dtype_of
 from dataplane.wire.layouts import OPEN, ColumnSpec
 from dataplane.wire.limits import MAX_FIELDS, MAX_RANK
+from dataplane.wire.records import U4
 
 if TYPE_CHECKING:
     from dataplane.client.write.columns import ValueColumn
@@ -156,7 +157,7 @@ def _first_wrong(form: FieldForm, column: ValueColumn) -> int | None:
 
 def _shape(column: ValueColumn, row: int) -> tuple[int, ...]:
     """Of a row of arrays."""
-    own = iter(column.lengths_of(row, row + 1))
+    own = iter(np.frombuffer(column.lengths_of(row), U4).tolist())
     return tuple([next(own) if length == OPEN else length for length in column.spec.shape])
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dataplane.client.deadline import Deadline
 from dataplane.client.write.chunks import Chunk
-from dataplane.client.write.columns import ValueColumn, check_lengths, checked_name, spec_of
+from dataplane.client.write.columns import ValueColumn, checked_name, lengths_of, spec_of
 from dataplane.errors import InvalidCall, InvalidRows
 from dataplane.gpu.device import Copy, Located
 from dataplane.memory.mapping import WriteMaps
@@ -104,9 +104,9 @@ def _rows(whole: Located) -> list[Located]:
 def _column(name: str, values: list[Located]) -> ValueColumn:
     spec, lengths = spec_of(values[0].dtype, [value.shape for value in values])
     sizes = [value.nbytes for value in values]
-    column = ValueColumn(name, len(values), spec, values, sum(sizes), sizes, lengths)
-    check_lengths(column)
-    return column
+    return ValueColumn(
+        name, len(values), spec, values, sum(sizes), sizes, lengths_of(name, lengths)
+    )
 
 
 class DeviceCopies:
@@ -122,9 +122,9 @@ class DeviceCopies:
         still use the chunks: keep this object until it does not."""
         copies: list[Copy] = []
         for chunk in self._chunks:
-            for column, (start, _) in zip(chunk.columns, chunk.places, strict=True):
+            for column, start in chunk.places():
                 target = chunk.offset + start
-                for value in column.source[chunk.first : chunk.last]:
+                for value in column.source:
                     address = self._address(target, value.nbytes)
                     copies.append((address, value.address, value.nbytes, value.stream))
                     target += value.nbytes

@@ -188,7 +188,7 @@ class PoolSpace(Space):
 
     # addresses outside, offsets in the pool inside
 
-    def _pieces(self, extents: Sequence[Extent]) -> list[Span]:
+    def _pieces(self, extents: Sequence[Extent]) -> list[Extent]:
         inside = [(start - self.base, length) for start, length in extents]
         if not all([0 <= start < self.size_bytes for start, _ in inside]):
             raise ProtocolError(

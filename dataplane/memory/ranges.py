@@ -29,6 +29,7 @@ POOL = 4
 """Times n, and added to the class of ranges whose bytes are in the n-th pool, from 1."""
 
 _SWEEP_ABOVE = 1024
+_NEW_IDS = 64
 _RAW = np.dtype((np.void, DIGEST.itemsize))
 _LAST_GENERATION = (1 << 32) - 1
 
@@ -59,21 +60,29 @@ class Ranges:
         """Add ranges with at least one reference each. Return their RANGE records."""
         self._births += 1
         self.live += len(stretches)
-        names, spare, births = array("I"), self._spare, self._births
+        if len(self._spare) < len(stretches):
+            self._grow(len(stretches))
+        names, spare, births = array("Q"), self._spare, self._births
         offsets, lengths, counted = self._offset, self._length, self._refs
         admissions, born, generations = self._admission, self._born, self._generation
         for (offset, length), count in zip(stretches, _each(refs), strict=False):
-            number = spare.pop() if spare else self._new()
-            offsets[number], lengths[number], counted[number] = offset, length, count
-            admissions[number], born[number] = admission, births
-            names.extend((number, generations[number]))
+            number = spare.pop()
+            offsets[number] = offset
+            lengths[number] = length
+            counted[number] = count
+            admissions[number] = admission
+            born[number] = births
+            names.append(number | generations[number] << 32)
         return np.frombuffer(names, RANGE)
 
-    def _new(self) -> int:
-        self._generation.append(1)
+    def _grow(self, least: int) -> None:
+        """Add at least so many ids. Some more at once are cheaper than one at a time."""
+        known = len(self._refs)
+        more = max(least, _NEW_IDS, known // 8)
+        self._generation.extend([1] * more)
         for column in (self._offset, self._length, self._refs, self._admission, self._born):
-            column.append(0)
-        return len(self._refs) - 1
+            column.frombytes(bytes(more * column.itemsize))
+        self._spare[:0] = range(known + more - 1, known - 1, -1)  # the lowest is used first
 
     def alive(self, ranges: Records) -> Mask:
         """Per record, whether that generation of that range still has references."""

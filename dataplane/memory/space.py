@@ -146,7 +146,8 @@ class Space:
         if known is None:
             return
         pieces = self._pieces(extents[extents["length"] > 0].tolist())
-        self._room.give_back(pieces, known.carve(pieces, Admission.OPEN))
+        taken = known.carve(pieces, Admission.OPEN)
+        self._room.give_back([(start, start + length) for start, length in pieces], taken)
 
     def give_back_all(self, holder: int) -> int:
         """Return everything granted to the holder; its pins stay. Return the bytes."""
@@ -170,16 +171,8 @@ class Space:
         holder would have too many separate stretches. Padding belongs to the range.
         """
         pieces = self._pieces(extents)
-        if not isinstance(refs, int) and len(refs) != len(pieces):
-            raise ProtocolError(
-                f"expected one reference count per written range, got {len(refs)} for "
-                f"{len(pieces)} ranges: install the same dataplane release everywhere"
-            )
-        if (refs if isinstance(refs, int) else refs.min(initial=1)) < 1:
-            raise ProtocolError(
-                "a written range has a reference count of 0: expected 1 "
-                "or more. Install the same dataplane release everywhere"
-            )
+        if not isinstance(refs, int):
+            self._check_counts(refs, len(pieces))
         taken = self._holder(holder).carve(pieces, admission)
         nbytes = sum(taken)
         if taken[admission] != nbytes:
@@ -187,7 +180,7 @@ class Space:
                 self.shares.discharge(granted_under, part)
             self.shares.charge(admission, nbytes)
         self._live_bytes[admission] += nbytes
-        return self._add([(start, end - start) for start, end in pieces], refs, admission)
+        return self._add(pieces, refs, admission)
 
     def for_copies(self, sizes: Bytes) -> tuple[Bytes, Records] | None:
         """Allocate adjacent ranges that the peer itself writes, with one reference each. Return
@@ -411,9 +404,22 @@ class Space:
     def _bytes_of(self, ranges: Records) -> int:
         return int(self.ranges.extents(ranges)["length"].sum())
 
-    def _pieces(self, extents: Sequence[Extent]) -> list[Span]:
+    @staticmethod
+    def _check_counts(refs: npt.NDArray[np.integer], ranges: int) -> None:
+        if len(refs) != ranges:
+            raise ProtocolError(
+                f"expected one reference count per written range, got {len(refs)} for "
+                f"{ranges} ranges: install the same dataplane release everywhere"
+            )
+        if refs.min(initial=1) < 1:
+            raise ProtocolError(
+                "a written range has a reference count of 0: expected 1 "
+                "or more. Install the same dataplane release everywhere"
+            )
+
+    def _pieces(self, extents: Sequence[Extent]) -> list[Extent]:
         """Extents that a client named, padded, checked to be in the arena."""
-        pieces, size = list[Span](), self.size_bytes
+        pieces, size = list[Extent](), self.size_bytes
         for start, length in extents:
             if start >= size or length > size or start % ALIGNMENT_BYTES:
                 raise ProtocolError(
@@ -422,7 +428,7 @@ class Space:
                     f"offset is not a multiple of {ALIGNMENT_BYTES}: install the same dataplane "
                     "release everywhere"
                 )
-            pieces.append((start, start + (length + -length % ALIGNMENT_BYTES or ALIGNMENT_BYTES)))
+            pieces.append((start, length + -length % ALIGNMENT_BYTES or ALIGNMENT_BYTES))
         return pieces
 
     def _grant(self, holder: int, admission: int, pieces: list[Span]) -> Records:
@@ -486,7 +492,7 @@ class Holder:
                 starts.insert(at, start)
                 ends.insert(at, end)
 
-    def carve(self, pieces: Sequence[Span], admission: int) -> list[int]:
+    def carve(self, pieces: Sequence[Extent], admission: int) -> list[int]:
         """Take pieces out of the grants. Return the bytes per class that they were granted under.
 
         `admission` is used up first. Raises ProtocolError, and takes nothing, unless every piece
@@ -494,18 +500,23 @@ class Holder:
         would be left. Takes O(log n) per piece, and copies the n stretches at most once.
         """
         starts, ends = self._starts, self._ends
-        joined, last = list[Span](), -1  # most pieces are neighbours
-        for start, end in sorted(pieces):
-            if start < last:
+        joined, nbytes = list[Span](), 0
+        begin = end = -1
+        for start, length in sorted(pieces):
+            nbytes += length
+            if start == end:  # most pieces are neighbours
+                end += length
+                continue
+            if start < end:
                 raise ProtocolError(
                     f"two of the {len(pieces)} pieces of the arena in this message overlap: "
                     "install the same dataplane release everywhere"
                 )
-            if start == last:
-                joined[-1] = joined[-1][0], end
-            else:
-                joined.append((start, end))
-            last = end
+            if end >= 0:
+                joined.append((begin, end))
+            begin, end = start, start + length
+        if end >= 0:
+            joined.append((begin, end))
         # What is left of the stretches from `first` to `at`, all of which are replaced at once:
         # one insertion per piece would move all later stretches each time.
         left_starts, left_ends = list[int](), list[int]()
@@ -539,7 +550,7 @@ class Holder:
                 left_ends.append(ends[at])
             self.check(len(left_starts) - (at + 1 - first))
             starts[first : at + 1], ends[first : at + 1] = left_starts, left_ends
-        return self._uncharge(sum([end - start for start, end in joined]), admission)
+        return self._uncharge(nbytes, admission)
 
     def check(self, more: int) -> None:
         """Raise LimitExceeded if so many more stretches would be too many."""

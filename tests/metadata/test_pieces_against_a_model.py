@@ -297,8 +297,8 @@ def test_rows_arrive_as_they_left(data: st.DataObject) -> None:
     raw = msgspec.msgpack.encode(values)
     arrived = msgspec.msgpack.decode(raw, type=wire.Values)
     rows = 1 + max([row for row, _ in expected], default=0)
-    block = values_in(arrived, rows, lambda owner, number: None).block
-    placed = values_in(arrived, rows, lambda owner, number: None).pieces
+    block = values_in(arrived, rows, {}).block
+    placed = values_in(arrived, rows, {}).pieces
     assert len(split(placed, new_blocks([range(rows)]))[0].parts) == len(block.parts)
     assert {cell: at[1:] for cell, at in expected.items()} == {
         cell: at[1:]
@@ -306,8 +306,10 @@ def test_rows_arrive_as_they_left(data: st.DataObject) -> None:
     }
     named = {(one.owner, one.number) for one in block.chunks if one.number}
     assert len(named) == len([one for one in block.chunks if one.number])
-    here = {(one.owner, one.number): one for one in block.chunks}
-    again = values_in(arrived, rows, lambda *name: here.get(name)).pieces
+    here: dict[wire.Owner, dict[int, Chunk]] = {}
+    for one in block.chunks:
+        here.setdefault(one.owner, {})[one.number] = one
+    again = values_in(arrived, rows, here).pieces
     assert {id(one.chunk) for one in again if one.chunk.number} <= set(map(id, block.chunks))
 
 
@@ -330,7 +332,7 @@ def test_what_does_not_fit_is_a_typed_error(data: st.DataObject) -> None:
             table.append(data.draw(st.sampled_from(["a", "", "x" * 600])))
     try:
         arrived = msgspec.convert(told, wire.Values)
-        placed = values_in(arrived, count, lambda owner, number: None).pieces
+        placed = values_in(arrived, count, {}).pieces
     except (DataplaneError, msgspec.ValidationError):
         return
     block = split(placed, new_blocks([range(count)]))[0]

@@ -125,7 +125,7 @@ class State:
         self.closed_groups = 0
         self.losses = LostNames()
         self.producers = Producers()
-        self.released: list[tuple[Owner, int]] = []
+        self.released: dict[Owner, list[int]] = {}
         """references that went, for their owners to be told"""
         self.peers: set[str] = set()
         """where values have been"""
@@ -250,10 +250,11 @@ class State:
 
     # fields
 
-    def check_fields(self, names: Iterable[str], stage: str | None = None) -> None:
+    def check_fields(self, names: Sequence[str], stage: str | None = None) -> None:
         """Raise unless the partition may have these fields too. stage: the stage that adds
         progress of these fields."""
-        names = list(names)
+        if stage is None and all(map(self.fields.get, names)):
+            return
         if wrong := next((name for name in names if PROGRESS in name), None):
             raise InvalidRows(
                 f"field name {wrong[:40]!r} contains {PROGRESS!r}, which is reserved for "
@@ -280,53 +281,63 @@ class State:
         self, values: wire.Values, rows: int, most_chunks: int = MAX_CHUNKS_PER_MESSAGE
     ) -> IncomingValues:
         """Check the values of a message about this many rows, and change nothing."""
-        return values_in(values, rows, self.chunk, most_chunks)
+        return values_in(values, rows, self._chunks, most_chunks)
 
     def hold(self, arrived: IncomingValues) -> None:
         """Hold the chunks of a message that is being applied, until `settled`, so that none is
         freed while it moves from one block to another."""
-        for chunk, known in zip(arrived.chunks, arrived.known, strict=True):
-            if known:
-                self._use(chunk)
+        if arrived.known:
+            self._use(arrived.known)
 
     def settled(self, arrived: IncomingValues) -> None:
         """End the application of a message: its chunks are used, or released."""
-        for chunk, known in zip(arrived.chunks, arrived.known, strict=True):
-            if known:  # the shard had a reference, and needs no other
-                self.released.append((chunk.owner, chunk.number))
-                self._let_go(chunk)
-            elif chunk.number and not chunk.uses:  # no row takes it
-                self.released.append((chunk.owner, chunk.number))
+        for chunk in arrived.chunks:
+            if not chunk.uses and chunk.number:  # no row takes it
+                self._release(chunk)
+        if arrived.known:
+            for chunk in arrived.known:  # the shard had a reference, and needs no other
+                self._release(chunk)
+            self._let_go(arrived.known)
 
     def _count_uses(self, before: Pieces, after: Pieces) -> None:
         """The values of a block change. What no block uses any more is let go."""
         old, new = before.chunks, after.chunks
-        kept = set(old).intersection(new) if old and new else ()
-        for chunk in new:
-            if chunk not in kept:
-                self._use(chunk)
-        for chunk in old:
-            if chunk not in kept:
-                self._let_go(chunk)
+        if new[: len(old)] == old:  # most often, values are added
+            self._use(new[len(old) :])
+            return
+        kept = {*old}.intersection(new)
+        self._use([chunk for chunk in new if chunk not in kept])
+        self._let_go([chunk for chunk in old if chunk not in kept])
 
-    def _use(self, chunk: Chunk) -> None:
-        if not chunk.uses:
-            self.inline_bytes += len(chunk.inline)
-            if chunk.number:
-                self._name(chunk)
-        chunk.uses += 1
+    def _use(self, chunks: Iterable[Chunk]) -> None:
+        for chunk in chunks:
+            if not chunk.uses:
+                if chunk.inline:
+                    self.inline_bytes += len(chunk.inline)
+                if chunk.number:
+                    self._name(chunk)
+            chunk.uses += 1
 
-    def _let_go(self, chunk: Chunk) -> None:
-        chunk.uses -= 1
-        if not chunk.uses:
-            self.inline_bytes -= len(chunk.inline)
-            if chunk.number:
-                self._unname(chunk)
-                self.released.append((chunk.owner, chunk.number))
+    def _let_go(self, chunks: Iterable[Chunk]) -> None:
+        for chunk in chunks:
+            chunk.uses -= 1
+            if not chunk.uses:
+                if chunk.inline:
+                    self.inline_bytes -= len(chunk.inline)
+                if chunk.number:
+                    self._unname(chunk)
+                    self._release(chunk)
+
+    def _release(self, chunk: Chunk) -> None:
+        """Collect a reference that went."""
+        self.released.setdefault(chunk.owner, []).append(chunk.number)
 
     def _name(self, chunk: Chunk) -> None:
-        self._chunks.setdefault(chunk.owner, {})[chunk.number] = chunk
-        self.peers.add(chunk.owner.peer)
+        mine = self._chunks.get(chunk.owner)
+        if mine is None:
+            mine = self._chunks[chunk.owner] = {}
+            self.peers.add(chunk.owner.peer)
+        mine[chunk.number] = chunk
 
     def _unname(self, chunk: Chunk) -> None:
         mine = self._chunks[chunk.owner]
@@ -426,7 +437,7 @@ class State:
 
     def forget_owner(self, owner: Owner) -> None:
         """Discard collected references to chunks of a peer that is gone."""
-        self.released = [one for one in self.released if one[0] != owner]
+        self.released.pop(owner, None)
 
     def move_chunks(self, old: Owner, numbers: Mapping[int, int], new: Owner) -> list[int]:
         """Move chunks from one owner to another. Return which were moved. The old references are
@@ -448,7 +459,7 @@ class State:
             if self.images is not None:
                 self.images.keep_chunk(chunk)
             self._unname(chunk)
-            self.released.append((old, chunk.number))
+            self._release(chunk)
             moved.append(chunk.number)
             chunk.owner, chunk.number = new, there
             self._name(chunk)
@@ -525,7 +536,9 @@ class State:
         self.change(block, found)
         return kept
 
-    def _note_fields(self, fields: Iterable[str]) -> None:
+    def _note_fields(self, fields: Sequence[str]) -> None:
+        if all(map(self.fields.get, fields)):
+            return
         for field in fields:
             if PROGRESS in field:
                 self.progress.add(field)

@@ -7,7 +7,8 @@ either raises a typed error and changes nothing, or is applied whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -331,7 +332,7 @@ class Store(State):
 
     def holdings(self) -> list[tuple[Owner, Array, Array]]:
         """Every current reference: per owner RANGE records and a u4 count for each."""
-        return _by_owner((chunk.owner, chunk.number) for chunk in self.chunks)
+        return [(owner, *_counted([*mine])) for owner, mine in self._chunks.items()]
 
     def named(self, owner: Owner) -> tuple[Array, Array]:
         """The chunks of an owner that rows use: RANGE, and u8 sizes."""
@@ -342,8 +343,8 @@ class Store(State):
 
     def freed(self) -> list[tuple[Owner, Array, Array]]:
         """Drain the released references: per owner RANGE records and a u4 count for each."""
-        released, self.released = self.released, []
-        return _by_owner(released) if released else []
+        released, self.released = self.released, {}
+        return [(owner, *_counted(numbers)) for owner, numbers in released.items()]
 
     def restore(self, op: Restore) -> None:
         """Store rows and groups of a checkpoint, even in a sealed partition. Raises
@@ -396,15 +397,12 @@ CHANGES: dict[type[Body], Callable[[Store, Any], Any]] = {
 """What clients ask for in the words in which a backup is told of it."""
 
 
-def _by_owner(names: Iterable[tuple[Owner, int]]) -> list[tuple[Owner, Array, Array]]:
-    found: dict[Owner, dict[int, int]] = {}
-    for owner, number in names:
-        many = found.setdefault(owner, {})
-        many[number] = many.get(number, 0) + 1
-    return [
-        (owner, ranges_of(np.array(list(many), U8)), np.array(list(many.values()), U4))
-        for owner, many in found.items()
-    ]
+def _counted(numbers: list[int]) -> tuple[Array, Array]:
+    """Distinct RANGE records of these chunks, and how often each is there."""
+    if len(set(numbers)) == len(numbers):
+        return ranges_of(np.array(numbers, U8)), np.ones(len(numbers), U4)
+    many = Counter(numbers)
+    return ranges_of(np.array([*many], U8)), np.array([*many.values()], U4)
 
 
 def check_definition(partition: str, definition: Definition) -> None:

@@ -35,7 +35,7 @@ class KeyRun(msgspec.Struct, frozen=True, gc=False):
 
     def __iter__(self) -> Iterator[bytes]:
         last = islice(_LAST_BYTES, self.start, self.start + self.count)
-        return (self.prefix + one for one in last)
+        return map(self.prefix.__add__, last)
 
     def index(self, key: bytes) -> int:
         """The place of a key that is one of these."""

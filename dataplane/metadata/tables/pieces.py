@@ -93,15 +93,21 @@ def with_chunks(pieces: Iterable[Piece[int]], chunks: Sequence[Chunk]) -> list[P
     ]
 
 
+SHARED_STAGES = 16
+"""The stages of which a shape remembers which rows have their fields."""
+
+
 class BlockShape(msgspec.Struct, frozen=True, gc=False, eq=False):
     """Which rows of a block have which fields, and where in its chunks. Compares by identity: made
     by `shape_of`. live: by field, the rows that have it. nbytes: about what the pieces of a block
-    and its chunks take, without what is inline."""
+    and its chunks take, without what is inline. having: of some stages, by their fields, the rows
+    that have all of them."""
 
     count: int
     pieces: tuple[Piece[int], ...]
     live: dict[str, int]
     nbytes: int
+    having: dict[tuple[str, ...], int] = {}
 
 
 def shape_of(count: int, pieces: tuple[Piece[int], ...]) -> BlockShape:
@@ -175,9 +181,15 @@ class Pieces(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     def having(self, fields: Iterable[str]) -> int:
         """The rows that have all of these fields."""
-        bits, live = all_of(self.shape.count), self.shape.live
-        for field in fields:
-            bits &= live.get(field, 0)
+        key, shape = tuple(fields), self.shape
+        bits = shape.having.get(key)
+        if bits is None:
+            bits = all_of(shape.count)
+            for field in key:
+                bits &= shape.live.get(field, 0)
+            if len(shape.having) == SHARED_STAGES:
+                shape.having.clear()
+            shape.having[key] = bits
         return bits
 
     def inside(self, chunks: Iterable[Chunk]) -> dict[str, int]:

@@ -7,10 +7,9 @@ error before anything is changed. Layouts and the bytes of chunks pass through u
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from operator import gt
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -48,8 +47,9 @@ _PIECE_BYTES, _CHUNK_BYTES = 32, 48
 _Same = TypeVar("_Same", Owner, bytes)
 _NO_VALUES = wire.Values()
 _NO_NAMES: Mapping[Chunk, tuple[Owner, int]] = {}
-Known = Callable[[Owner, int], Chunk | None]
-"""The chunk that a shard has under this name."""
+Known = Mapping[Owner, Mapping[int, Chunk]]
+"""The chunks that a shard has, by owner and number."""
+_NOTHING: Mapping[int, Chunk] = {}
 SHARED_BYTES, SHARED_CHUNKS, SHARED_ROWS = 1_024, 64, 1_024
 """What a message brings is looked up only if its encoded pieces, the names of its fields, its
 chunks and its rows are no more: larger ones hardly repeat, and would fill the memory."""
@@ -89,7 +89,8 @@ class MessageShape(msgspec.Struct, gc=False, eq=False):
     """The part of a message that other messages share, which differ from it only in their chunks.
 
     rows: by field, the rows that have it. used: by number of the chunk, how many columns its pieces
-    name; 0 if its pieces disagree. shares: by chunk, the share of its rows that pieces name.
+    name; 0 if its pieces disagree. uses_all: `used` has all chunks of the message, in their order.
+    shares: by chunk, the share of its rows that pieces name.
     """
 
     count: int
@@ -97,6 +98,7 @@ class MessageShape(msgspec.Struct, gc=False, eq=False):
     pieces: tuple[Piece[int], ...]
     rows: dict[str, int]
     used: dict[int, int]
+    uses_all: bool = True
     shares: list[float] = []
     _block: BlockShape | None = None
     _runs: dict[str, list[MessageRun]] = {}
@@ -162,12 +164,12 @@ def _without_gaps(placed: list[tuple[int, MessageRun]], count: int) -> list[Mess
 
 
 class IncomingValues(NamedTuple):
-    """The values of a message, checked. chunks: all of them. known: of each, whether the shard had
-    it before."""
+    """The values of a message, checked. chunks: all of them. known: those of them that the shard
+    had before."""
 
     shape: MessageShape
     chunks: list[Chunk]
-    known: list[bool]
+    known: list[Chunk]
 
     @property
     def fields(self) -> list[str]:
@@ -182,12 +184,18 @@ class IncomingValues(NamedTuple):
     @property
     def block(self) -> Pieces:
         """The values of a block that has all rows of the message."""
-        return Pieces(self.shape.block, tuple([self.chunks[n] for n in self.shape.used]))
+        return Pieces(self.shape.block, tuple(self.used))
 
     @property
     def nbytes(self) -> int:
         """Of all chunks that it brought to the rows."""
-        return sum([self.chunks[n].nbytes for n in self.shape.used])
+        return sum([chunk.nbytes for chunk in self.used])
+
+    @property
+    def used(self) -> list[Chunk]:
+        """The chunks of its pieces."""
+        shape, chunks = self.shape, self.chunks
+        return chunks if shape.uses_all else [chunks[n] for n in shape.used]
 
 
 def values_in(
@@ -201,8 +209,8 @@ def values_in(
     if values == _NO_VALUES:
         return IncomingValues(MessageShape(rows, (), (), {}, {}), [], [])
     check_sizes(values, most)
-    chunks = _chunks_in(values, known)
-    return IncomingValues(shape_in(values, rows), chunks, [one.uses > 0 for one in chunks])
+    chunks, before = _chunks_in(values, known)
+    return IncomingValues(shape_in(values, rows), chunks, before)
 
 
 def shape_in(values: wire.Values, rows: int) -> MessageShape:
@@ -233,33 +241,19 @@ def _shape_in(
         if used.setdefault(one.chunk, len(one.fields)) != len(one.fields):
             used[one.chunk] = 0
         shares[one.chunk] += one.given.bit_count() / chunk_rows[one.chunk]
-    return MessageShape(rows, fields, tuple(placed), rows_by_field(placed), used, shares)
+    uses_all = [*used] == [*range(len(chunk_rows))]
+    return MessageShape(rows, fields, tuple(placed), rows_by_field(placed), used, uses_all, shares)
 
 
 def check_sizes(values: wire.Values, most_chunks: int = MAX_CHUNKS_PER_MESSAGE) -> None:
     """LimitExceeded where a message describes more than it may."""
-    counts = [
-        len(values.fields),
-        len(values.chunks),
-        len(values.pieces),
-        len(values.layouts),
-        len(values.owners),
-    ]
-    limits = [
-        MAX_FIELDS,
-        most_chunks,
-        MAX_PIECES_PER_MESSAGE,
-        MAX_CHUNKS_PER_MESSAGE,
-        MAX_CHUNKS_PER_MESSAGE,
-    ]
-    if any(map(gt, counts, limits)):
-        names = "fields", "chunks", "pieces", "layouts", "owners"
-        over = [one for one in zip(names, counts, limits, strict=True) if one[1] > one[2]]
-        what, given, most = over[0]
-        raise LimitExceeded(
-            f"the message has {given} {what}, over the limit of {most}: write fewer rows per call",
-            limit=most,
-        )
+    if (
+        len(values.fields) > MAX_FIELDS
+        or len(values.chunks) > most_chunks
+        or len(values.pieces) > MAX_PIECES_PER_MESSAGE
+        or max(len(values.layouts), len(values.owners)) > MAX_CHUNKS_PER_MESSAGE
+    ):
+        raise _too_many(values, most_chunks)
     largest = max(map(len, values.layouts), default=0)
     if largest > MAX_LAYOUT_BYTES:
         raise LimitExceeded(
@@ -267,6 +261,22 @@ def check_sizes(values: wire.Values, most_chunks: int = MAX_CHUNKS_PER_MESSAGE) 
             "write fewer fields per call",
             limit=MAX_LAYOUT_BYTES,
         )
+
+
+def _too_many(values: wire.Values, most_chunks: int) -> LimitExceeded:
+    """Which part of a message is too large."""
+    sizes = [
+        ("fields", len(values.fields), MAX_FIELDS),
+        ("chunks", len(values.chunks), most_chunks),
+        ("pieces", len(values.pieces), MAX_PIECES_PER_MESSAGE),
+        ("layouts", len(values.layouts), MAX_CHUNKS_PER_MESSAGE),
+        ("owners", len(values.owners), MAX_CHUNKS_PER_MESSAGE),
+    ]
+    what, given, most = next(one for one in sizes if one[1] > one[2])
+    return LimitExceeded(
+        f"the message has {given} {what}, over the limit of {most}: write fewer rows per call",
+        limit=most,
+    )
 
 
 def check_owners(values: wire.Values) -> None:
@@ -302,59 +312,68 @@ def _check_fields(fields: Sequence[str]) -> None:
             )
 
 
-def _chunks_in(values: wire.Values, known: Known) -> list[Chunk]:
+def _chunks_in(values: wire.Values, known: Known) -> tuple[list[Chunk], list[Chunk]]:
+    """The chunks of a message, and those of them that the shard has already."""
     owners = [_shared(owner) for owner in values.owners]
     layouts = [_shared(layout) for layout in values.layouts]
-    many_owners, many_layouts = len(owners), len(layouts)
-    chunks, named = list[Chunk](), set[tuple[Owner, int]]()
+    there = [None if owner == INLINE else known.get(owner, _NOTHING) for owner in owners]
+    chunks, before = list[Chunk](), list[Chunk]()
     for one in values.chunks:
-        number, rows, inline = one.number, one.rows, one.inline
-        nbytes = _same_size(one.nbytes)
+        at, number, rows, nbytes = one.owner, one.number, one.rows, one.nbytes
         if not (
-            0 <= one.owner < many_owners
-            and 0 <= one.layout < many_layouts
+            0 <= at < len(owners)
+            and 0 <= one.layout < len(layouts)
             and 0 <= rows <= MAX_ROWS_PER_MESSAGE
             and nbytes >= 0
         ):
             raise _invalid(one, values)
-        owner, layout = owners[one.owner], layouts[one.layout]
-        if owner == INLINE:
-            if number or len(inline) != nbytes:
+        mine = there[at]
+        if mine is None:
+            if number or len(one.inline) != nbytes:
                 raise ProtocolError(
                     f"invalid inline chunk: expected {nbytes} bytes and no chunk number, "
-                    f"got {len(inline)} bytes and number {number}. Install the same dataplane "
+                    f"got {len(one.inline)} bytes and number {number}. Install the same dataplane "
                     "release everywhere"
                 )
-            chunks.append(Chunk(owner, 0, rows, nbytes, layout, inline))
-            continue
-        name = owner, number
-        if number < 1:
+        elif number < 1:
             raise ProtocolError(
                 f"invalid chunk number {number}: expected 1 or more. "
                 "Install the same dataplane release everywhere"
             )
-        if name in named:
-            raise ProtocolError(
-                f"expected each chunk once in the message, got chunk {number} of peer "
-                f"{owner.peer} twice: install the same dataplane release everywhere"
-            )
-        found = known(owner, number)
-        if found is None:
-            found = Chunk(owner, number, rows, nbytes, layout, inline)
-        elif (found.rows, found.nbytes, found.layout, found.inline) != (
-            rows,
-            nbytes,
-            layout,
-            inline,
-        ):
-            raise ProtocolError(
-                f"chunk {number} of peer {owner.peer} differs from the stored chunk: "
-                f"expected {found.rows} rows and {found.nbytes} bytes, got {rows} rows "
-                f"and {nbytes} bytes. Install the same dataplane release everywhere"
-            )
-        named.add(name)
-        chunks.append(found)
-    return chunks
+        elif (found := mine.get(number)) is not None:
+            _check_same(found, one, layouts[one.layout])
+            chunks.append(found)
+            before.append(found)
+            continue
+        size = _same_size(nbytes)
+        chunks.append(Chunk(owners[at], number, rows, size, layouts[one.layout], one.inline))
+    numbers = [one.number for one in chunks if one.number]
+    if len(set(numbers)) < len(numbers):
+        _check_distinct(chunks)
+    return chunks, before
+
+
+def _check_same(found: Chunk, one: wire.Chunk, layout: bytes) -> None:
+    """ProtocolError unless a message describes a chunk as the shard has it."""
+    has = found.rows, found.nbytes, found.layout, found.inline
+    if has != (one.rows, one.nbytes, layout, one.inline):
+        raise ProtocolError(
+            f"chunk {one.number} of peer {found.owner.peer} differs from the stored chunk: "
+            f"expected {found.rows} rows and {found.nbytes} bytes, got {one.rows} rows "
+            f"and {one.nbytes} bytes. Install the same dataplane release everywhere"
+        )
+
+
+def _check_distinct(chunks: Iterable[Chunk]) -> None:
+    """ProtocolError if a message has a chunk twice. Chunks of different owners may have the same
+    number."""
+    names = Counter([(one.owner, one.number) for one in chunks if one.number])
+    (owner, number), times = names.most_common(1)[0]
+    if times > 1:
+        raise ProtocolError(
+            f"expected each chunk once in the message, got chunk {number} of peer "
+            f"{owner.peer} twice: install the same dataplane release everywhere"
+        )
 
 
 def _invalid(one: wire.Chunk, values: wire.Values) -> ProtocolError:

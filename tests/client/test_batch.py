@@ -18,6 +18,7 @@ from dataplane.wire.frames import encode
 from dataplane.wire.messages import (
     Body,
     Claim,
+    Done,
     Failed,
     Fetch,
     Fetched,
@@ -317,6 +318,50 @@ def test_an_ack_in_doubt_is_settled_within_the_time_of_the_next(
     batch.ack()
     _, again, second = peer.requests_of(Finish)
     assert time_between(again, second) >= SLOW_S
+
+
+@pytest.mark.parametrize("how", ["release", "drop"])
+def test_a_part_whose_release_is_in_doubt_is_settled_before_the_rest_is_acked(
+    peer: ScriptedPeer, batch: Batch, how: str
+) -> None:
+    """The shard may have finished the part: an ack that named all rows would be refused."""
+    peer.scripts[Finish] = lambda r, b: SILENCE
+    batch.add(reward=[1, 2, 3, 4])
+    part = batch.rows([1])
+    with pytest.raises(dataplane.DeadlineExceeded):
+        getattr(part, how)(timeout=0.1)
+    answer_slowly(peer, Done())
+    batch.ack()
+    first, again, second = peer.requests_of(Finish)
+    assert first.rid == again.rid and first.body == again.body
+    assert isinstance(second.body, Finish) and second.body.outcome == "ack"
+    assert np.frombuffer(second.body.index or b"", np.uint32).tolist() == [0, 2, 3]
+    assert batch.state == "acked"
+
+
+def test_what_a_release_in_doubt_has_finished_cannot_be_acked(
+    peer: ScriptedPeer, batch: Batch
+) -> None:
+    peer.scripts[Finish] = lambda r, b: SILENCE
+    for rows, acked in ((batch.rows([1]), batch.rows([1, 2])), (batch, batch)):
+        with pytest.raises(dataplane.DeadlineExceeded):
+            rows.release(timeout=0.1)
+        peer.scripts[Finish] = lambda r, b: Done()
+        with pytest.raises(dataplane.LeaseExpired, match="an earlier call, whose reply was lost"):
+            acked.ack()
+        peer.scripts[Finish] = lambda r, b: SILENCE
+
+
+def test_a_release_may_be_repeated_until_it_is_answered(peer: ScriptedPeer, batch: Batch) -> None:
+    peer.scripts[Finish] = lambda r, b: SILENCE
+    values = {"so_far": [1]}
+    for given in (None, values):
+        part = batch.rows([1] if given is None else [2])
+        with pytest.raises(dataplane.DeadlineExceeded):
+            part.release(values=given, timeout=0.1)
+    peer.scripts[Finish] = lambda r, b: Failed("LeaseExpired", "the lease has ended", {})
+    part.release()
+    assert batch.state == "expired"
 
 
 @pytest.mark.parametrize("acked_before", [False, True])

@@ -111,15 +111,16 @@ class Added(msgspec.Struct, eq=False):
 
 
 class Doubt(msgspec.Struct, eq=False):
-    """An ack without a reply, which may have taken effect. The client sends it again with the same
-    operation id, and the peer repeats its reply."""
+    """An ack, release or drop without a reply, which may have taken effect. The client sends it
+    again with the same operation id, and the peer repeats its reply."""
 
     request: Request
+    outcome: Outcome
     rows: int
     """bit mask of positions"""
-    parts: list[Added]
-    """the added values that the ack stores"""
-    brought: MessageValues | None
+    parts: list[Added] = []
+    """the added values that an ack stores"""
+    brought: MessageValues | None = None
     """those values as the message encodes them"""
 
 
@@ -142,7 +143,7 @@ class Lease:
         """the rows that are finished or dropped, as a bit mask of positions"""
         self._added: list[Added] = []
         self._doubt: Doubt | None = None
-        """an ack that may have taken effect"""
+        """what may have taken effect"""
         self._lost: list[tuple[int, set[str]]] = []
         """rows and fields of failed acks whose values the peer did not keep"""
         self._refused: set[str] = set()
@@ -294,11 +295,9 @@ class Lease:
         """
         self.check()
         if self._doubt is not None:
-            self._settle_doubt(deadline)
-            if self.state != "leased":
-                if outcome == "drop" or tags or values:
-                    self.check()
-                return  # that ack took effect, and nothing is left to be finished
+            stores = bool(tags or values)
+            if self._is_settled(self._doubt, outcome, rows, stores, deadline):
+                return
         given = tag_columns(tags, self.n if rows is None else len(rows)) if tags else {}
         at = self.open_among(rows)
         if not at:
@@ -314,11 +313,36 @@ class Lease:
                 self._release_with(body, values, many, order, at, deadline)
             else:
                 try:
-                    self._send(body, deadline)
+                    self._send(body, deadline, rows=at)
                 except LeaseExpired:
                     if outcome != "release" or given:
                         raise  # released rows went back before
             self._close(outcome, at)
+
+    def _is_settled(
+        self, doubt: Doubt, outcome: Outcome, rows: Index | None, stores: bool, deadline: Deadline
+    ) -> bool:
+        """Settle what is in doubt. Return whether it has finished all of these rows as `outcome`
+        asks. Raise LeaseExpired if it has finished rows that `rows` names in another way. stores:
+        whether there are tags or values to store."""
+        try:
+            self._settle_doubt(deadline)
+        except LeaseExpired:
+            if outcome != "release" or stores:
+                raise
+            return True  # released rows went back before
+        left = self.open_among(rows)
+        asked = self._bits(rows)
+        taken = (asked & doubt.rows & ~left).bit_count()
+        refused = stores or outcome not in (doubt.outcome, "release")
+        if taken and refused and (rows is not None or not left):
+            raise LeaseExpired(
+                f"an earlier call, whose reply was lost, has {ENDED[doubt.outcome]} {taken} of "
+                f"these {asked.bit_count()} rows, so they cannot be {ENDED[outcome]}: leave them "
+                "out, or claim a new batch",
+                stage=self.stage,
+            )
+        return not left
 
     def _order(self, rows: Index | None, at: int) -> Index | None:
         """Return which of the values that were given for `rows` (None: for all rows) are those of
@@ -344,7 +368,7 @@ class Lease:
             session.pools.tell_of_host_copies(values, "values passed to release go to host memory")
         chosen = None if order is None else order.tolist()
         pieces = self._write(values, deadline, chosen, self._groups_of(at), many)
-        done = self._send_with(body, pieces, deadline)
+        done = self._send_with(body, at, pieces, deadline)
         if isinstance(done, PutDone):
             session.keep(column(done.extents, EXTENT).tolist())
 
@@ -433,12 +457,12 @@ class Lease:
                     done.kept,
                 )
 
-    def _send_with(self, body: Finish, pieces: list[Piece], deadline: Deadline) -> Body:
+    def _send_with(self, body: Finish, rows: int, pieces: list[Piece], deadline: Deadline) -> Body:
         """Values that are stored without an ack. Once more where the shard has no space for what is
         inline."""
         brought = values_of(self.handle.session.owner, pieces)
         try:
-            return self._send_once(body, brought, deadline)
+            return self._send_once(body, rows, brought, deadline)
         except ShardFull as full:
             if not full.details.get("values"):
                 raise
@@ -446,20 +470,28 @@ class Lease:
             held, _ = named_again(self.handle.session, brought, full, 0)
             self._land(pieces, deadline)
             brought = values_of(self.handle.session.owner, pieces)
-            done = self._send_once(body, brought, deadline)
+            done = self._send_once(body, rows, brought, deadline)
             del held  # the values have another holder now
             return done
 
-    def _send_once(self, body: Finish, brought: MessageValues, deadline: Deadline) -> Body:
+    def _send_once(
+        self, body: Finish, rows: int, brought: MessageValues, deadline: Deadline
+    ) -> Body:
         call = None
         try:
             body = self._with(body, brought)
             deadline.check(body.outcome)
-            call = Call(body, deadline)
+            call = Call(body, deadline, keeps=True)
             return self._answer(call)
-        except BaseException:
+        except BaseException as exc:
             if call is None or not call.in_flight:
                 give_back(self.handle.session, brought.chunks)
+            elif call.again is not None:
+                # The peer has what the message brought, and frees it unless the shard stored it.
+                if isinstance(exc, DataplaneError) and not _is_unknown(exc):
+                    self.handle.session.answered(call.again)
+                else:
+                    self._doubt = Doubt(call.again, body.outcome, rows)
             raise
 
     def _with(self, body: Finish, brought: MessageValues) -> Finish:
@@ -486,12 +518,12 @@ class Lease:
         """rows: those that it finishes. parts: the values that are stored with an ack, and what the
         message says of them."""
         deadline.check(body.outcome)
-        call = Call(body, deadline, then=then, keeps=body.outcome == "ack")
+        call = Call(body, deadline, then=then, keeps=True)
         try:
             return self._answer(call)
         except BaseException as exc:
             if call.again is not None:
-                self._doubt = Doubt(call.again, rows, list(parts), brought)
+                self._doubt = Doubt(call.again, body.outcome, rows, list(parts), brought)
                 self._told(exc)
             raise
 
@@ -506,8 +538,8 @@ class Lease:
         return reply if isinstance(reply, PutDone) else expect(reply, Done, call.body)
 
     def _told(self, exc: BaseException) -> None:
-        """What the failure of an ack says of it. Where it does not say whether the ack took effect,
-        that stays in doubt."""
+        """What the failure of a call says of it. Where it does not say whether the call took
+        effect, that stays in doubt."""
         doubt = self._doubt
         assert doubt is not None
         if isinstance(exc, LeaseExpired):
@@ -515,9 +547,9 @@ class Lease:
             return
         if not isinstance(exc, DataplaneError):
             return
-        kept = exc.details.pop("ranges", None)
-        if kept is None and isinstance(exc, UNKNOWN):
+        if _is_unknown(exc):
             return
+        kept = exc.details.pop("ranges", None)
         self._doubt = None
         self.handle.session.answered(doubt.request)
         if isinstance(exc, FieldExists):
@@ -534,11 +566,11 @@ class Lease:
             self._lost.append((doubt.rows, names))
 
     def _settle_doubt(self, deadline: Deadline) -> None:
-        """Ask again, under its own number, for the ack that may have taken effect. Where it has
+        """Ask again, under its own number, for what may have taken effect. Where an ack has
         failed, its rows and values are here again."""
         doubt = self._doubt
         assert doubt is not None
-        deadline.check("ack")
+        deadline.check(doubt.outcome)
         call = Call(doubt.request.body, deadline, again=doubt.request, keeps=True)
         try:
             done = self._answer(call)
@@ -551,7 +583,7 @@ class Lease:
         # what the answer grants is given back where the call that was given up is undone
         if doubt.brought is not None:
             self._acked(doubt.rows, doubt.parts, doubt.brought, done)
-        self._close("ack", doubt.rows)
+        self._close(doubt.outcome, doubt.rows)
 
     def _close(self, outcome: Outcome, rows: int) -> None:
         """Note that these rows are finished or dropped. The lease ends with the last of them."""
@@ -608,6 +640,11 @@ class Lease:
 
     def __del__(self) -> None:
         self.abandon(_COLLECTED)
+
+
+def _is_unknown(exc: DataplaneError) -> bool:
+    """Whether this failure does not say if the call took effect."""
+    return isinstance(exc, UNKNOWN) and "ranges" not in exc.details
 
 
 def dropped(rows: object, groups: Names | None, table: Table, n: int) -> Index:

@@ -51,8 +51,11 @@ WORKER_FIRST_S = 1.0
 """A worker that ends with its peer may be seen to end first, by this much."""
 DIAL_S = 1.0
 EXCHANGE_S = 5.0
-KEEPALIVE_S, KEEPALIVES = 1, 7
-"""A host that answers none of these is gone, or cut off."""
+KEEPALIVE_S, KEEPALIVES = 1, 6
+"""The kernel asks after KEEPALIVE_S without a packet, and then again, KEEPALIVES times in all. A
+host that answers none of these is gone, or cut off."""
+SILENT_S = KEEPALIVE_S * (1 + KEEPALIVES)
+"""How long a host has sent nothing when the connection fails: from its last packet on."""
 _NO_ANSWER = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 
 
@@ -205,7 +208,7 @@ async def _stay(process: Process, key: bytes, tell: Tell, sock: socket.socket) -
         await reader.read(1)
     except OSError as exc:
         if exc.errno in _NO_ANSWER:
-            return time.monotonic() - KEEPALIVE_S * KEEPALIVES
+            return time.monotonic() - SILENT_S
     except (DataplaneError, EOFError):
         pass  # it is not the worker of that process, or it is ending; the next look shows
     finally:

@@ -160,7 +160,10 @@ class Reporting:
                 stats["peers"][self.host.name] = _line(stats)
                 continue
             try:
-                reply: StatsDone = await self.mesh.call(address, Stats(), timeout_s=2.0)
+                owner = self.host.roster.owner_at(address)
+                # One that is declared lost meanwhile is waited for no longer.
+                to = owner.incarnation if owner is not None else None
+                reply: StatsDone = await self.mesh.call(address, Stats(), timeout_s=2.0, to=to)
                 name = reply.stats["peer"]  # embedded ones are all called so
                 name = f"{name} at {address}" if name in stats["peers"] else name
                 stats["peers"][name] = _line(reply.stats)

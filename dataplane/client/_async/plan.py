@@ -93,7 +93,7 @@ class Micro(LeasedRows):
         positions = self._positions[real]
         pieces = await lease._write(columns, deadline, order, None, len(self))
         body = Finish(lease.id, "keep", positions.astype(U4).tobytes())
-        done = await lease._send_with(body, pieces, deadline)
+        done = await lease._send_with(body, 0, pieces, deadline)
         if isinstance(done, PutDone):
             session.keep(column(done.extents, EXTENT).tolist())
 

@@ -81,7 +81,7 @@ LEFT = (
     "a loop ended and left a batch of {}",
     "Call batch.ack() before `break`, or pass batches=n to the stream, which acks the last batch",
 )
-ENDED: dict[Outcome, str] = {"ack": "acked", "release": "released", "drop": "dropped"}
+ENDED: dict[str, str] = {"ack": "acked", "release": "released", "drop": "dropped"}
 
 
 class Added(msgspec.Struct, eq=False):
@@ -115,7 +115,7 @@ class Doubt(msgspec.Struct, eq=False):
     again with the same operation id, and the peer repeats its reply."""
 
     request: Request
-    outcome: Outcome
+    outcome: str
     rows: int
     """bit mask of positions"""
     parts: list[Added] = []
@@ -459,7 +459,7 @@ class Lease:
 
     def _send_with(self, body: Finish, rows: int, pieces: list[Piece], deadline: Deadline) -> Body:
         """Values that are stored without an ack. Once more where the shard has no space for what is
-        inline."""
+        inline. rows: those that it finishes."""
         brought = values_of(self.handle.session.owner, pieces)
         try:
             return self._send_once(body, rows, brought, deadline)
@@ -481,7 +481,7 @@ class Lease:
         try:
             body = self._with(body, brought)
             deadline.check(body.outcome)
-            call = Call(body, deadline, keeps=True)
+            call = Call(body, deadline, keeps=body.outcome == "release")
             return self._answer(call)
         except BaseException as exc:
             if call is None or not call.in_flight:
@@ -585,7 +585,7 @@ class Lease:
             self._acked(doubt.rows, doubt.parts, doubt.brought, done)
         self._close(doubt.outcome, doubt.rows)
 
-    def _close(self, outcome: Outcome, rows: int) -> None:
+    def _close(self, outcome: str, rows: int) -> None:
         """Note that these rows are finished or dropped. The lease ends with the last of them."""
         self._closed |= rows
         if self._closed == self._all:

@@ -96,7 +96,7 @@ class Micro(LeasedRows):
         positions = self._positions[real]
         pieces = lease._write(columns, deadline, order, None, len(self))
         body = Finish(lease.id, "keep", positions.astype(U4).tobytes())
-        done = lease._send_with(body, pieces, deadline)
+        done = lease._send_with(body, 0, pieces, deadline)
         if isinstance(done, PutDone):
             session.keep(column(done.extents, EXTENT).tolist())
 

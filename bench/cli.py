@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from bench import headline, links, publish, run_command
 from bench.bounds import Impossible
 from bench.outputs import NotWritten
-from bench.page import command as page_command
+from bench.page import document
 from bench.sim import command as sim
 from bench.traces import commands as trace_commands
 from bench.traces.parquet import TraceError
@@ -90,6 +90,6 @@ def _parser() -> argparse.ArgumentParser:
     compare.register(commands)
     sim.register(commands)
     faults.register(commands)
-    page_command.register(commands)
+    document.register(commands)
     publish.register(commands)
     return parser

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from bench import pace
 from bench.columns import rollout_fields
-from bench.events import emit
 from bench.media import Source, digest
 from bench.pace import Pace
 from bench.planes.base import Array, Batch, Columns, Endpoint, Job, Worker
+from bench.processes import emit
 from bench.traces import Prompt
 
 _LOG_PROB_OF_TOKEN = np.float32(-1e-5)

@@ -19,7 +19,6 @@ from bench.limits import HostLimit
 INTERVAL_S = 0.1
 _REST = 9  # times what a look at the processes took, before the next one
 _MAX_POINTS = 2_000  # of a curve; a longer run keeps every second one, and so on
-ARENA = "arena"
 _ARENAS = ("/memfd:", "/dev/shm/plasma")
 
 
@@ -146,13 +145,12 @@ class Sampler:
             for member in (pid, *descendants(pid)):
                 now[name] += process_bytes(member)
                 for arena, nbytes in memfds(member).items():
-                    arenas.setdefault(arena, (f"{ARENA} of {name}", nbytes))
+                    arenas.setdefault(arena, (f"arena of {name}", nbytes))
         for owner, nbytes in arenas.values():
             now[owner] = now.get(owner, 0) + nbytes
         self.peak_total_bytes = max(self.peak_total_bytes, sum(now.values()))
         self._latest = now
-        shared = {ARENA: sum(nbytes for _, nbytes in arenas.values())} if arenas else {}
-        for name, nbytes in (now | shared).items():
+        for name, nbytes in now.items():
             self.peak_bytes[name] = max(nbytes, self.peak_bytes.get(name, 0))
 
 

@@ -1,7 +1,8 @@
 """The processes and files of a run: started together, watched, and always removed.
 
 Each process has its own session and log file, and asks the kernel to be killed when the runner
-dies. No process outlives a run, even if the runner was killed with -9.
+dies. No process outlives a run, even if the runner was killed with -9. A process tells the runner
+events: one JSON object per line, on stdout.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -22,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.events import parse
+import msgspec
 
 _PR_SET_PDEATHSIG = 1
 _TICK_S = 0.1
@@ -32,6 +34,7 @@ _DYING_S = 2.0
 _CHECKOUT = Path(__file__).resolve().parent.parent
 _FOLDER = "bench-"
 _LOCK = "lock"
+_emitting = threading.Lock()
 
 
 class ProcessDied(RuntimeError):
@@ -64,6 +67,23 @@ def run_folder() -> Iterator[Path]:
         fcntl.flock(held, fcntl.LOCK_EX)
         Path(held.name).rename(Path(name, _LOCK))  # others see it only when it is locked
         yield Path(name)
+
+
+def emit(event: str, **details: Any) -> None:
+    """Write one event. Any other output of a process goes to stderr, which is its log."""
+    line = msgspec.json.encode({"event": event, **details}) + b"\n"
+    with _emitting:
+        sys.stdout.buffer.write(line)
+        sys.stdout.buffer.flush()
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """Parse the event of a line, or return None for any other line."""
+    try:
+        event = msgspec.json.decode(line)
+    except msgspec.DecodeError:
+        return None
+    return event if isinstance(event, dict) and "event" in event else None
 
 
 def die_with(parent: int) -> None:
@@ -193,7 +213,7 @@ class Crew:
         said: list[tuple[str, dict[str, Any]]] = []
         while chunk := stdout.read(1 << 20):
             *lines, member.pending = (member.pending + chunk).split(b"\n")
-            said += [(member.name, event) for line in lines if (event := parse(line))]
+            said += [(member.name, event) for line in lines if (event := _parse(line))]
         if chunk == b"":
             self._selector.unregister(stdout)
         member.done |= any(event["event"] == "done" for _, event in said)

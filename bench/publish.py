@@ -18,11 +18,10 @@ from rich.console import Console
 
 from bench import outputs
 from bench.bounds import Impossible
-from bench.figures import others_cores
 from bench.headline import CALLED, OURS
 from bench.page import document
 from bench.page.runs import Report, figures, gib
-from bench.report import Run, limits_of_links, placement, steady
+from bench.report import Run, limits_of_links, others_cores, placement, steady
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = "docs/pictures/report.json"

@@ -33,6 +33,14 @@ def steady(run: Run) -> Steady | None:
     return Steady(statistics.median(steps), min(steps), max(steps)) if steps else None
 
 
+def others_cores(run: Mapping[str, Any]) -> float:
+    """The average number of cores that programs outside the run used in its timed part."""
+    told = run["cpu_seconds"]
+    ours = sum(sum(worker["cpu_seconds"].values()) for worker in run["workers"].values())
+    ours += sum(seconds for name, seconds in told.items() if name != "machine")
+    return float(max(0.0, (told["machine"] - ours) / run["cpu_counted_seconds"]))
+
+
 def table(runs: list[Run], machine: dict[str, Any]) -> Table:
     """One line a run, 80 columns wide. GB are 10⁹ bytes."""
     cores = f"{machine['cores']} cores, {machine['memory_bytes'] / _GB:.0f} GB"
@@ -85,8 +93,8 @@ def show(console: Console, runs: list[Run], headline: list[str], machine: dict[s
         "A step is timed from the end of the previous step. Steady: median and range of all steps "
         "except the first, which is cold. Link: the GB that the busiest link carried in both "
         "directions during the whole run, and the share of 100 ms intervals in which it carried "
-        "at least 80 % of its rate in one direction. Peak: memory of the largest process. The "
-        "trainer compared the content of every row.",
+        "at least 80 % of its rate in one direction. Peak: memory of the largest process or arena. "
+        "The trainer compared the content of every row.",
         style="dim",
     )
     for run in runs:

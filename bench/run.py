@@ -14,16 +14,17 @@ import shutil
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 from msgspec.structs import replace
 
-from bench import cpu, figures
+from bench import cpu
 from bench.check import Ledger
 from bench.columns import all_fields, group_bytes, rollout_fields
 from bench.limits import HostLimit, MachineFull, NoLimits, limited_hosts
@@ -45,7 +46,7 @@ _SETTINGS = (
 """Of a job, as the report has them."""
 _TOO_LARGE = "dataplane.errors.ValueTooLarge:"  # a group that the arena can never hold
 
-Said = dict[str, dict[str, Any]]
+Said = dict[str, dict[str, Any]]  # by process: its last event
 Progress = Callable[[int, int], None]  # rows trained, rows expected
 
 
@@ -346,13 +347,13 @@ class _Run:
             "memory_curve": sampler.curve(self._started or self._opened),
             "killed": self.killed,
             "workers": {
-                name: figures.worker_times(event, self._started or 0.0)
+                name: {what: event.get(what, {}) for what in ("seconds", "cpu_seconds")}
                 for name, event in self._done.items()
             },
             "cpu_seconds": self._cpu_seconds,
             "cpu_counted_seconds": self._counted_s,
-            "latency_ms": figures.latency(self._done),
-            "bench_seconds": figures.own_cost(
+            "latency_ms": latency(self._done),
+            "bench_seconds": own_cost(
                 self._done, sampler.sampling_seconds - self._sampled_before_s
             ),
         }
@@ -414,3 +415,28 @@ class _Run:
         fields = tuple(f for f in all_fields(self._job.task) if f.name in train)
         trained = filter(self._job.is_trained, self._job.generate())
         return sum(group_bytes(fields, prompt, dedup=True) for prompt in trained)
+
+
+def latency(done: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
+    """By role and activity: how long one took at a time, over all workers of the role."""
+    spans: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for worker, event in done.items():
+        for activity, taken in event.get("spans_ms", {}).items():
+            spans[worker.partition("-")[0]][activity] += taken
+    return {
+        role: {activity: _percentiles(taken) for activity, taken in activities.items()}
+        for role, activities in spans.items()
+    }
+
+
+def _percentiles(values: list[float]) -> dict[str, float]:
+    p50, p90, p99, most = np.percentile(values, (50, 90, 99, 100)).tolist()
+    return {"p50": p50, "p90": p90, "p99": p99, "max": most, "times": len(values)}
+
+
+def own_cost(done: Mapping[str, Mapping[str, Any]], memory_sampling_s: float) -> dict[str, float]:
+    """Processor seconds of the bench's own work in the timed part, summed over the workers."""
+    spent = [event.get("cpu_seconds", {}) for event in done.values()]
+    own = ("generate", "digest", "check")
+    cost = {name: sum((each.get(name, 0.0) for each in spent), 0.0) for name in own}
+    return cost | {"memory_sampling": memory_sampling_s}

@@ -151,8 +151,9 @@ def hosts(runs: Sequence[Run]) -> Figure | None:
         panels.append(drawing.lines(_family(family[0]), drawn, _sizes(family), Scale("seconds")))
     sentence = (
         "Each host brings the same work, so a flat line means that hosts share no bottleneck. "
-        "Points are medians of steady steps, bands show the fastest and the slowest. A hollow "
-        "point is a cold first step. The figures at the right are those on the most hosts."
+        "Points are medians of steady steps, bands show the fastest and the slowest; each step has "
+        "other prompts. A hollow point is a cold first step. The figures at the right are those on "
+        "the most hosts."
     )
     return Figure("hosts", "Step time over hosts", sentence, panels) if panels else None
 
@@ -171,7 +172,8 @@ def share(runs: Sequence[Run]) -> Figure | None:
         for run, seconds in timed:
             recorded = run["recorded_step_seconds"]
             parts = [("work", recorded), (colour(run["plane"]), seconds)]
-            told = f"{number(seconds)} s, {seconds / (recorded + seconds):.0%}"
+            part = seconds / (recorded + seconds)
+            told = f"{number(seconds)} s, {f'{part:.0%}' if part >= 0.01 else 'under 1%'}"
             content.append(Bar(run["plane"], told, parts))
         way = ", dedup off" if not members[0]["dedup"] else ""
         title = _job(members[0], linked) + way

@@ -38,7 +38,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from bench.columns import Field, all_fields, group_bytes
-from bench.events import emit
 from bench.planes.base import (
     Array,
     Batch,
@@ -61,13 +60,12 @@ from bench.planes.frames import (
     send,
     unpack,
 )
+from bench.processes import die_with, emit
 from bench.traces import Prompt
 
 _ALIGNMENT_SLACK = 64 * 64  # of one row's values
 IN_FLIGHT = 2
 """Groups that a worker has: one to work on, one on the way."""
-_TOLD = "told "
-"""Prefix of an event: a worker of this stage was sent the end of the step."""
 
 
 def _host(job: Job) -> int:
@@ -222,14 +220,12 @@ class Line:
     """One stage of one step: a queue of complete groups, and the workers that take them."""
 
     def __init__(self, fields: Sequence[str], workers: Sequence[Connection], stock: Stock) -> None:
-        self.is_open = False
-        self.workers_told = 0  # that no group follows
+        self.is_open = self.is_closed = False  # closed: the workers know that no group follows
         self._fields = fields
         self._workers = workers
         self._stock = stock
         self._waiting: deque[int] = deque()
         self._taken: set[int] = set()  # groups that were queued
-        self._is_closed = False  # no group follows
 
     def offer(self, prompts: Iterable[int]) -> None:
         """Queue each group once, when it has all that the stage needs."""
@@ -253,15 +249,49 @@ class Line:
             prompt = self._waiting.popleft()
             worker.unanswered[prompt] = self._stock.weights[prompt]
             worker.outbox.put((step, prompt))
-        if no_more and not self._is_closed and self._taken.issuperset(self._stock.groups()):
-            self._is_closed = True
+        if no_more and not self.is_closed and self._taken.issuperset(self._stock.groups()):
+            self.is_closed = True
             for worker in self._workers:
                 worker.outbox.put((step, None))
 
     @property
     def is_done(self) -> bool:
-        busy = any(worker.unanswered for worker in self._workers)
-        return self.workers_told == len(self._workers) and not busy
+        return self.is_closed and not any(worker.unanswered for worker in self._workers)
+
+
+class Step:
+    """One step: a line for each stage, and how many rollout workers still put."""
+
+    def __init__(self, number: int, job: Job, lines: dict[str, Line], stock: Stock) -> None:
+        self.lines = lines
+        self._number, self._job, self._stock = number, job, stock
+        self._rolling = job.hosts
+
+    def take(self, event: Event) -> None:
+        if event.kind == "end":
+            self._rolling -= 1
+        elif event.kind in self.lines:
+            self.lines[event.kind].answered(event.prompt)
+
+    def deal(self, changed: Sequence[int], before: Step | None, barriers: bool) -> None:
+        """Queue and send what can go on. changed: groups that got something. before: the step
+        before this one, if it is not done. With barriers a stage begins when all that is before it
+        is done; without, when its workers have had all of the step before."""
+        if barriers and (before or self._rolling):
+            return
+        for stages in self._job.phases():
+            for stage in stages:
+                line = self.lines[stage]
+                if before is None or before.lines[stage].is_closed:
+                    line.offer(changed if line.is_open else self._stock.groups())
+                    line.is_open = True
+                    line.send(self._number, no_more=not self._rolling)
+            if barriers and not all(self.lines[stage].is_done for stage in stages):
+                return
+
+    @property
+    def is_done(self) -> bool:
+        return all(line.is_done for line in self.lines.values())
 
 
 class Controller:
@@ -280,70 +310,59 @@ class Controller:
         self._stocks: dict[int, Stock] = {}
         self._lock = threading.Lock()
         self._connections: dict[str, Connection] = {}
+        self._senders: list[threading.Thread] = []
         # Events of all threads, or the exception that ended one.
         self._events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
-        self._later: list[Event] = []  # of steps that have not begun
         self.cpu_seconds = 0.0  # of all steps
         self._unix = socket.socket(socket.AF_UNIX)
         self._unix.bind(path)
         self._tcp = socket.create_server((job.address_of(_host(job)), 0))
 
     def run(self) -> Moved:
-        """Serve all steps, one after the other; rollout may be ahead by the staleness."""
+        """Serve all steps. Rollout may be ahead by the staleness."""
         self._unix.listen()
         emit("ready", port=self._tcp.getsockname()[1])
         for listener in (self._unix, self._tcp):
             self._thread(self._greet, listener)
-        absent = sum(self._job.crowd().values())
+        absent, early = sum(self._job.crowd().values()), list[Event]()
         while absent:
             if (event := self._event()).kind == "hello":
                 absent -= 1
             else:
-                self._later.append(event)
+                early.append(event)
         cpu_start = time.process_time()
-        for step in range(self._job.steps):
-            self._perform(step, self._stock(step))
-            del self._stocks[step]
+        self._serve(early)
         self.cpu_seconds = time.process_time() - cpu_start
         for connection in self._connections.values():
             connection.outbox.put(None)
+        for sender in self._senders:
+            sender.join()
         return self._moved()
 
-    def _perform(self, step: int, stock: Stock) -> None:
-        """Every group through its stages, until all workers have answered and know the end."""
-        lines = {
-            stage: Line(fields, self._workers_of(stage), stock)
-            for stage, fields in self._job.stages().items()
-        }
-        told = {_TOLD + stage: line for stage, line in lines.items()}
-        phases = [[lines[stage] for stage in stages] for stages in self._job.phases()]
-        rolling = self._job.hosts
-        early = [event for event in self._later if event.step == step]
-        self._later = [event for event in self._later if event.step != step]
-        while not all(line.is_done for line in lines.values()):
+    def _serve(self, early: list[Event]) -> None:
+        """Every group through its stages. early: events that were taken in before all workers had
+        come."""
+        steps: dict[int, Step] = {}
+        left = self._job.steps
+        while left:
             event = early.pop(0) if early else self._event()
-            if event.step != step:
-                self._later.append(event)
-                continue
-            if event.kind == "end":
-                rolling -= 1
-            elif event.kind in told:
-                told[event.kind].workers_told += 1
-            elif event.kind in lines:
-                lines[event.kind].answered(event.prompt)
-            for line in self._open(phases, rolling):
-                line.offer([event.prompt] if line.is_open else stock.groups())
-                line.is_open = True
-                line.send(step, no_more=not rolling)
-
-    def _open(self, phases: Sequence[Sequence[Line]], rolling: int) -> Iterator[Line]:
-        """The stages that may begin. With barriers: when all that is before them is done."""
-        if self._barriers and rolling:
-            return
-        for lines in phases:
-            yield from lines
-            if self._barriers and not all(line.is_done for line in lines):
-                return
+            if event.step not in steps:
+                stock = self._stock(event.step)
+                lines = {
+                    stage: Line(fields, self._workers_of(stage), stock)
+                    for stage, fields in self._job.stages().items()
+                }
+                steps[event.step] = Step(event.step, self._job, lines, stock)
+            steps[event.step].take(event)
+            before = None
+            for number, step in sorted(steps.items()):
+                changed = [event.prompt] if number == event.step else []
+                step.deal(changed, before, self._barriers)
+                if step.is_done:
+                    del steps[number], self._stocks[number]
+                    left -= 1
+                else:
+                    before = step
 
     def _stock(self, step: int) -> Stock:
         """The step's batch. Whoever it takes the memory from was trained: the policy said so."""
@@ -372,16 +391,18 @@ class Controller:
             self._events.put(Event("hello", 0))
             self._thread(self._gather, connection)
             if connection.role in self._job.stages():
-                self._thread(self._post, connection)
+                self._senders.append(self._thread(self._post, connection))
 
-    def _thread(self, target: Any, *args: Any) -> None:
+    def _thread(self, target: Any, *args: Any) -> threading.Thread:
         def guarded() -> None:
             try:
                 target(*args)
             except BaseException as exc:
                 self._events.put(exc)
 
-        threading.Thread(target=guarded, daemon=True).start()
+        thread = threading.Thread(target=guarded, daemon=True)
+        thread.start()
+        return thread
 
     def _event(self) -> Event:
         event = self._events.get()
@@ -416,7 +437,6 @@ class Controller:
             step, prompt = order
             if prompt is None:
                 worker.send(Frame("end", step=step))
-                self._events.put(Event(_TOLD + worker.role, step))
                 continue
             columns = self._stock(step).columns(prompt, fields)
             worker.send(*pack("rows", columns, self._job.dedup, step=step, prompt=prompt))
@@ -440,8 +460,6 @@ class Controller:
 
 def main(job_json: str, path: str) -> None:
     """The controller's process: all steps, then its counters, then the end."""
-    from bench.processes import die_with
-
     job = msgspec.json.decode(job_json, type=Job)
     die_with(job.parent)
     controller = Controller(job, path, barriers=job.plane == "controller")

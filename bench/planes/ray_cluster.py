@@ -20,10 +20,9 @@ from typing import Any
 import msgspec
 
 from bench import links
-from bench.events import emit
 from bench.peers import FIRST, free_ports
 from bench.planes.base import Service
-from bench.processes import die_with, leashed
+from bench.processes import die_with, emit, leashed
 
 NAMESPACE = "bench"
 BOARD = "board"

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from bench import figures
 from bench.pace import ideal_seconds
 from bench.planes.base import Job
+from bench.report import others_cores
 from bench.sim.central import Central
 from bench.sim.decentral import Decentral
 from bench.sim.model import Costs, Design, Model, Outcome, Place, Plan, Price, Work, work_of
@@ -60,7 +60,7 @@ class Seen:
 
     def others_cores(self) -> float:
         """Cores that strangers of this machine took meanwhile, on average."""
-        return figures.others_cores(self.run)
+        return others_cores(self.run)
 
     def messages(self) -> float:
         """That peers sent each other, but for those sent by the clock."""

@@ -92,7 +92,9 @@ def test_the_controller_moves_every_row(hosts: int) -> None:
     assert not leaks.children()
 
 
-@pytest.mark.parametrize(("plane", "staleness"), [("controller", 1), ("dataplane", 0)])
+@pytest.mark.parametrize(
+    ("plane", "staleness"), [("controller", 1), ("controller-stream", 1), ("dataplane", 0)]
+)
 def test_rollout_is_never_further_ahead_of_training_than_the_staleness_bound(
     plane: str, staleness: int
 ) -> None:

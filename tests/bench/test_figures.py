@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import figures
+from bench import run as runs
 from bench.page.document import write
 from tests.bench.test_page import report, run
 from tests.perf.compare.measure import lines_of
@@ -19,7 +19,7 @@ def test_percentiles_are_those_of_all_workers_of_a_role() -> None:
         "train-1": {"spans_ms": {"claim": [float(n) for n in range(51, 101)]}},
         "reward-0": {"spans_ms": {"claim": [7.0]}},
     }
-    told = figures.latency(done)
+    told = runs.latency(done)
     assert told["train"]["claim"] == {"p50": 50, "p90": 90, "p99": 99, "max": 100, "times": 101}
     assert told["reward"]["claim"]["p99"] == 7
 
@@ -29,7 +29,7 @@ def test_the_benchs_own_work_is_added_up_over_workers() -> None:
         "rollout-0": {"cpu_seconds": {"generate": 1.0, "digest": 2.0, "put": 9.0}},
         "train-0": {"cpu_seconds": {"check": 4.0, "digest": 8.0}},
     }
-    assert figures.own_cost(done, 0.5) == {
+    assert runs.own_cost(done, 0.5) == {
         "generate": 1.0, "digest": 10.0, "check": 4.0, "memory_sampling": 0.5,
     }  # fmt: skip
 

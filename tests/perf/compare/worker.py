@@ -14,9 +14,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from bench.events import emit
 from bench.planes.base import Worker
-from bench.processes import die_with
+from bench.processes import die_with, emit
 from tests.perf.compare import batch, ends
 from tests.perf.compare.ends import End
 

@@ -3,19 +3,23 @@ time."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 
-Spent = dict[tuple[int, str], float]
-
 _NATIVE = ("raylet", "gcs_server")  # Ray's own programs; its actors call themselves ray::Name
 
 
-def cpu_seconds(members: Mapping[str, int]) -> Spent:
-    """(pid, name) → user and system seconds so far, of these processes and all below them."""
-    spent: Spent = {}
+def cpu_seconds(members: Mapping[str, int]) -> dict[str, float]:
+    """Name → user and system seconds so far of these processes, of all below them that run, and of
+    those that have ended: a peer's arena is prefaulted by one short process after the other.
+
+    A name is that of an actor's class, of Ray's own program, or else of the member that a process
+    belongs to.
+    """
+    spent = Counter[str]()
     for name, pid in members.items():
         try:
             root = psutil.Process(pid)
@@ -24,27 +28,22 @@ def cpu_seconds(members: Mapping[str, int]) -> Spent:
             continue
         for process in family:
             try:
-                times = process.cpu_times()
-                spent[process.pid, _name(process, name)] = times.user + times.system
+                spent[_name(process, name)] += sum(process.cpu_times()[:4])  # of ended ones too
             except psutil.NoSuchProcess:
                 continue
-    return spent
+    return dict(spent)
 
 
 def _name(process: psutil.Process, member: str) -> str:
-    """An actor's class, Ray's own program, or else the member that it belongs to."""
     program = Path((process.cmdline() or [member])[0]).name
     if program.startswith("ray::"):
         return program.removeprefix("ray::").split("(")[0].split(".")[0]
     return program if program in _NATIVE else member
 
 
-def between(before: Spent, after: Spent) -> dict[str, float]:
-    """Seconds by name; processes of one name together (two storage units, a peer's workers)."""
-    total: dict[str, float] = {}
-    for (pid, name), seconds in after.items():
-        total[name] = total.get(name, 0.0) + seconds - before.get((pid, name), 0.0)
-    return total
+def between(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by name since `before`."""
+    return {name: max(0.0, spent - before.get(name, 0.0)) for name, spent in after.items()}
 
 
 def machine_seconds() -> float:

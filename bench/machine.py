@@ -25,7 +25,6 @@ def describe() -> dict[str, Any]:
         "cpu": _line("/proc/cpuinfo", "model name") or platform.processor(),
         "memory_bytes": memory_bytes(),
         "system": f"{platform.system()} {platform.release()}",
-        "shmem_huge_pages": _chosen("/sys/kernel/mm/transparent_hugepage/shmem_enabled"),
         "python": sys.version.split()[0],
         "packages": {name: version(name) for name in _PACKAGES},
     }
@@ -51,15 +50,6 @@ def _line(path: str, name: str) -> str:
     except FileNotFoundError:
         return ""
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(name)), "")
-
-
-def _chosen(path: str) -> str:
-    """Of a kernel setting that lists all choices, the one in brackets; "" where there is none."""
-    try:
-        choices = Path(path).read_text().split()
-    except FileNotFoundError:
-        return ""
-    return next((one.strip("[]") for one in choices if one.startswith("[")), "")
 
 
 def memory_bytes() -> int:

@@ -217,10 +217,10 @@ class _Run:
             self._ended = self._ended or time.monotonic()
             self._plane.close()
 
-    def _cpu_of_services(self, crew: Crew) -> cpu.Spent:
+    def _cpu_of_services(self, crew: Crew) -> dict[str, float]:
         """Processor seconds so far of whom nobody else counts: those that speak count their own."""
         pids = {name: pid for name, pid in crew.pids().items() if not crew.members[name].speaks}
-        return cpu.cpu_seconds(pids) | {(os.getpid(), "runner"): time.process_time()}
+        return cpu.cpu_seconds(pids) | {"runner": time.process_time()}
 
     def _killed(self, crew: Crew) -> dict[str, Any] | None:
         """Whom the kernel killed at its host's limit, if anybody, and when."""

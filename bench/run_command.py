@@ -71,7 +71,6 @@ def _add_work(run: argparse.ArgumentParser) -> None:
     add(run, "--link", links.rate, what, metavar="RATE|none")
     what = "seed of the trace; the same seed gives the same trace (default: 0)"
     add(run, "--seed", whole, what, default=0)
-    add(run, "--trainers", bounds.trainers, "number of trainer ranks (default: one per host)")
     what = (
         "run rollout on the first half of the hosts and the other stages on the second half "
         "(default: every host runs every stage)"
@@ -146,14 +145,13 @@ def _job(options: argparse.Namespace, recorded: Recording) -> Job:
         found = load.of_run(files, options.trace[0], options.seed, steps, options.prompts)
         prompts = max(Counter(prompt.step for prompt in found).values())
     stages = _stages(recorded, hosts)
-    trainers = next((one.workers for one in stages if one.role == "train"), hosts)
     return Job(
         plane=options.planes[0],
         trace=options.trace[0],
         prompts=prompts,
         seed=options.seed,
         hosts=hosts,
-        trainers=options.trainers or trainers,
+        trainers=next((one.workers for one in stages if one.role == "train"), hosts),
         steps=steps,
         staleness=recorded.staleness if options.staleness is None else options.staleness,
         pace=options.pace,

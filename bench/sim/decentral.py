@@ -73,6 +73,8 @@ class Decentral(Design):
         work = self.plan.work_of("written", prompt)
         yield self.hosts.work(self.costs.of("rollout", ("put",), work))
         self._hold(host, work.nbytes)
+        self.outcome.copied_bytes += work.nbytes
+        self.hosts.copy(host, self.costs.service(0, work.nbytes))  # meanwhile: it prefaults pages
         yield from self._attach(host, prompt.step, "rollout", host)
         yield from self._enter(host, prompt.step)
         self._owner[prompt.index] = host

@@ -87,8 +87,8 @@ def priced(seen: Sequence[Seen], plane: str, cores: int) -> Costs:
     """The costs of one design.
 
     What a service did is what the model of it counts, in the fit as in what is predicted: an
-    operation, a message, a byte that is moved, a second of idling. With more prices (of a link, of
-    bytes apart) so few runs fit their own noise.
+    operation, a message, a byte that is put or moved, a second of idling. With more prices (of a
+    link, of bytes apart) so few runs fit their own noise.
     """
     activities, watch = _activities(seen), float(np.median([_watched(each) for each in seen]))
     free = Costs(activities, 0.0, 0.0, 0.0, 0.0, watch)

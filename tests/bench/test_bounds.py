@@ -18,7 +18,6 @@ RUN = ["run", "--trace", "math"]
         ([*RUN, "--hosts", "65"], "64", "workers on this machine"),
         ([*RUN, "--prompts", "100000000"], "32,768", "holds all groups"),
         ([*RUN, "--steps", "100000000"], "32,768", "holds the groups"),
-        ([*RUN, "--trainers", "100000000"], "64", "a process on this machine"),
         ([*RUN, "--staleness", "100000000"], "64", "holds the batch"),
         ([*RUN, "--prompts", "1000", "--steps", "1000"], "32,768", "1000000 groups"),
         (["memory", "--prompts", "4,100000000"], "32,768", "holds all groups"),

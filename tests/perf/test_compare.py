@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 from bench.cli import main
-from bench.cpu import between
+from bench.cpu import between, cpu_seconds
 from bench.planes import PLANES
 from bench.planes.transfer_queue import TransferQueueEndpoint
 from tests import leaks
@@ -167,10 +169,18 @@ def test_a_ratio_says_how_many_times_quicker_dataplane_is() -> None:
     }
 
 
-def test_processor_time_of_one_name_is_added_up() -> None:
-    before = {(1, "raylet"): 1.0}
-    after = {(1, "raylet"): 1.5, (2, "raylet"): 0.25, (3, "writer"): 2.0}
-    assert between(before, after) == {"raylet": 0.75, "writer": 2.0}
+def test_processor_time_of_a_child_that_has_ended_counts_for_its_parent() -> None:
+    work = "import time; [0 for _ in iter(lambda: time.process_time() < 0.3, False)]"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {work!r}])"
+    command = [sys.executable, "-u", "-c", f"{code}; print('over'); input()"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as parent:
+        assert parent.stdin and parent.stdout
+        assert parent.stdout.readline() == "over\n"
+        spent = cpu_seconds({"peer": parent.pid})
+        parent.stdin.write("\n")
+    assert between({"peer": 0.1}, spent) == {"peer": pytest.approx(spent["peer"] - 0.1)}
+    assert spent["peer"] > 0.2
 
 
 def test_an_unknown_command_is_refused() -> None:

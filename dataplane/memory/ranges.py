@@ -91,10 +91,11 @@ class Ranges:
     def hold(self, ranges: Records, counts: Counts = 1) -> list[Extent]:
         """More references; a range may be named several times. Return where they lie, padding
         included. RowsGone changes nothing."""
-        refs, ids = self._refs, self._living(ranges)
-        for number, count in zip(ids, _each(counts), strict=False):
+        refs, offsets, lengths, places = self._refs, self._offset, self._length, list[Extent]()
+        for number, count in zip(self._living(ranges), _each(counts), strict=False):
             refs[number] += count
-        return [(self._offset[n], self._length[n]) for n in ids]
+            places.append((offsets[number], lengths[number]))
+        return places
 
     def release(self, ranges: Records, counts: Counts = 1) -> Freed:
         """Remove references. Ranges without references are freed. Names of dead ranges are

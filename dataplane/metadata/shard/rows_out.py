@@ -104,7 +104,7 @@ def claimed(state: State, rows: Rows, fields: Sequence[str] | None, stage: str) 
 
 def known(state: State, fields: Sequence[str]) -> list[str]:
     """Those of these fields that some row here has had."""
-    return [field for field in fields if state.fields.get(field)]
+    return list(filter(state.fields.get, fields))
 
 
 def values_of(

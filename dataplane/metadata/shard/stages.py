@@ -116,11 +116,12 @@ class Lane:
             return
         if self.images is not None:
             self.images.keep_lane(self, entry)
+        queue = self._queue
         after: Entry | None = None  # the last one that keeps rows
         while entry is not None:
-            gone = entry.bits & bits
-            self.count -= gone.bit_count()
-            entry.bits ^= gone
+            if gone := entry.bits & bits:
+                self.count -= gone.bit_count()
+                entry.bits ^= gone
             before = entry.before
             if entry.bits:
                 after = entry
@@ -135,11 +136,11 @@ class Lane:
                     del self._of[unit]
                     self._of = self._of or {}  # as `State.blocks`
             entry = before
-        while self._queue and not self._queue[0].bits:
-            self._queue.popleft()
+        while queue and not queue[0].bits:
+            queue.popleft()
             self._spent -= 1
-        if self._spent > _FEW and 2 * self._spent > len(self._queue):
-            self._queue = deque([one for one in self._queue if one.bits])
+        if self._spent > _FEW and 2 * self._spent > len(queue):
+            self._queue = deque([one for one in queue if one.bits])
             self._spent = 0
         if self.short is not None:
             self._keep_short(self.short.went(unit, self.holds(unit)))

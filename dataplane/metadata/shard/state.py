@@ -311,22 +311,25 @@ class State:
 
     def _use(self, chunks: Iterable[Chunk]) -> None:
         for chunk in chunks:
-            if not chunk.uses:
-                if chunk.inline:
-                    self.inline_bytes += len(chunk.inline)
-                if chunk.number:
-                    self._name(chunk)
-            chunk.uses += 1
+            uses = chunk.uses
+            chunk.uses = uses + 1
+            if uses:
+                continue
+            if chunk.inline:
+                self.inline_bytes += len(chunk.inline)
+            if chunk.number:
+                self._name(chunk)
 
     def _let_go(self, chunks: Iterable[Chunk]) -> None:
         for chunk in chunks:
-            chunk.uses -= 1
-            if not chunk.uses:
-                if chunk.inline:
-                    self.inline_bytes -= len(chunk.inline)
-                if chunk.number:
-                    self._unname(chunk)
-                    self._release(chunk)
+            chunk.uses = uses = chunk.uses - 1
+            if uses:
+                continue
+            if chunk.inline:
+                self.inline_bytes -= len(chunk.inline)
+            if chunk.number:
+                self._unname(chunk)
+                self._release(chunk)
 
     def _release(self, chunk: Chunk) -> None:
         """Collect a reference that went."""

@@ -25,11 +25,8 @@ class RowsIn(msgspec.Struct, eq=False):
     group: Sequence[int] | None
     group_keys: list[bytes]
     group_names: Sequence[Name] | None
-    whole: bool = False
-
-    @property
-    def count(self) -> int:
-        return len(self.keys)
+    whole: bool
+    count: int
 
     def only(self, rows: Sequence[int]) -> RowsIn:
         """The same for some of the rows."""
@@ -40,6 +37,7 @@ class RowsIn(msgspec.Struct, eq=False):
             self.group_keys,
             self.group_names,
             self.whole,
+            len(rows),
         )
 
 
@@ -76,7 +74,7 @@ def rows_in(rows: Rows) -> RowsIn:
         raise InvalidRows(f"key {shown!r} appears twice in this call: give each row its own key")
     group, group_keys = _groups_in(rows, count)
     whole = len(group_keys) == 1 and rows.group_index == bytes(U4.itemsize * count)
-    return RowsIn(keys, rows.names, group, group_keys, rows.group_names, whole)
+    return RowsIn(keys, rows.names, group, group_keys, rows.group_names, whole, count)
 
 
 def _groups_in(rows: Rows, count: int) -> tuple[Sequence[int] | None, list[bytes]]:

@@ -284,9 +284,10 @@ def check_owners(values: wire.Values) -> None:
     0 or more."""
     owners = len(values.owners)
     for chunk in values.chunks:
-        if not 0 <= chunk.owner < owners:
+        owner = chunk.owner
+        if owner < 0 or owner >= owners:
             raise ProtocolError(
-                f"invalid owner {chunk.owner} of chunk {chunk.number}: expected an index into the "
+                f"invalid owner {owner} of chunk {chunk.number}: expected an index into the "
                 f"{counted(owners, 'owner')} of the message. Install the same dataplane release "
                 "everywhere"
             )
@@ -318,14 +319,12 @@ def _chunks_in(values: wire.Values, known: Known) -> tuple[list[Chunk], list[Chu
     layouts = [_shared(layout) for layout in values.layouts]
     there = [None if owner == INLINE else known.get(owner, _NOTHING) for owner in owners]
     chunks, before = list[Chunk](), list[Chunk]()
+    many_owners, many_layouts, most_rows = len(owners), len(layouts), MAX_ROWS_PER_MESSAGE
     for one in values.chunks:
-        at, number, rows, nbytes = one.owner, one.number, one.rows, one.nbytes
-        if not (
-            0 <= at < len(owners)
-            and 0 <= one.layout < len(layouts)
-            and 0 <= rows <= MAX_ROWS_PER_MESSAGE
-            and nbytes >= 0
-        ):
+        at, number, rows, nbytes, form = one.owner, one.number, one.rows, one.nbytes, one.layout
+        if at < 0 or form < 0 or rows < 0 or nbytes < 0:
+            raise _invalid(one, values)
+        if at >= many_owners or form >= many_layouts or rows > most_rows:
             raise _invalid(one, values)
         mine = there[at]
         if mine is None:
@@ -341,12 +340,12 @@ def _chunks_in(values: wire.Values, known: Known) -> tuple[list[Chunk], list[Chu
                 "Install the same dataplane release everywhere"
             )
         elif (found := mine.get(number)) is not None:
-            _check_same(found, one, layouts[one.layout])
+            _check_same(found, one, layouts[form])
             chunks.append(found)
             before.append(found)
             continue
         size = _same_size(nbytes)
-        chunks.append(Chunk(owners[at], number, rows, size, layouts[one.layout], one.inline))
+        chunks.append(Chunk(owners[at], number, rows, size, layouts[form], one.inline))
     numbers = [one.number for one in chunks if one.number]
     if len(set(numbers)) < len(numbers):
         _check_distinct(chunks)
@@ -544,9 +543,9 @@ class OutgoingValues:
         """As a message says them. names: of chunks that have others by now."""
         owners: dict[Owner, int] = {}
         layouts: dict[bytes, int] = {}
-        numbers = {chunk: n for n, chunk in enumerate(dict.fromkeys(self.chunks))}
+        distinct = dict.fromkeys(self.chunks)
         chunks = []
-        for chunk in numbers:
+        for chunk in distinct:
             at, name = chunk.owner, chunk.number
             if names:
                 at, name = names.get(chunk, (at, name))
@@ -554,7 +553,8 @@ class OutgoingValues:
             layout = layouts.setdefault(chunk.layout, len(layouts))
             chunks.append(wire.Chunk(owner, name, chunk.rows, chunk.nbytes, layout, chunk.inline))
         pieces = self._skeleton.pieces
-        if len(numbers) < len(self.chunks):  # blocks share some
+        if len(distinct) < len(self.chunks):  # blocks share some
+            numbers = {chunk: n for n, chunk in enumerate(distinct)}
             of = [numbers[chunk] for chunk in self.chunks]
             pieces = [msgspec.structs.replace(one, chunk=of[one.chunk]) for one in pieces]
         return wire.Values(self._skeleton.fields, list(owners), list(layouts), chunks, pieces)

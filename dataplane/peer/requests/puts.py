@@ -68,11 +68,13 @@ NO_RANGES = np.zeros(0, RANGE)
 
 class Committed(msgspec.Struct, eq=False):
     """Values whose chunks, except inline ones, are these ranges of this peer, with one reference
-    each. written: those of them that the client wrote for the message."""
+    each. written: those of them that the client wrote for the message. has_digests: later puts may
+    find some of them."""
 
     values: Values
     ranges: Array = NO_RANGES
     written: Array = NO_RANGES
+    has_digests: bool = False
 
 
 class Grants:
@@ -164,19 +166,22 @@ class Grants:
         inline = [owner == INLINE for owner in owners]
         if not all(inline):
             self._check_owners(owners)
-        extents, shared = list[Extent](), list[Chunk]()
+        extents, shared, many, has_digests = list[Extent](), list[Chunk](), len(owners), False
         for one in values.chunks:
-            if not 0 <= one.owner < len(inline):
+            at, nbytes, offset = one.owner, one.nbytes, one.offset
+            if at < 0 or at >= many:
                 raise ProtocolError(
-                    f"invalid owner {one.owner} of chunk {one.number}: expected an index into the "
+                    f"invalid owner {at} of chunk {one.number}: expected an index into the "
                     f"{len(owners)} owners of the message. Install the same dataplane release "
                     "everywhere"
                 )
-            if inline[one.owner]:
+            if inline[at]:
                 continue
-            if min(one.nbytes, one.offset) < 0 or len(one.digest) not in (0, _HASH_BYTES):
+            if one.digest:
+                has_digests = True
+            if nbytes < 0 or offset < 0 or (one.digest and len(one.digest) != _HASH_BYTES):
                 raise ProtocolError(
-                    f"invalid chunk of {one.nbytes} bytes at offset {one.offset}, with a digest of "
+                    f"invalid chunk of {nbytes} bytes at offset {offset}, with a digest of "
                     f"{len(one.digest)} bytes: expected a size and an offset of 0 or more, and a "
                     f"digest of 0 or {_HASH_BYTES} bytes. Install the same dataplane release "
                     "everywhere"
@@ -184,7 +189,7 @@ class Grants:
             if one.number:
                 shared.append(one)
             else:
-                extents.append((one.offset, one.nbytes))
+                extents.append((offset, nbytes))
         if not extents and not shared:
             return Committed(values)
         known = self._shared(shared) if shared else NO_RANGES
@@ -208,7 +213,8 @@ class Grants:
             for one in values.chunks
         ]
         values = Values(values.fields, owners, values.layouts, chunks, values.pieces)
-        return Committed(values, joined((written, known), RANGE) if shared else written, written)
+        ranges = joined((written, known), RANGE) if shared else written
+        return Committed(values, ranges, written, has_digests)
 
     def _check_owners(self, owners: Sequence[Owner]) -> None:
         """ProtocolError unless these are the client's own peer and INLINE."""
@@ -360,7 +366,7 @@ class Writing:
         self, session: Session, body: Put, committed: Committed, done: PutDone
     ) -> PutDone:
         space = self.host.space
-        if any([one.digest for one in body.values.chunks]):
+        if committed.has_digests:
             self._share(body.partition, body.values.chunks, committed.values.chunks)
         if body.pin:
             space.unpin(session.id, [body.pin])

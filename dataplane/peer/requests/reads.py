@@ -65,7 +65,7 @@ class Reading:
         values = table.values
         check_owners(values)
         named = None if values.owners in _NONE_IN_ARENAS else _Named(values)
-        if named is None or not named.at:
+        if named is None or not named.chunks:
             return _with_places(table, bytes(EXTENT.itemsize * len(values.chunks))), 0
         reader = holder if in_place else PULLER
         if named.owners == {self.host.owner} and not self.host.space.any_away(named.ranges, reader):
@@ -81,9 +81,14 @@ class Reading:
         """local: a RANGE of this host for each chunk that is in an arena. They are pinned."""
         space = self.host.space
         assert not space.any_away(local, holder)
-        places = array("Q", bytes(EXTENT.itemsize * len(table.values.chunks)))
+        places, inline = list[int](), named.inline
         pin, found = space.keep_places(holder, local)
-        for at, (offset, room), nbytes in zip(named.at, found, named.nbytes, strict=True):
+        spots = iter(found)
+        for one in table.values.chunks:
+            if inline[one.owner]:
+                places += 0, 0
+                continue
+            nbytes, (offset, room) = one.nbytes, next(spots)
             if room < nbytes:
                 space.unpin(holder, [pin])
                 raise ProtocolError(
@@ -91,16 +96,17 @@ class Reading:
                     f"{nbytes} bytes, but the range has {room}. Install the same dataplane release "
                     "everywhere"
                 )
-            places[2 * at], places[2 * at + 1] = offset, nbytes
-        return _with_places(table, places.tobytes()), pin
+            places += offset, nbytes
+        return _with_places(table, array("Q", places).tobytes()), pin
 
     async def _pull(self, table: Table, named: _Named, holder: int, reader: int) -> Resolved:
         """Local copies take the place of chunks that are remote or away; they are pinned as they
         arrive."""
-        local, pins, nbytes = named.ranges.copy(), list[int](), np.array(named.nbytes, U8)
+        local, pins, owners = named.ranges.copy(), list[int](), table.values.owners
+        nbytes = np.array([one.nbytes for one in named.chunks], U8)
 
         async def of_one(owner: Owner) -> None:
-            its = [n for n, one in enumerate(named.owner_of) if one == owner]
+            its = [n for n, one in enumerate(named.chunks) if owners[one.owner] == owner]
             ranges = named.ranges[its]
             if owner == self.host.owner:
                 local[its], more = await self.pulls.at_hand(ranges, holder, reader)
@@ -202,21 +208,15 @@ class Reading:
 
 
 class _Named:
-    """The chunks of a message that are in arenas. at: where they stand among all its chunks."""
+    """The chunks of a message that are in arenas, and their owners and ranges. inline: which
+    owners of the message stand for chunks that are not."""
 
     def __init__(self, values: Values) -> None:
-        owners = values.owners
-        inline = [owner == INLINE for owner in owners]
-        self.at, self.owner_of, self.nbytes = list[int](), list[Owner](), list[int]()
-        numbers = list[int]()
-        for at, chunk in enumerate(values.chunks):
-            if not inline[chunk.owner]:
-                self.at.append(at)
-                self.owner_of.append(owners[chunk.owner])
-                self.nbytes.append(chunk.nbytes)
-                numbers.append(chunk.number)
-        self.owners = dict.fromkeys(self.owner_of).keys()
-        self.ranges = ranges_of(np.array(numbers, U8))
+        self.inline = inline = [owner == INLINE for owner in values.owners]
+        self.chunks = [one for one in values.chunks if not inline[one.owner]]
+        numbers = dict.fromkeys([one.owner for one in self.chunks])
+        self.owners = dict.fromkeys([values.owners[number] for number in numbers]).keys()
+        self.ranges = ranges_of(np.array([one.number for one in self.chunks], U8))
 
 
 def _with_places(table: Table, places: bytes) -> Table:

@@ -304,7 +304,8 @@ def _fate(run: Run) -> str:
 def _faster(runs: list[Run]) -> str:
     """Every job in which a controller's steady step took less time than ours."""
     told = []
-    for same in _jobs(runs):
+    timed = [run for run in runs if _steady(run) and not run["memory_limit_bytes"]]
+    for same in report.grouped(timed, ("trace", "hosts", "link", "apart", "dedup")):
         ours = next((r for r in same if r["plane"] == OURS), None)
         others = [r for r in same if r["plane"] != OURS]
         if ours is None or not others:
@@ -319,13 +320,3 @@ def _faster(runs: list[Run]) -> str:
     if not told:
         return "No controller was faster in any job of this set."
     return f"Where dataplane is slower: {'; '.join(told)}."
-
-
-def _jobs(runs: Iterable[Run]) -> list[list[Run]]:
-    """Finished runs with steady steps, those of one job together."""
-    jobs: dict[tuple[Any, ...], list[Run]] = {}
-    for run in runs:
-        if _steady(run) and not run["memory_limit_bytes"]:
-            what = (run["trace"], run["hosts"], run["link"], run["apart"], run["dedup"])
-            jobs.setdefault(what, []).append(run)
-    return list(jobs.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -31,6 +31,14 @@ def steady(run: Run) -> Steady | None:
     """None where there was only one step."""
     steps = run["step_seconds"][1:]
     return Steady(statistics.median(steps), min(steps), max(steps)) if steps else None
+
+
+def grouped(runs: Iterable[Run], settings: Sequence[str]) -> list[list[Run]]:
+    """Lists of runs that have the same values of these."""
+    groups: dict[tuple[str, ...], list[Run]] = {}
+    for run in runs:
+        groups.setdefault(tuple(str(run.get(name)) for name in settings), []).append(run)
+    return list(groups.values())
 
 
 def others_cores(run: Mapping[str, Any]) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 from bench.page import drawing
 from bench.page.drawing import LIGHT, Bar, Figure, Line, Scale, number
-from bench.report import Run, dedup, limits_of_links, placement, steady
+from bench.report import Run, dedup, grouped, limits_of_links, placement, steady
 
 Report = Mapping[str, Any]
 GIB = 1 << 30
@@ -62,13 +62,6 @@ def _settings(run: Run, among: Sequence[Run], told: Collection[str] = ()) -> lis
 
 def differ(runs: Sequence[Run], setting: str) -> bool:
     return len({str(run.get(setting)) for run in runs}) > 1
-
-
-def grouped(runs: Sequence[Run], settings: Sequence[str]) -> list[list[Run]]:
-    groups: dict[tuple[str, ...], list[Run]] = {}
-    for run in runs:
-        groups.setdefault(tuple(str(run.get(name)) for name in settings), []).append(run)
-    return list(groups.values())
 
 
 def _job(run: Run, runs: Sequence[Run]) -> str:

@@ -13,8 +13,9 @@ import pytest
 import dataplane
 from dataplane import DataplaneError, Plane
 from dataplane.client.deadline import Deadline
-from dataplane.client.session.connection import Connection, answer, frame_of
+from dataplane.client.session.connection import Connection, answer
 from dataplane.client.session.handshake import further
+from dataplane.wire.frames import encode
 from dataplane.wire.messages import Body, Claim, Claimed, Finish, Request, Unpin, Want
 from tests.end_to_end.attacks import Planes, clients_of_three, no_leaks
 from tests.end_to_end.conftest import Cluster, line, until
@@ -66,7 +67,7 @@ class Raw:
         request = Request(
             connection.next_rid(), self.session.id, op, 1, self.session.epoch, 20_000, body
         )  # type: ignore[arg-type]
-        connection.send(frame_of(request), Deadline(10))
+        connection.send(encode(request), Deadline(10))
         return connection
 
     def ask(self, op: int, body: Body) -> Body:

@@ -82,19 +82,14 @@ class Claiming:
         try:
             claimed = expect(await send(session, call), Claimed, call.body)
         except BaseException:
-            session.tally.of_stage(stage, wait_s=time.monotonic() - began)
+            session.tally.claim_waited(stage, time.monotonic() - began)
             if session.spans is not None:
                 session.spans.claim(self._handle.name, stage, began, ahead=self._ahead)
             raise
         session.leased(claimed.lease, self._handle.name)
         reader, rows = reader_of(session, [claimed.table], [claimed.pin]), claimed.table.rows
-        session.tally.of_stage(
-            stage,
-            wait_s=time.monotonic() - began,
-            claims=1,
-            rows=len(rows.keys) // KEY.itemsize,
-            bytes=reader.volume,
-        )
+        n = len(rows.keys) // KEY.itemsize
+        session.tally.claimed(stage, n, reader.volume, time.monotonic() - began)
         if session.spans is not None:
             tags = claimed.table.tags
             session.spans.claim(

@@ -118,7 +118,7 @@ async def join(
     try:
         claimed = await wait_for(session, body, Claimed, timeout)
     finally:
-        session.tally.of_stage(stage, wait_s=time.monotonic() - began)
+        session.tally.claim_waited(stage, time.monotonic() - began)
         if session.spans is not None:
             lease = claimed.lease if claimed is not None else None
             session.spans.claim(handle.name, stage, began, lease)
@@ -172,8 +172,7 @@ async def fetch(part: Part, fields: Sequence[str], rows: Rows) -> Fetching:
         )
         mask &= ~gone
         positions = np.where(gone, came.there[0], positions)
-    tally = part.handle.session.tally
-    tally.of_stage(part.stage, claims=1, rows=int(mask.sum()), bytes=came.reader.volume)
+    part.handle.session.tally.claimed(part.stage, int(mask.sum()), came.reader.volume)
     return came, positions, mask
 
 

@@ -156,5 +156,5 @@ def _gather(handle: Handle, pages: list[ReadDone]) -> TableReader:
     session = handle.session
     reader = reader_of(session, [page.table for page in pages], [page.pin for page in pages])
     rows = len(reader.table.rows.keys) // KEY.itemsize
-    session.tally.add("get", rows=rows, bytes=reader.volume)
+    session.tally.got(rows, reader.volume)
     return reader

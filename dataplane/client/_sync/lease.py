@@ -254,9 +254,7 @@ class Lease:
         pieces = write_columns(self.handle, columns, n, deadline, order, groups, check)
         self._since += time.monotonic() - began
         nbytes = sum([chunk.nbytes for chunk in chunks_of(pieces)])
-        tally = self.handle.session.tally
-        tally.of_stage(self.stage, added_bytes=nbytes)
-        tally.add("copy", bytes=nbytes)
+        self.handle.session.tally.added(self.stage, nbytes)
         return pieces
 
     def _check_told(self, pieces: list[Piece]) -> None:

@@ -132,7 +132,7 @@ def _put(
         work.others = [OtherPart(one, some) for one, some in zip(others, units[1:], strict=True)]
     work.put_units(units[0], row_cost(identity))
     session.known_keys.note(generation, identity.continued_keys())
-    session.tally.add("put", wait_s=time.monotonic() - began)
+    session.tally.put_waited(time.monotonic() - began)
     if session.spans is not None:
         session.spans.put(handle.name, began, n, tagged)
     kept = work.gone + work.there

@@ -29,7 +29,7 @@ from dataplane.errors import (
     from_wire,
 )
 from dataplane.launch import processes
-from dataplane.wire.frames import FrameReader, decode_reply, encode
+from dataplane.wire.frames import FrameReader, decode_reply
 from dataplane.wire.messages import Body, Failed, Notice, Reply, Request
 
 log = logging.getLogger(__name__)
@@ -334,16 +334,16 @@ def unwrap(body: Body) -> Body:
     return body
 
 
-def frame_of(request: Request) -> bytes:
-    """The request's frame; InvalidValue for a scalar that MessagePack cannot hold."""
-    try:
-        return encode(request)
-    except (OverflowError, UnicodeEncodeError, TypeError, msgspec.MsgspecError) as exc:
-        name = type(request.body).__name__
-        raise InvalidValue(
-            f"cannot encode the {name} message of this call: {exc}. Pass tags, keys and group ids "
-            "as str, bool, float or 64-bit int values"
-        ) from exc
+UNENCODABLE = (OverflowError, UnicodeEncodeError, TypeError, msgspec.MsgspecError)
+"""What `encode` raises for a scalar that MessagePack cannot hold."""
+
+
+def not_encoded(request: Request, exc: Exception) -> InvalidValue:
+    name = type(request.body).__name__
+    return InvalidValue(
+        f"cannot encode the {name} message of this call: {exc}. Pass tags, keys and group ids "
+        "as str, bool, float or 64-bit int values"
+    )
 
 
 def peer_lost(peer: str) -> PeerLost:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from msgspec.structs import replace
 
 from dataplane.client.deadline import Deadline
-from dataplane.client.session.connection import Connections, Opener, frame_of
+from dataplane.client.session.connection import Connections, Opener
 from dataplane.client.session.handshake import (
     HANDSHAKE_S,
     QueueFull,
@@ -36,6 +36,7 @@ from dataplane.launch.embedded import attach
 from dataplane.launch.ending import Client, FreshStart
 from dataplane.launch.rundir import LivingPeer
 from dataplane.memory.mapping import ReadMap, WriteMaps
+from dataplane.wire.frames import encode
 from dataplane.wire.messages import HelloDone, Stats, StatsDone, Welcome
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def _stats(session: Session) -> dict[str, Any]:
     connection = further(session, deadline)
     try:
         request = session.request(Stats(), int(_VISIT_S * 1e3))
-        answer = connection.exchange(frame_of(request), request.rid, deadline)
+        answer = connection.exchange(encode(request), request.rid, deadline)
     finally:
         connection.close()
     if not isinstance(answer, StatsDone):

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import msgspec
 
 from dataplane.client.deadline import Deadline
-from dataplane.client.session.connection import Connection, frame_of
+from dataplane.client.session.connection import UNENCODABLE, Connection, not_encoded
 from dataplane.client.session.session import Session
 from dataplane.errors import ClientClosed, DataplaneError, PeerEnded, PeerLeaves, PeerLost
 from dataplane.wire.frames import encode
@@ -60,7 +60,9 @@ class Call(msgspec.Struct, eq=False):
         if self.blocking:
             request = session.request(self.body, 0, True)
         else:
-            left_s = min(self.deadline.until - time.monotonic(), _FOREVER_S)
+            left_s = self.deadline.until - time.monotonic()
+            if left_s > _FOREVER_S:
+                left_s = _FOREVER_S
             deadline_ms = int(left_s * 1e3) if left_s > 1e-3 else 1
             if self.again is None:
                 request = session.request(self.body, deadline_ms)
@@ -70,7 +72,10 @@ class Call(msgspec.Struct, eq=False):
         if not along and not session.due.empty():
             due, request.unpin = session.parting()
             self.ahead = [session.request(body, one_way=True) for body in due]
-        frame = frame_of(request)
+        try:
+            frame = encode(request)
+        except UNENCODABLE as exc:
+            raise not_encoded(request, exc) from exc
         if self.ahead:
             frame = b"".join(map(encode, self.ahead)) + frame
         if (then := self.then) is not None:
@@ -82,9 +87,8 @@ class Call(msgspec.Struct, eq=False):
 
     def answered(self, session: Session, connection: Connection) -> None:
         """The answer is there. The connection is free, or waits for the answer to `then`."""
-        assert self.request is not None
         self.in_flight = True
-        session.answered(self.request)
+        session.unanswered.discard(self.rid)
         for request in self.ahead:
             session.answered(request)
         if self.then is None:

@@ -147,7 +147,8 @@ class Session:
         """what copies from the arena to tensors elsewhere, with no other memory in between"""
         self._lock = threading.Lock()
         self._last_op = 0
-        self._unanswered: set[int] = set()
+        self.unanswered: set[int] = set()
+        """operation ids of requests that may be sent again"""
         self._minted = 0
         self.due: SimpleQueue[Abandoned | GiveBack | list[int]] = SimpleQueue()
         """what the peer is to be told beside the next call: leases and extents that go back, and
@@ -184,15 +185,15 @@ class Session:
                 raise ClientClosed(self.closed)
             self._last_op = op = self._last_op + 1
             if not waits:
-                self._unanswered.add(op)
-            floor = min(self._unanswered, default=op)
+                self.unanswered.add(op)
+            floor = min(self.unanswered, default=op)
         rid = 0 if one_way else op
         return Request(rid, self.id, op, floor, self.epoch, deadline_ms, body)  # type: ignore[arg-type]
 
     def answered(self, request: Request) -> None:
         """It has its answer, or will never be repeated. Callable from a finalizer, so it takes no
         lock."""
-        self._unanswered.discard(request.op)
+        self.unanswered.discard(request.op)
 
     def mint_keys(self, n: int) -> bytes:
         """n new row keys (KEY records). Up to 256 of them are a run, which shards store as one; the

@@ -289,7 +289,7 @@ class RangeServer:
             )
         deadline = time.monotonic() + expiry_ms / 1000
         try:
-            service.serve(stream, asked, pieces, nonce, deadline)
+            service.serve(Transfer(stream, asked, pieces, nonce, deadline))
         except Expired as exc:
             raise DeadlineExceeded(
                 "the ticket expired before the owner sent its answer: repeat the call"
@@ -326,6 +326,17 @@ def _evict(idle: list[_Inbound]) -> None:
         oldest.stream.abort()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Transfer:
+    """A checked request with a valid ticket. nonce: of the ticket. deadline: its end."""
+
+    stream: BulkStream
+    get: Get
+    pieces: Records
+    nonce: bytes
+    deadline: float
+
+
 class Service(ABC):
     """Serves requests by one transport."""
 
@@ -336,28 +347,18 @@ class Service(ABC):
         self._region = region
         self._desk = desk
 
-    def serve(
-        self, stream: BulkStream, asked: Get, pieces: Records, nonce: bytes, deadline: float
-    ) -> None:
-        """Serve a request with a valid ticket, up to the confirmation."""
-        pinned = self._desk.pin(ranges_of(pieces), deadline)
+    def serve(self, transfer: Transfer) -> None:
+        """Serve a request, up to the confirmation."""
+        pinned = self._desk.pin(ranges_of(transfer.pieces), transfer.deadline)
         nbytes = 0
         try:
-            sources = sources_of(self._region, pieces, pinned.places)
-            nbytes = self._move(stream, asked, pieces, sources, nonce, deadline)
+            sources = sources_of(self._region, transfer.pieces, pinned.places)
+            nbytes = self._move(transfer, sources)
         finally:
             self._desk.unpin(pinned.ask, nbytes)
 
     @abstractmethod
-    def _move(
-        self,
-        stream: BulkStream,
-        asked: Get,
-        pieces: Records,
-        sources: Offsets,
-        nonce: bytes,
-        deadline: float,
-    ) -> int:
+    def _move(self, transfer: Transfer, sources: Offsets) -> int:
         """Let the reader have the pieces that are there, and confirm it. Return their bytes."""
 
 
@@ -366,16 +367,8 @@ class TcpService(Service):
 
     most_bytes = MAX_GET_BYTES
 
-    def _move(
-        self,
-        stream: BulkStream,
-        asked: Get,
-        pieces: Records,
-        sources: Offsets,
-        nonce: bytes,
-        deadline: float,
-    ) -> int:
-        lengths, gone, mask = pieces["nbytes"], sources == GONE, b""
+    def _move(self, transfer: Transfer, sources: Offsets) -> int:
+        lengths, gone, mask = transfer.pieces["nbytes"], sources == GONE, b""
         if gone.any():
             sources, lengths, mask = sources[~gone], lengths[~gone], gone.tobytes()
         nbytes = int(lengths.sum())
@@ -383,7 +376,7 @@ class TcpService(Service):
         # One call may carry all three: the confirmation is copied out after the last byte, and
         # the pin lasts until the call is back.
         head = encode(Sending(mask, nbytes))
-        stream.send_around(head, body, encode(Sent(nbytes)), deadline)
+        transfer.stream.send_around(head, body, encode(Sent(nbytes)), transfer.deadline)
         return nbytes
 
 
@@ -407,21 +400,15 @@ class EngineService(Service):
         self._under_way = 0
         self._lock = threading.Lock()
 
-    def _move(
-        self,
-        stream: BulkStream,
-        asked: Get,
-        pieces: Records,
-        sources: Offsets,
-        nonce: bytes,
-        deadline: float,
-    ) -> int:
+    def _move(self, transfer: Transfer, sources: Offsets) -> int:
+        stream, deadline = transfer.stream, transfer.deadline
         self._count(1)
         try:
-            stream.send(encode(self._held(nonce, sources)), deadline)
+            stream.send(encode(self._held(transfer.nonce, sources)), deadline)
             if not self._transport.capabilities.one_sided:
-                self._send(stream, asked, pieces, sources, deadline)
-            nbytes = _released(stream, int(pieces["nbytes"][sources != GONE].sum()), deadline)
+                self._send(transfer, sources)
+            nbytes = int(transfer.pieces["nbytes"][sources != GONE].sum())
+            _await_release(stream, nbytes, deadline)
         finally:
             self._count(-1)
         stream.send(encode(Sent(nbytes)), deadline)
@@ -437,9 +424,9 @@ class EngineService(Service):
         mac = held_mac(self._key, nonce, own.generation, own.card, raw)
         return Held(raw, own.generation, own.card, mac)
 
-    def _send(
-        self, stream: BulkStream, asked: Get, pieces: Records, sources: Offsets, deadline: float
-    ) -> None:
+    def _send(self, transfer: Transfer, sources: Offsets) -> None:
+        stream, pieces, deadline = transfer.stream, transfer.pieces, transfer.deadline
+
         def check() -> None:
             if stream.ended():
                 raise TransferFailed("the reader closed the connection: repeat the call")
@@ -450,12 +437,12 @@ class EngineService(Service):
 
         there = (sources != GONE) & (pieces["nbytes"] > 0)
         nbytes = np.ascontiguousarray(pieces["nbytes"][there])
-        reader = RegionKey(0, asked.card)
-        request = SendRequest(reader, asked.tag, sources[there], nbytes, deadline, check)
+        reader = RegionKey(0, transfer.get.card)
+        request = SendRequest(reader, transfer.get.tag, sources[there], nbytes, deadline, check)
         self._transport.send(request)
 
 
-def _released(stream: BulkStream, nbytes: int, deadline: float) -> int:
+def _await_release(stream: BulkStream, nbytes: int, deadline: float) -> None:
     """Waits for the reader's word that it has them all."""
     try:
         frame = stream.receive(MAX_JOIN_FRAME_BYTES, deadline)
@@ -476,7 +463,6 @@ def _released(stream: BulkStream, nbytes: int, deadline: float) -> int:
             f"invalid Release from the reader: expected {nbytes} bytes, got "
             f"{release.nbytes}. Install the same dataplane release everywhere"
         )
-    return nbytes
 
 
 def check_version(version: int) -> None:

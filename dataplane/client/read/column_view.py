@@ -56,7 +56,6 @@ class ColumnView(Sequence[Any]):
         self.field = field
         self.runs = runs
         self.name_of = name_of
-        self._specs: list[ColumnSpec | None] | None = None
 
     @cached_property
     def _ends(self) -> list[int]:
@@ -192,14 +191,11 @@ class ColumnView(Sequence[Any]):
 
     # what all of them have in common
 
-    @property
+    @cached_property
     def specs(self) -> list[ColumnSpec | None]:
         """The distinct specs of the rows. None stands for rows that lack the field."""
-        specs = self._specs
-        if specs is None:
-            found = [None if column is None else column.spec for column, _, _ in self.runs]
-            specs = self._specs = list(dict.fromkeys(found))
-        return specs
+        found = [None if column is None else column.spec for column, _, _ in self.runs]
+        return list(dict.fromkeys(found))
 
     @cached_property
     def absent(self) -> npt.NDArray[np.bool_]:
@@ -207,7 +203,7 @@ class ColumnView(Sequence[Any]):
         lacks = [run.column is None for run in self.runs]
         return np.repeat(np.array(lacks, bool), [run.last - run.first for run in self.runs])
 
-    @property
+    @cached_property
     def holds_arrays(self) -> bool:
         """Whether every row is an array (not an object, not absent)."""
         return bool(self.runs) and all(
@@ -220,7 +216,7 @@ class ColumnView(Sequence[Any]):
         objects other than tensors."""
         return any([spec is not None and spec.loose for spec in self.specs])
 
-    @property
+    @cached_property
     def dtypes(self) -> list[np.dtype[Any]]:
         """The distinct dtypes of the rows that are arrays."""
         arrays = [spec for spec in self.specs if spec is not None and spec.kind == "array"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
@@ -84,7 +84,7 @@ def to_torch(
         return _object_tensors(column, layout, view, device)
     if view:
         return _views(column, layout, device)
-    if direct is not None:
+    if direct is not None and device != "cpu":
         tensors = direct.tensors(column, layout, padding, device, offsets)
         if tensors is not None:
             return tensors
@@ -386,13 +386,14 @@ def _padded(column: ColumnView, padding: Padding, device: str) -> Any:
 
     def fill(array: Array) -> None:
         array[...] = padding_value(column.field, padding, array.dtype)
-        axis, lengths = ragged.axis, ragged.lengths
-        starts = [width - length if padding.side == "left" else 0 for length in lengths]
-        rows, target = iter(column), array
+        axis, rows, target = ragged.axis, iter(column), array
         if axis:
             rows, target = (row.swapaxes(0, axis) for row in column), array.swapaxes(1, 1 + axis)
-        for row, length, start, values in zip(target, lengths, starts, rows, strict=True):
-            row[start : start + length] = values
+        spans: Iterable[slice] = map(slice, ragged.lengths)
+        if padding.side == "left":
+            spans = [slice(width - length, width) for length in ragged.lengths]
+        for row, span, values in zip(target, spans, rows, strict=True):
+            row[span] = values
 
     shape = (len(column), *ragged.head, width, *ragged.tail)
     check_padded(column.field, shape, ragged.dtype)

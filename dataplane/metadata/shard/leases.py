@@ -100,11 +100,11 @@ class Lease(msgspec.Struct, eq=False):
     def unfinished(self) -> list[Part]:
         """The unfinished rows, in order."""
         found, at = [], 0
-        for number, ((block, _), left) in enumerate(zip(self.rows.parts, self.left, strict=True)):
+        for number, left in enumerate(self.left):
             if left:
-                rows = rows_of(left)
-                found.append(Part(number, block, rows, range(at, at + len(rows)), left))
-                at += len(rows)
+                rows, end = rows_of(left), at + left.bit_count()
+                found.append(Part(number, self.rows.parts[number][0], rows, range(at, end), left))
+                at = end
         return found
 
     def at(self, positions: Sequence[int]) -> list[Part]:

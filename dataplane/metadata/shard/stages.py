@@ -361,8 +361,9 @@ class Stage:
             if gone := rows & bits:
                 self.move(block, gone, was, None)
                 bits ^= gone
-        if bits:
-            self.move(block, bits, PENDING, None)
+            if not bits:
+                return
+        self.move(block, bits, PENDING, None)
 
     # groups
 

@@ -305,6 +305,9 @@ class State:
         if new[: len(old)] == old:  # most often, values are added
             self._use(new[len(old) :])
             return
+        if not new:
+            self._let_go(old)
+            return
         kept = {*old}.intersection(new)
         self._use([chunk for chunk in new if chunk not in kept])
         self._let_go([chunk for chunk in old if chunk not in kept])

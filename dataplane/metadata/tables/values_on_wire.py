@@ -253,7 +253,7 @@ def check_sizes(values: wire.Values, most_chunks: int = MAX_CHUNKS_PER_MESSAGE) 
         or len(values.pieces) > MAX_PIECES_PER_MESSAGE
         or max(len(values.layouts), len(values.owners)) > MAX_CHUNKS_PER_MESSAGE
     ):
-        raise _too_many(values, most_chunks)
+        raise too_many(values, most_chunks)
     largest = max(map(len, values.layouts), default=0)
     if largest > MAX_LAYOUT_BYTES:
         raise LimitExceeded(
@@ -263,7 +263,7 @@ def check_sizes(values: wire.Values, most_chunks: int = MAX_CHUNKS_PER_MESSAGE) 
         )
 
 
-def _too_many(values: wire.Values, most_chunks: int) -> LimitExceeded:
+def too_many(values: wire.Values, most_chunks: int) -> LimitExceeded:
     """Which part of a message is too large."""
     sizes = [
         ("fields", len(values.fields), MAX_FIELDS),

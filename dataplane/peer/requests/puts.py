@@ -24,7 +24,7 @@ from dataplane.memory.extents import Extent, room
 from dataplane.memory.placement import extents_of
 from dataplane.metadata.shard.puts import plan_put
 from dataplane.metadata.tables.references import Array, ids_of, ranges_of
-from dataplane.metadata.tables.values_on_wire import check_sizes
+from dataplane.metadata.tables.values_on_wire import too_many
 from dataplane.peer import rows as rowset
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.net.mesh import Mesh
@@ -160,8 +160,11 @@ class Grants:
         most_chunks: int = MAX_CHUNKS_PER_MESSAGE,
     ) -> Committed:
         """Make ranges of the chunks that a client wrote, and references to those that it shares:
-        all or none."""
-        check_sizes(values, most_chunks)
+        all or none. The shard checks the rest of the values."""
+        if len(values.chunks) > most_chunks:
+            raise too_many(values, most_chunks)
+        if not values.chunks:
+            return Committed(values)
         owners = values.owners
         inline = [owner == INLINE for owner in owners]
         if not all(inline):
@@ -268,6 +271,8 @@ class Grants:
         """Return the next reservation: in the host arena, unless another call waits for space
         there, and in the pools."""
         granted = b""
+        if not want_bytes and not in_pools:
+            return granted
         try:
             self.host.space.check_stretches(session.id)
         except LimitExceeded:

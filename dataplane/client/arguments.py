@@ -5,14 +5,15 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Mapping
 from numbers import Real
 from operator import index
-from typing import Any, SupportsIndex
+from typing import Any
 
 from dataplane.errors import InvalidCall, LimitExceeded
 from dataplane.metadata.tables.where import Where
+from dataplane.wire.arrays import shown
+from dataplane.wire.foreign import items_of, pairs_of, unreadable
 from dataplane.wire.limits import MAX_NAME_BYTES
 from dataplane.wire.tables import Where as WireWhere
 
@@ -23,17 +24,17 @@ _MAX_COUNT = 2**63 - 1
 def text(value: object, what: str, role: str = "the name of ") -> str:
     """Return the name of `what`. Raise InvalidCall unless it is a non-empty str."""
     if not isinstance(value, str) or not value:
-        raise InvalidCall(f"{role}{what} is {value!r:.80}: expected a non-empty str")
+        raise InvalidCall(f"{role}{what} is {shown(value):.80}: expected a non-empty str")
     try:
         nbytes = len(value) if len(value) > MAX_NAME_BYTES else len(value.encode())
     except UnicodeEncodeError as exc:
         raise InvalidCall(
-            f"{role}{what} is {value!r:.80}, which UTF-8 cannot encode ({exc.reason}): use "
+            f"{role}{what} is {shown(value):.80}, which UTF-8 cannot encode ({exc.reason}): use "
             "another name"
         ) from None
     if nbytes > MAX_NAME_BYTES:
         raise LimitExceeded(
-            f"{role}{what} is {value!r:.40}…, over the limit of {MAX_NAME_BYTES} bytes: use a "
+            f"{role}{what} is {shown(value):.40}…, over the limit of {MAX_NAME_BYTES} bytes: use a "
             "shorter name",
             limit=MAX_NAME_BYTES,
         )
@@ -46,8 +47,8 @@ def texts(values: object, what: str) -> list[str]:
     if not isinstance(values, (list, tuple)) and (  # as most often; an ABC is slow to tell
         isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable)
     ):
-        raise InvalidCall(f"{what}={values!r:.80}: expected a list of names")
-    return [text(value, what, "an entry of ") for value in values]
+        raise InvalidCall(f"{what}={shown(values):.80}: expected a list of names")
+    return [text(value, what, "an entry of ") for value in items_of(what, values, InvalidCall)]
 
 
 def optional_texts(values: object, what: str) -> list[str] | None:
@@ -58,7 +59,7 @@ def count(value: object, what: str) -> int:
     """Return a positive int. NumPy ints are accepted."""
     number = value if type(value) is int else _number(value)
     if not 0 < number <= _MAX_COUNT:
-        raise InvalidCall(f"{what}={value!r:.80}: expected a positive int")
+        raise InvalidCall(f"{what}={shown(value):.80}: expected a positive int")
     return number
 
 
@@ -66,21 +67,26 @@ def whole(value: object, what: str) -> int:
     """Return an int of 0 or more. NumPy ints are accepted."""
     number = _number(value)
     if not 0 <= number <= _MAX_COUNT:
-        raise InvalidCall(f"{what}={value!r:.80}: expected an int of 0 or more")
+        raise InvalidCall(f"{what}={shown(value):.80}: expected an int of 0 or more")
     return number
 
 
 def _number(value: object) -> int:
     """-1 for what is no int; an array of one has a way to be one, and refuses."""
-    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
-        with contextlib.suppress(TypeError):
-            return index(value)
+    if hasattr(type(value), "__index__") and not isinstance(value, bool):
+        number: Any = value
+        try:
+            return index(number)
+        except TypeError:
+            pass
+        except Exception as exc:  # of the user's number
+            raise unreadable("a number", value, exc, InvalidCall) from exc
     return -1
 
 
 def flag(value: object, what: str) -> bool:
     if not isinstance(value, bool):
-        raise InvalidCall(f"{what}={value!r:.80}: expected True or False")
+        raise InvalidCall(f"{what}={shown(value):.80}: expected True or False")
     return value
 
 
@@ -94,7 +100,7 @@ def seconds(value: object, what: str) -> float | None:
         return float(value)
     if isinstance(value, bool) or not isinstance(value, Real) or value != value:
         raise InvalidCall(
-            f"{what}={value!r:.80}: expected a number of seconds, or None for no limit"
+            f"{what}={shown(value):.80}: expected a number of seconds, or None for no limit"
         )
     return max(-_FOREVER_S, float(value)) if value < _FOREVER_S else None
 
@@ -103,7 +109,7 @@ def moment(value: object, what: str) -> float:
     """Return a time on a monotonic clock, in seconds."""
     if isinstance(value, bool) or not isinstance(value, Real) or value != value:
         raise InvalidCall(
-            f"{what}={value!r:.80}: expected a time in seconds, such as the `at` of an event"
+            f"{what}={shown(value):.80}: expected a time in seconds, such as the `at` of an event"
         )
     found: Any = value
     return float(max(-_FOREVER_S, min(found, _FOREVER_S)))
@@ -111,8 +117,8 @@ def moment(value: object, what: str) -> float:
 
 def mapping(value: object, what: str, form: str) -> Mapping[Any, Any]:
     if not isinstance(value, Mapping):
-        raise InvalidCall(f"{what}={value!r:.80}: expected a mapping {form}")
-    return value
+        raise InvalidCall(f"{what}={shown(value):.80}: expected a mapping {form}")
+    return pairs_of(f"{what}=", value, InvalidCall)
 
 
 def filter_of(where: object) -> WireWhere | None:
@@ -121,7 +127,7 @@ def filter_of(where: object) -> WireWhere | None:
         return None
     if not isinstance(where, Where):
         raise InvalidCall(
-            f"where={where!r:.80}: expected a filter over tags, such as "
+            f"where={shown(where):.80}: expected a filter over tags, such as "
             "dataplane.tag('version') >= 6"
         )
     return where.to_wire()

@@ -11,12 +11,13 @@ from numbers import Real
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
 
 from dataplane.client import arguments
 from dataplane.client.write import schema
 from dataplane.errors import InvalidCall
 from dataplane.metadata.tables.where import Where
+from dataplane.wire.arrays import shown
+from dataplane.wire.foreign import unreadable
 from dataplane.wire.limits import MAX_PLAN_PARTS, MAX_RANKS
 from dataplane.wire.messages import Want
 from dataplane.wire.tables import Definition, Shape
@@ -46,7 +47,9 @@ def definition_of(
         )
     named: dict[str, list[str]] = {}
     form = "of stage names to lists of fields"
-    for stage, needed in arguments.mapping(stages or {}, "stages", form).items():
+    for stage, needed in arguments.mapping(
+        {} if stages is None else stages, "stages", form
+    ).items():
         named[arguments.text(stage, "a stage")] = arguments.texts(needed, f"stages[{stage!r}]")
     copies: Literal[1, 2] = 2 if replicas == 2 else 1
     return Definition(
@@ -55,7 +58,7 @@ def definition_of(
         groups,
         free,  # type: ignore[arg-type]
         copies,
-        schema.canonical(fields or {}),
+        schema.canonical({} if fields is None else fields),
     )
 
 
@@ -93,11 +96,11 @@ class Demand(msgspec.Struct, eq=False):
         return Want(kind, count, least, where)
 
     def _budget(self, budget: Mapping[str, float], unit: str, where: list[Any] | None) -> Want:
-        shown = dict(arguments.mapping(budget, "budget", "{tag: sum}"))
-        if len(budget) != 1:
+        given = arguments.mapping(budget, "budget", "{tag: sum}")
+        if len(given) != 1:
             raise InvalidCall(
-                f"budget={shown!r}: expected one tag and a limit on the sum of its values, such as "
-                "{'tokens': 65536}"
+                f"budget={shown(given):.80}: expected one tag and a limit on the sum of its "
+                "values, such as {'tokens': 65536}"
             )
         if self.minimum is not None:
             raise InvalidCall(
@@ -106,15 +109,22 @@ class Demand(msgspec.Struct, eq=False):
             )
         if unit not in ("rows", "groups"):
             raise InvalidCall(f"unit={unit!r}: expected 'rows' or 'groups'")
-        ((tag, amount),) = budget.items()
-        number = isinstance(amount, Real) and not isinstance(amount, bool)
-        if isinstance(amount, np.generic):
-            amount = amount.item()  # a float32 warns when it is compared with a larger float
-        if not number or not 0 < amount <= sys.float_info.max:
-            raise InvalidCall(f"budget={shown!r:.80}: expected a finite number above 0 as the sum")
+        ((tag, amount),) = given.items()
+        limit = 0.0
+        if isinstance(amount, Real) and not isinstance(amount, bool):
+            try:
+                limit = float(amount)
+            except OverflowError:
+                pass
+            except Exception as exc:  # of the user's number
+                raise unreadable("the limit in budget=", amount, exc, InvalidCall) from exc
+        if not 0 < limit <= sys.float_info.max:
+            raise InvalidCall(
+                f"budget={shown(given):.80}: expected a finite number above 0 as the sum"
+            )
         arguments.text(tag, "a tag")
         kind: Literal["rows", "groups"] = "rows" if unit == "rows" else "groups"
-        return Want(kind, 0, 0, where, tag, float(amount))
+        return Want(kind, 0, 0, where, tag, limit)
 
 
 def shape_of(
@@ -142,9 +152,9 @@ def shape_of(
             "parts: use fewer mini-batches"
         )
     if remainder not in ("pad", "drop"):
-        raise InvalidCall(f"remainder={remainder!r:.40}: expected 'pad' or 'drop'")
+        raise InvalidCall(f"remainder={shown(remainder):.40}: expected 'pad' or 'drop'")
     if unit not in ("rows", "groups"):
-        raise InvalidCall(f"unit={unit!r:.40}: expected 'rows' or 'groups'")
+        raise InvalidCall(f"unit={shown(unit):.40}: expected 'rows' or 'groups'")
     tag, amount = None, 0.0
     if budget is not None:
         want = Demand(None, None, budget, None, None, None).want("rows")

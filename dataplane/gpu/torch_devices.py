@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import InvalidCall, counted
+from dataplane.wire.arrays import kind_of, shown
 
 T = TypeVar("T")
 
@@ -19,10 +20,13 @@ def check_device(device: str) -> None:
     import torch
 
     try:
+        if not isinstance(device, (str, int, torch.device)):
+            raise TypeError(f"got {kind_of(device)}")  # torch itself crashes on some lists
         asked = torch.device(device)
     except (RuntimeError, TypeError) as exc:
         raise InvalidCall(
-            f"invalid device={device!r:.40}: expected a torch device, for example 'cpu' or 'cuda:0'"
+            f"invalid device={shown(device):.40}: expected a torch device, for example 'cpu' "
+            "or 'cuda:0'"
         ) from exc
     if asked.type == "cuda" and (asked.index or 0) >= (gpus := torch.cuda.device_count()):
         raise InvalidCall(

@@ -41,6 +41,7 @@ from dataplane.wire.arrays import (
     jagged_parts,
     kind_of,
     raw,
+    shown,
     tensor_over,
 )
 from dataplane.wire.layouts import OBJECT_ALIGNMENT_BYTES
@@ -356,14 +357,14 @@ class _Walk:
                 value.encode()
             except UnicodeEncodeError as exc:
                 raise self._refusal(
-                    f"{value!r:.60} is not valid text ({exc.reason}): pass bytes, or "
+                    f"{shown(value):.60} is not valid text ({exc.reason}): pass bytes, or "
                     "text.encode(errors='replace').decode()"
                 ) from exc
         return value
 
     def _place(self, depth: int | None = None) -> str:
         keys = "".join(
-            f'["{k}"]' if isinstance(k, str) else f"[{k!r}]" for k in self._trail[:depth]
+            f'["{k}"]' if type(k) is str else f"[{shown(k)}]" for k in self._trail[:depth]
         )
         # a key that is no valid text could not be printed, nor sent to a log
         return self._path + keys.encode(errors="backslashreplace").decode()

@@ -21,7 +21,7 @@ from dataplane.client.read.ragged import Padding, Side
 from dataplane.client.read.selection import Selection
 from dataplane.client.read.table import TableReader, reader_of
 from dataplane.client.read.tensors import Each, Layout, TensorDictForm
-from dataplane.client.write.columns import by_name, named_once
+from dataplane.client.write.columns import named_once
 from dataplane.client.write.rows import Names, TagValues
 from dataplane.errors import DataplaneError, LeaseExpired, NotFetched
 
@@ -310,7 +310,7 @@ class Batch(LeasedRows):
         values: Mapping[str, Any] | None = None,
     ) -> None:
         self._check()
-        given = None if values is None else by_name(values)
+        given = None if values is None else named_once(values, {})
         await self.lease.finish(outcome, Deadline(timeout), self._at, tags, given)
         self._outcome = ENDED[outcome]
 

@@ -24,6 +24,7 @@ from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
 from dataplane.client.requests import Demand
 from dataplane.errors import InvalidCall, StreamEnd
+from dataplane.wire.arrays import shown
 from dataplane.wire.tables import Name
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,9 @@ class Loader:
     ) -> None:
         refuse_workers()
         if collate is not None and not callable(collate):
-            raise InvalidCall(f"collate={collate!r:.80}: expected a function that takes a batch")
+            raise InvalidCall(
+                f"collate={shown(collate):.80}: expected a function that takes a batch"
+            )
         self.stage = stage
         self._collate = collate
         self._ahead = arguments.count(prefetch, "prefetch")

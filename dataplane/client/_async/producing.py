@@ -23,6 +23,7 @@ from dataplane.errors import (
     PartitionSealed,
     counted,
 )
+from dataplane.wire.arrays import shown
 from dataplane.wire.messages import Admit, Admitted, Done, Withdraw
 
 log = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ class Producer(AsyncIterator[T]):
         """The partition, and the thread or task that works on an item."""
         if not isinstance(items, Iterable):
             raise InvalidCall(
-                f"producing({items!r:.80}): expected an iterable, such as a list of prompts"
+                f"producing({shown(items):.80}): expected an iterable, such as a list of prompts"
             )
         self._handle = handle
         self._items = iter(items)

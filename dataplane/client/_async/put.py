@@ -35,7 +35,8 @@ from dataplane.client.write.rows import (
     row_names,
     tag_columns,
 )
-from dataplane.errors import DataplaneError, FieldExists, RowsGone, counted
+from dataplane.errors import DataplaneError, FieldExists, InvalidRows, RowsGone, counted
+from dataplane.wire.foreign import pairs_of
 from dataplane.wire.tables import Name
 
 if TYPE_CHECKING:
@@ -89,7 +90,8 @@ async def _put(
     session, deadline, began = handle.session, Deadline(timeout), time.monotonic()
     columns = by_name(columns)
     if isinstance(columns, (dict, Mapping)):
-        columns = dict(columns.items())  # its own way to iterate may be another one
+        # its own way to iterate may be another one
+        columns = pairs_of("the mapping of columns", columns, InvalidRows)
     dedup = texts(dedup, "dedup")
     replace, reuse = flag(replace, "replace"), flag(reuse, "reuse")
     names = None if key is None else name_list(key, "key")

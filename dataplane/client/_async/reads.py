@@ -21,6 +21,7 @@ from dataplane.client.write.rows import (
 )
 from dataplane.errors import FrameTooLarge, InvalidCall
 from dataplane.metadata.tables.where import Where
+from dataplane.wire.arrays import shown
 from dataplane.wire.messages import Defined, Read, ReadDone
 from dataplane.wire.records import KEY
 from dataplane.wire.tables import Definition, Rows
@@ -70,7 +71,7 @@ def handle_of(plane: Any, session: Session, ref: Ref) -> Handle:
     """Return the partition of a ref. Raise InvalidCall if the ref belongs to another plane."""
     if not isinstance(ref, Ref):
         raise InvalidCall(
-            f"expected a ref returned by put(), got {ref!r:.80}. To read by key, use "
+            f"expected a ref returned by put(), got {shown(ref):.80}. To read by key, use "
             "part.get(keys=…)"
         )
     if ref.plane != session.plane:

@@ -37,6 +37,7 @@ from dataplane.errors import (
 )
 from dataplane.metadata.tables.keys import keys_in
 from dataplane.progress import Bar
+from dataplane.wire.arrays import shown
 from dataplane.wire.checkpoint import Census, CensusDone, Save, SaveDone, Survey, SurveyDone
 from dataplane.wire.records import KEY
 
@@ -68,7 +69,7 @@ def path_of(directory: Any) -> Path:
         names_one = False
     if not isinstance(given, str) or not names_one:
         raise InvalidCall(
-            f"directory={directory!r:.80}: expected a path, as a str or a pathlib.Path"
+            f"directory={shown(directory):.80}: expected a path, as a str or a pathlib.Path"
         )
     return Path(os.path.abspath(given))
 

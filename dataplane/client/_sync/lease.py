@@ -296,7 +296,7 @@ class Lease:
             stores = bool(tags or values)
             if self._is_settled(self._doubt, outcome, rows, stores, deadline):
                 return
-        given = tag_columns(tags, self.n if rows is None else len(rows)) if tags else {}
+        given = tag_columns(tags, self.n if rows is None else len(rows))
         at = self.open_among(rows)
         if not at:
             if rows is None:

@@ -30,6 +30,7 @@ from dataplane.client.requests import Demand, shape_of
 from dataplane.client.write.rows import Names, TagValues, name_list
 from dataplane.errors import InvalidCall
 from dataplane.metadata.tables.where import Where
+from dataplane.wire.arrays import shown
 from dataplane.wire.messages import Advance, Close, Defined, Done, Reset, Seal, Wait
 from dataplane.wire.tables import Name, Scalar
 
@@ -133,7 +134,7 @@ class Partition:
         """
         handle, deadline = self._handle, Deadline(timeout)
         if short not in ("drop", "keep"):
-            raise InvalidCall(f"short={short!r:.40}: expected 'drop' or 'keep'")
+            raise InvalidCall(f"short={shown(short):.40}: expected 'drop' or 'keep'")
         body = Seal(handle.name, attach(handle, deadline), short == "keep")
         ask(handle.session, body, Done, deadline)
 

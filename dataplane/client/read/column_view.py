@@ -23,7 +23,15 @@ from dataplane.client.read.ragged import Offsets, Padding, Ragged, ragged_of
 from dataplane.client.write.parallel import carry_out
 from dataplane.errors import DataplaneError, FieldUnknown, ProtocolError
 from dataplane.wire import objects
-from dataplane.wire.arrays import Array, ArrayForm, as_array, is_jagged, is_torch, jagged_parts
+from dataplane.wire.arrays import (
+    Array,
+    ArrayForm,
+    as_array,
+    is_jagged,
+    is_torch,
+    jagged_parts,
+    shown,
+)
 from dataplane.wire.layouts import OPEN, ColumnSpec
 
 _SHOWN = 4
@@ -120,8 +128,8 @@ class ColumnView(Sequence[Any]):
             ) from None
         except TypeError:
             raise TypeError(
-                f"field {self.field!r}: the index is {index!r:.40}: expected an int or a slice; to "
-                "select several rows, use batch.rows([…])"
+                f"field {self.field!r}: the index is {shown(index):.40}: expected an int or a "
+                "slice; to select several rows, use batch.rows([…])"
             ) from None
         column, at = self.place(row)
         if column is None:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from dataplane.errors import InvalidCall, InvalidValue, sized
 from dataplane.launch.values import allowed_memory_bytes
-from dataplane.wire.arrays import Array, is_time
+from dataplane.wire.arrays import Array, is_time, shown
 
 Side = Literal["right", "left"]
 _LARGE_BYTES = 1 << 30
@@ -88,7 +88,7 @@ class Padding:
                 continue
             number = index(given) if isinstance(given, SupportsIndex) else 0
             if isinstance(given, bool) or number < 1:
-                raise InvalidCall(f"{name}={given!r:.40}: expected a positive int")
+                raise InvalidCall(f"{name}={shown(given):.40}: expected a positive int")
             object.__setattr__(self, name, number)
 
     def width(self, field: str, lengths: Sequence[int]) -> int:
@@ -145,8 +145,8 @@ def padding_value(field: str, padding: Padding, dtype: np.dtype[Any]) -> Array:
             return made
     raise InvalidValue(
         f"field {field!r} has dtype {dtype.name}, which cannot represent "
-        f"padding={padding.value!r:.40}: choose a value that fits, or set the padding per field, "
-        f"for example padding={{{field!r}: {False if dtype == np.bool_ else 0}}}",
+        f"padding={shown(padding.value):.40}: choose a value that fits, or set the padding per "
+        f"field, for example padding={{{field!r}: {False if dtype == np.bool_ else 0}}}",
         field=field,
     )
 

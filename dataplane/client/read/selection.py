@@ -28,6 +28,8 @@ from dataplane.client.read.tensors import (
 from dataplane.client.ref import Ref
 from dataplane.client.write.rows import group_names, row_groups, row_name, row_names, tag_values
 from dataplane.errors import InvalidCall, InvalidRows, NotFetched
+from dataplane.wire.arrays import shown
+from dataplane.wire.foreign import unreadable
 from dataplane.wire.limits import NO_GROUP
 from dataplane.wire.records import KEY, U4, column
 from dataplane.wire.tables import Name, Rows, Scalar, Table
@@ -124,7 +126,7 @@ class Selection:
                 return self.rows(np.arange(self._n)[field])
             name = type(self).__name__.lower()
             raise InvalidCall(
-                f"{name}[{field!r:.40}]: expected a field name or a slice; to select rows by "
+                f"{name}[{shown(field):.40}]: expected a field name or a slice; to select rows by "
                 f"position, use {name}.rows([…])"
             )
         view = self._views.get(field)
@@ -143,7 +145,7 @@ class Selection:
         return [view[row] if view.present(row) else default for row in range(len(view))]
 
     def __contains__(self, field: object) -> bool:
-        return field in self._fetched
+        return isinstance(field, str) and field in self._fetched
 
     def rows(self, positions: Sequence[int] | npt.NDArray[Any]) -> Self:
         """Return the rows at these positions as a part, in this order, without a copy.
@@ -156,8 +158,8 @@ class Selection:
             at = np.flatnonzero(at)
         if at is None or at.ndim != 1 or (len(at) and at.dtype.kind not in "iu"):
             raise InvalidRows(
-                f"rows({positions!r:.80}): expected int positions from 0 to {self._n - 1}, or one "
-                "bool per row"
+                f"rows({shown(positions):.80}): expected int positions from 0 to {self._n - 1}, or "
+                "one bool per row"
             )
         if at.dtype.kind == "u":  # a huge one would become a negative one
             at = np.minimum(at, self._n)
@@ -165,7 +167,7 @@ class Selection:
         at = np.where(at < 0, at + self._n, at)
         if len(np.unique(at)) < len(at) or (len(at) and not 0 <= at.min() <= at.max() < self._n):
             raise InvalidRows(
-                f"rows({positions!r:.80}): expected positions from 0 to {self._n - 1}, each "
+                f"rows({shown(positions):.80}): expected positions from 0 to {self._n - 1}, each "
                 "at most once"
             )
         part = object.__new__(type(self))
@@ -284,7 +286,7 @@ def positions(given: object, what: str, n: int) -> Index:
         return np.empty(0, np.intp)
     if at is None or at.ndim != 1 or at.dtype.kind not in "iu" or not 0 <= at.min() <= at.max() < n:
         raise InvalidRows(
-            f"{what}={given!r:.80}: expected a list of int positions from 0 to {n - 1}"
+            f"{what}={shown(given):.80}: expected a list of int positions from 0 to {n - 1}"
         )
     return np.unique(at.astype(np.intp))
 
@@ -295,6 +297,8 @@ def _array_of(given: object) -> npt.NDArray[Any] | None:
         return np.asarray(given)
     except (ValueError, TypeError, OverflowError, RuntimeError):
         return None
+    except Exception as exc:  # of the user's positions
+        raise unreadable("the list of positions", given, exc, InvalidRows) from exc
 
 
 class Group:

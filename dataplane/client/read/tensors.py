@@ -109,9 +109,9 @@ def to_torch(
 
 
 def _check_layout(layout: object) -> None:
-    if layout not in _LAYOUTS:
+    if not isinstance(layout, str) or layout not in _LAYOUTS:
         raise InvalidCall(
-            f"layout={layout!r}: expected 'auto', 'dense', 'padded', 'jagged' or 'list'"
+            f"layout={shown(layout):.80}: expected 'auto', 'dense', 'padded', 'jagged' or 'list'"
         )
 
 

@@ -40,7 +40,9 @@ from dataplane.wire.arrays import (
     jagged_parts,
     kind_of,
     raw,
+    shown,
 )
+from dataplane.wire.foreign import items_of, pairs_of, unreadable
 from dataplane.wire.layouts import OBJECT_ALIGNMENT_BYTES, OPEN, ColumnSpec
 from dataplane.wire.limits import MAX_FIELDS, MAX_NAME_BYTES
 from dataplane.wire.objects import Buffer
@@ -151,7 +153,7 @@ class ObjectValue:
         self.value = value
 
     def __repr__(self) -> str:
-        return f"dataplane.object({self.value!r:.60})"
+        return f"dataplane.object({shown(self.value):.60})"
 
 
 def prepare(
@@ -175,9 +177,12 @@ def prepare(
     if not isinstance(columns, (dict, Mapping)):  # an ABC is slow to tell
         raise InvalidRows(
             "columns must be a mapping of field names to columns with one entry per row, "
-            f"such as {{'tokens': [[1, 2], [3]]}}, not {columns!r:.60}"
+            f"such as {{'tokens': [[1, 2], [3]]}}, not {shown(columns):.60}"
         )
-    names, given = checked_names(tuple(columns)), list(columns.values())
+    columns = pairs_of("the mapping of columns", columns, InvalidRows)
+    names, given = tuple(columns), list(columns.values())
+    plain = {*map(type, names)} <= {str}  # others may have a hash that raises
+    names = checked_names(names) if plain else tuple(map(checked_name, names))
     if {*map(type, given)} != {list}:
         given = list(map(_column, names, given))
     _check_length(names, given, n, whose)
@@ -229,7 +234,13 @@ def by_name(columns: Any) -> Any:
 def named_once(columns: Any, named: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a call that takes them in a mapping and by name. InvalidCall if a field
     is in both."""
-    given = {} if columns is None else dict(by_name(columns))
+    given: Any = {} if columns is None else by_name(columns)
+    if not isinstance(given, Mapping):
+        raise InvalidCall(
+            f"{shown(given):.60}: expected a mapping of field names to columns with one entry per "
+            "row, such as {'reward': [1.0, 0.5]}"
+        )
+    given = pairs_of("the mapping of columns", given, InvalidRows)
     if twice := given.keys() & named.keys():
         raise InvalidCall(
             f"field {min(twice)!r} was passed both in the mapping and as a keyword argument: pass "
@@ -305,7 +316,6 @@ def _entries(column: Any, n: int, library: Any) -> list[Any]:
     return list(whole) if of_rows else [whole] * n
 
 
-@lru_cache(1024)
 def checked_name(name: object) -> str:
     """InvalidRows for what cannot name a field, such as half of a surrogate pair."""
     try:
@@ -314,11 +324,11 @@ def checked_name(name: object) -> str:
         fits = False
     if not isinstance(name, str) or not fits:
         raise InvalidRows(
-            f"invalid field name {name!r:.80}: expected a str of 1 to {MAX_NAME_BYTES} bytes"
+            f"invalid field name {shown(name):.80}: expected a str of 1 to {MAX_NAME_BYTES} bytes"
         )
     if "~" in name:
         raise InvalidRows(
-            f"field name {name!r:.80} contains '~', which is reserved for values that "
+            f"field name {shown(name):.80} contains '~', which is reserved for values that "
             "release(values=…) stores: use another name"
         )
     return name if type(name) is str else str.__str__(name)
@@ -353,8 +363,10 @@ def _check_length(
 
 def _column(name: str, column: Any) -> Sequence[Any] | Array:
     """A column as a list, a tuple or a plain array whose first axis is the rows."""
-    if isinstance(column, (list, tuple)):
+    if type(column) is tuple:
         return column
+    if isinstance(column, (list, tuple)):
+        return items_of(f"field {name!r}", column, field=name)
     if isinstance(column, ObjectValue):
         return [ObjectValue(value) for value in _column(name, column.value)]
     if isinstance(column, (str, bytes, bytearray, memoryview, Mapping, Set)):
@@ -372,15 +384,14 @@ def _column(name: str, column: Any) -> Sequence[Any] | Array:
     except InvalidValue as exc:
         raise InvalidValue(f"field {name!r}: {exc.message}", field=name) from exc
     if array is None:
-        try:
-            return list(column)
-        except TypeError:
-            pass
+        if isinstance(column, Iterable) or hasattr(type(column), "__getitem__"):
+            return items_of(f"field {name!r}", column, field=name)
     elif array.ndim:
         rows: Sequence[Any] | Array = array
         return rows
     raise InvalidRows(
-        f"field {name!r}: expected a list or an array with one entry per row, got {column!r:.60}"
+        f"field {name!r}: expected a list or an array with one entry per row, got "
+        f"{shown(column):.60}"
     )
 
 
@@ -514,6 +525,10 @@ def _array_at(name: str, index: int, value: object) -> Array | None:
     except InvalidValue as exc:
         path = f"{name}[{index}]"
         raise InvalidValue(f"{path}: {exc.message}", field=name, row=index, path=path) from exc
+    except MemoryError:
+        raise
+    except Exception as exc:  # of the user's class
+        raise unreadable(f"{name}[{index}]", value, exc, field=name, row=index) from exc
 
 
 def _encoded(texts: Sequence[str]) -> list[Buffer] | None:

@@ -23,7 +23,8 @@ from dataplane.metadata.tables.names import (
     hash_names,
     unencodable,
 )
-from dataplane.wire.arrays import is_time, kind_of
+from dataplane.wire.arrays import is_time, shown
+from dataplane.wire.foreign import items_of, pairs_of, unreadable
 from dataplane.wire.limits import NO_GROUP
 from dataplane.wire.records import KEY, U4, column
 from dataplane.wire.tables import Name, Rows, Scalar, Table
@@ -164,23 +165,24 @@ def name_list(names: Any, what: str, or_none: bool = False, ordered: bool = True
     if isinstance(names, (str, int)):
         found: list[Any] = [names]
     elif isinstance(names, Iterable) and not isinstance(names, _NO_COLUMN):
-        found = [_scalar(name, what, at) for at, name in enumerate(names)]
+        listed = items_of(f"{what}=", names, InvalidRows)
+        found = [_scalar(name, what, at) for at, name in enumerate(listed)]
     else:
         raise InvalidRows(
-            f"{what}={names!r:.80}: expected one id (a str or an int), or a list with one "
+            f"{what}={shown(names):.80}: expected one id (a str or an int), or a list with one "
             "id per row"
         )
     wrong = {*map(type, found)} - (_NAMES_OR_NONE if or_none else _NAMES)
     if wrong:
         at = next(i for i, n in enumerate(found) if type(n) in wrong)
         raise InvalidRows(
-            f"{what} at index {at} is {found[at]!r:.80} ({type(found[at]).__name__}): expected "
-            "a str or an int; convert it, for example with str(id)",
+            f"{what} at index {at} is {shown(found[at]):.80} ({type(found[at]).__name__}): "
+            "expected a str or an int; convert it, for example with str(id)",
             row=at,
         )
     at, reason = _first_unencodable(found)
     if reason is not None:
-        raise InvalidRows(f"{what} at index {at} is {found[at]!r:.80}, {reason}", row=at)
+        raise InvalidRows(f"{what} at index {at} is {shown(found[at]):.80}, {reason}", row=at)
     return found
 
 
@@ -196,31 +198,28 @@ def _first_unencodable(values: list[Any]) -> tuple[int, str | None]:
 
 def _listed(given: Any, what: str) -> Any:
     """An array or a tensor as a list, or as a number where it is one. what: names it in errors."""
-    if not hasattr(given, "tolist"):
+    if type(given) in (list, str, int):
         return given
     try:
+        if not hasattr(given, "tolist"):
+            return given
         if is_time(given):
             return list(given) if given.ndim else given
         return given.tolist()
     except Exception as exc:  # of the user's array: a tensor on `meta`, sparse, or quantized
-        raise _unreadable(what, given, exc) from exc
+        raise unreadable(what, given, exc, InvalidRows) from exc
 
 
 def _scalar(value: Any, what: str, at: int) -> Any:
     """The same of the entry of a list at index `at`."""
-    if getattr(value, "ndim", None) != 0:
+    if type(value) in _SCALARS:
         return value
     try:
+        if getattr(value, "ndim", None) != 0:
+            return value
         return value if is_time(value) else value.item()
     except Exception as exc:
-        raise _unreadable(f"{what} at index {at}", value, exc) from exc
-
-
-def _unreadable(what: str, given: Any, exc: Exception) -> InvalidRows:
-    return InvalidRows(
-        f"{what} is {kind_of(given)}, which cannot be read: {type(exc).__name__}: {exc}. Pass a "
-        "list of its values"
-    )
+        raise unreadable(f"{what} at index {at}", value, exc, InvalidRows, row=at) from exc
 
 
 def named_rows(names: list[Name]) -> Rows:
@@ -270,17 +269,18 @@ def tag_columns(tags: TagValues | None, n: int) -> dict[str, list[Scalar]]:
         return columns
     if not isinstance(tags, Mapping):
         raise InvalidRows(
-            f"tags={tags!r:.80}: expected a mapping of names to scalars, such as {{'split': 'a'}}"
+            f"tags={shown(tags):.80}: expected a mapping of names to scalars, such as "
+            "{'split': 'a'}"
         )
-    for name, given in tags.items():
+    for name, given in pairs_of("tags=", tags, InvalidRows).items():
         if not isinstance(name, str):
-            raise InvalidRows(f"invalid tag name {name!r:.80}: expected a str")
+            raise InvalidRows(f"invalid tag name {shown(name):.80}: expected a str")
         if (reason := unencodable(name)) is not None:
-            raise InvalidRows(f"invalid tag name {name!r:.80}, {reason}")
+            raise InvalidRows(f"invalid tag name {shown(name):.80}, {reason}")
         given = _listed(given, f"tag {name!r}")
         if isinstance(given, (str, *_NO_COLUMN)) or not isinstance(given, Iterable):
             given = [given]
-        elif (given := list(given)) and len(given) != n:
+        elif len(given := items_of(f"tag {name!r}", given, InvalidRows, tag=name)) != n:
             raise InvalidRows(
                 f"tag {name!r} has {counted(len(given), 'value')} for {counted(n, 'row')}: pass "
                 "one per row, or a scalar",
@@ -292,7 +292,7 @@ def tag_columns(tags: TagValues | None, n: int) -> dict[str, list[Scalar]]:
             for at, value in enumerate(values):
                 if type(value) not in _SCALARS:
                     raise InvalidRows(
-                        f"tag {name!r} of row {at} is {value!r:.60} ({type(value).__name__}): "
+                        f"tag {name!r} of row {at} is {shown(value):.60} ({type(value).__name__}): "
                         "expected a bool, int, float, str or None; convert it, or store it in a "
                         "field",
                         tag=name,
@@ -301,7 +301,7 @@ def tag_columns(tags: TagValues | None, n: int) -> dict[str, list[Scalar]]:
         at, reason = _first_unencodable(values)
         if reason is not None:
             raise InvalidValue(
-                f"tag {name!r} of row {at} is {values[at]!r:.80}, {reason}", tag=name, row=at
+                f"tag {name!r} of row {at} is {shown(values[at]):.80}, {reason}", tag=name, row=at
             )
         columns[str.__str__(name)] = values
     return columns

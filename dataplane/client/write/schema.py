@@ -17,7 +17,7 @@ import numpy as np
 
 from dataplane.client import arguments
 from dataplane.errors import InvalidCall, InvalidValue, LimitExceeded, ProtocolError
-from dataplane.wire.arrays import dtype_of
+from dataplane.wire.arrays import dtype_of, shown
 from dataplane.wire.layouts import OPEN, ColumnSpec
 from dataplane.wire.limits import MAX_FIELDS, MAX_RANK
 from dataplane.wire.records import U4
@@ -71,9 +71,9 @@ def canonical(fields: object) -> dict[str, str]:
             found[name] = _written(parsed(text))
         except InvalidCall as exc:
             raise InvalidCall(
-                f"fields[{name!r}]={text!r:.80}: {exc.message}. Use a dtype and the shape of one "
-                "row, such as 'int64[*]', 'float32[3,*]' or 'bfloat16[...]'; 'float32' for single "
-                "numbers; or 'object'"
+                f"fields[{name!r}]={shown(text):.80}: {exc.message}. Use a dtype and the shape of "
+                "one row, such as 'int64[*]', 'float32[3,*]' or 'bfloat16[...]'; 'float32' for "
+                "single numbers; or 'object'"
             ) from exc
     return found
 

@@ -14,6 +14,7 @@ import numpy as np
 from xxhash import xxh3_128_digest
 
 from dataplane.errors import InvalidRows, LimitExceeded
+from dataplane.wire.arrays import shown
 from dataplane.wire.limits import MAX_NAME_BYTES
 from dataplane.wire.tables import Name
 
@@ -37,11 +38,11 @@ def hash_name(name: Name) -> bytes:
         if name.startswith(MINTED_MARK):
             return parse_minted(name)
         if not name.isascii() and (reason := unencodable(name)):
-            raise InvalidRows(f"invalid key or group id {name!r:.80}, {reason}")
+            raise InvalidRows(f"invalid key or group id {shown(name):.80}, {reason}")
         text = name.encode()
         if len(text) > MAX_NAME_BYTES:
             raise LimitExceeded(
-                f"the name {name!r:.40}… has {len(text)} bytes, over the limit of "
+                f"the name {shown(name):.40}… has {len(text)} bytes, over the limit of "
                 f"{MAX_NAME_BYTES}: use a shorter name",
                 size=len(text),
                 limit=MAX_NAME_BYTES,
@@ -50,12 +51,12 @@ def hash_name(name: Name) -> bytes:
     if isinstance(name, bool) or not isinstance(name, int | str):
         raise InvalidRows(
             "a key or group id must be a str or an int, not "
-            f"{type(name).__name__} ({name!r:.40}): convert it"
+            f"{type(name).__name__} ({shown(name):.40}): convert it"
         )
     if isinstance(name, str):
         return hash_name(str(name))
     if not -(1 << 63) <= name < 1 << 64:
-        raise InvalidRows(f"invalid key or group id {name!r:.80}, {unencodable(name)}")
+        raise InvalidRows(f"invalid key or group id {shown(name):.80}, {unencodable(name)}")
     return xxh3_128_digest(b"i%d" % name)
 
 

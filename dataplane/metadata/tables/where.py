@@ -17,6 +17,8 @@ import numpy as np
 from dataplane.errors import InvalidValue, LimitExceeded, ProtocolError
 from dataplane.metadata.tables.names import unencodable
 from dataplane.metadata.tables.tags import Tags
+from dataplane.wire.arrays import shown
+from dataplane.wire.foreign import items_of
 from dataplane.wire.limits import MAX_NAME_BYTES, MAX_NESTING, MAX_WHERE_NODES
 from dataplane.wire.tables import Scalar
 from dataplane.wire.tables import Where as WireWhere
@@ -82,7 +84,9 @@ class Tag:
 
     def __init__(self, name: str) -> None:
         if not isinstance(name, str):
-            raise InvalidValue(f"invalid tag name {name!r:.40} ({type(name).__name__}): pass a str")
+            raise InvalidValue(
+                f"invalid tag name {shown(name):.40} ({type(name).__name__}): pass a str"
+            )
         self._name = _checked(str.__str__(name))
 
     def __eq__(self, value: Scalar) -> Where:  # type: ignore[override]
@@ -105,7 +109,12 @@ class Tag:
 
     def isin(self, values: Iterable[Scalar]) -> Where:
         """Return a filter for rows whose tag equals one of `values`."""
-        return Where(["in", self._name, [_scalar(value) for value in values]])
+        if not isinstance(values, Iterable):
+            raise InvalidValue(
+                f"tag({self._name!r}).isin({shown(values):.80}): expected a list of values"
+            )
+        listed = items_of(f"tag({self._name!r}).isin(…)", values)
+        return Where(["in", self._name, [_scalar(value) for value in listed]])
 
     def exists(self) -> Where:
         """Return a filter for rows that have this tag."""
@@ -133,7 +142,7 @@ def _scalar(value: Any) -> Scalar:
         scalar: Scalar = _checked(value)
         return scalar
     raise InvalidValue(
-        f"cannot compare a tag with a {type(value).__name__} ({value!r:.40}): pass a "
+        f"cannot compare a tag with a {type(value).__name__} ({shown(value):.40}): pass a "
         "bool, int, float, str or None"
     )
 
@@ -142,7 +151,7 @@ def _checked(value: T) -> T:
     """InvalidValue for an int or a text that cannot travel."""
     reason = unencodable(value)
     if reason is not None:
-        raise InvalidValue(f"cannot filter by {value!r:.80}, {reason}")
+        raise InvalidValue(f"cannot filter by {shown(value):.80}, {reason}")
     return value
 
 
@@ -192,7 +201,7 @@ def _check(wire: Any, depth: int, budget: list[int]) -> None:
         raise ProtocolError(_misused(how, rest))
     if not isinstance(rest[0], str) or len(rest[0]) > MAX_NAME_BYTES:
         raise ProtocolError(
-            f"invalid tag {rest[0]!r:.80} in a filter: expected a str of at most "
+            f"invalid tag {shown(rest[0]):.80} in a filter: expected a str of at most "
             f"{MAX_NAME_BYTES} characters"
         )
     for value in values:

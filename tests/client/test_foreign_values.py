@@ -1,0 +1,111 @@
+"""Code of a user's own values that raises inside a call: the error is ours, names the argument, the
+field and the row, and has the original as its cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+
+import dataplane
+from dataplane import Partition
+
+
+class Boom(Exception):
+    pass
+
+
+def boom(*_: object) -> Any:
+    raise Boom("my own code")
+
+
+def with_method(base: type, *names: str) -> type:
+    return type("Mine", (base,), dict.fromkeys(names, boom))
+
+
+class OddMapping(Mapping[str, Any]):
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["x"])
+
+    def __getitem__(self, name: str) -> Any:
+        return boom()
+
+
+def two() -> Iterator[int]:
+    yield 1
+    boom()
+
+
+Unreadable, NoArray = with_method(object, "__iter__"), with_method(object, "__array__")
+OddList, OddIndex = with_method(list, "__iter__"), with_method(object, "__index__")
+NoTolist = type("Mine", (), {"tolist": property(boom)})
+PUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "a column": ({"columns": {"x": Unreadable()}}, {"field": "x"}),
+    "a list": ({"columns": {"x": OddList([1])}}, {"field": "x"}),
+    "a generator": ({"columns": {"x": two()}}, {"field": "x", "row": 1}),
+    "a value": ({"columns": {"x": [[1], NoArray()]}}, {"field": "x", "row": 1}),
+    "columns": ({"columns": OddMapping()}, {}),
+    "keys": ({"columns": {"x": [1]}, "key": Unreadable()}, {}),
+    "keys that are an array": ({"columns": {"x": [1]}, "key": NoTolist()}, {}),
+    "groups": ({"columns": {"x": [1]}, "group": Unreadable()}, {}),
+    "tags": ({"columns": {"x": [1]}, "tags": OddMapping()}, {}),
+    "a tag": ({"columns": {"x": [1, 2]}, "tags": {"t": two()}}, {"tag": "t", "row": 1}),
+    "dedup": ({"columns": {"x": [1]}, "dedup": Unreadable()}, {}),
+}
+
+
+def cause_of(exc: BaseException) -> BaseException:
+    while exc.__cause__ is not None:
+        exc = exc.__cause__
+    return exc
+
+
+@pytest.mark.parametrize("what", PUTS)
+def test_a_put_names_what_could_not_be_read(part: Partition, what: str) -> None:
+    given, details = PUTS[what]
+    with pytest.raises(dataplane.DataplaneError, match="Boom: my own code") as caught:
+        part.put(given["columns"], **{k: v for k, v in given.items() if k != "columns"})
+    assert isinstance(cause_of(caught.value), Boom)
+    assert {name: caught.value.details.get(name) for name in details} == details
+
+
+CALLS: dict[str, Callable[[Partition], Any]] = {
+    "get": lambda part: part.get(Unreadable()),  # type: ignore[arg-type]
+    "drop": lambda part: part.drop(keys=Unreadable()),  # type: ignore[arg-type]
+    "claim": lambda part: part.claim("s", rows=OddIndex()),  # type: ignore[arg-type]
+    "fields": lambda part: part.claim("s", rows=1, fields=Unreadable()),  # type: ignore[arg-type]
+    "budget": lambda part: part.claim("s", budget=OddMapping()),
+    "a limit": lambda part: part.claim("s", budget={"n": with_method(float, "__float__")(1)}),
+    "isin": lambda part: part.rows(where=dataplane.tag("n").isin(Unreadable())),  # type: ignore[arg-type]
+    "expect": lambda part: part.tag(["k"], {"t": 1}, expect=OddMapping()),
+}
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_other_calls_name_what_could_not_be_read(part: Partition, what: str) -> None:
+    with pytest.raises(dataplane.DataplaneError, match="Boom: my own code") as caught:
+        CALLS[what](part)
+    assert isinstance(cause_of(caught.value), Boom)
+
+
+def test_a_value_without_a_representation_is_refused_all_the_same(part: Partition) -> None:
+    dumb = with_method(object, "__repr__")()
+    for call in (
+        lambda: part.put({"x": [1]}, key=dumb),
+        lambda: part.put({"x": [1]}, tags={"t": dumb}),
+        lambda: part.put({dumb: [1]}),
+        lambda: part.put({"x": dumb}),
+        lambda: part.claim("s", rows=dumb),
+        lambda: dataplane.tag("n") == dumb,
+    ):
+        with pytest.raises(dataplane.DataplaneError):
+            call()
+
+
+def test_a_tag_without_values_is_refused(part: Partition) -> None:
+    with pytest.raises(dataplane.InvalidRows, match="tag 't' has 0 values for 1 row"):
+        part.put({"x": [1]}, tags={"t": []})

@@ -11,6 +11,7 @@ import pytest
 from dataplane.client._sync import calls
 from dataplane.client._sync.plan_part import SOUGHT, Fetching, Joined, Part, fetch
 from dataplane.client.balancing import Layout
+from dataplane.client.session.tally import Tally
 from dataplane.errors import FrameTooLarge, RowsGone
 from dataplane.memory.mapping import Pin
 from dataplane.metadata.tables import names
@@ -32,7 +33,7 @@ class Shard:
             pinned=self.pinned,
             pools=None,
             abandon=lambda *_: None,
-            tally=SimpleNamespace(of_stage=lambda *_, **__: None),
+            tally=Tally(),
             spans=None,
         )
         handle: Any = SimpleNamespace(session=session, name="p")

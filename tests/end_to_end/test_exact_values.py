@@ -390,3 +390,13 @@ def test_names_that_are_no_text_are_refused_where_they_are_given(plane: Plane) -
         caught.value.message.encode()
     names = part.rows(where=dataplane.tag(np.str_("t")) == np.str_("b")).keys
     assert names == [] and part.get(fields=[np.str_("x")]).fields == ["x"]
+
+
+def test_a_longlong_is_an_int64(plane: Plane) -> None:
+    """NumPy has two dtypes of 64-bit ints here, `l` and `q`, which are equal: the values, and all
+    that numpy does with them, are the same. Values come back as the one that `np.int64` names."""
+    assert np.dtype("q") == np.dtype("l") == np.dtype(np.int64)
+    part = plane.partition(f"n{next(NAMES)}", {"s": ["x"]}, free="drop")
+    part.put({"x": np.array([-1, 2**63 - 1], "q")}, key=["a", "b"])
+    found = part.get(keys=["a", "b"]).numpy("x")
+    assert found.dtype == np.dtype("q") and found.tolist() == [-1, 2**63 - 1]

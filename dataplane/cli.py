@@ -167,8 +167,8 @@ def _add_watch(commands: Commands) -> None:
         "--token-file",
         metavar="FILE",
         help=(
-            "file with the run's cluster token, needed unless the page has a loopback address "
-            "(default: DATAPLANE_TOKEN_FILE)"
+            "file with the run's cluster token; required unless the page is served on a loopback "
+            "address (default: DATAPLANE_TOKEN_FILE)"
         ),
     )
     watch.set_defaults(command=_in("cli_watch", "watch"))

@@ -140,7 +140,7 @@ def _partition(name: str, partition: Stats, seen: Stats) -> Iterator[str]:
         taken = told["permits"] + told["unfinished_groups"] + told["finished_groups"]
         yield (
             f"    admit: version {told['version']}, lag {told['lag']} | "
-            f"{taken + told['held_groups']} of {counted(told['places'], 'place')} taken, "
+            f"{taken + told['held_groups']} of {counted(told['slots'], 'slot')} taken, "
             f"{told['permits']} of them by permits"
         )
     stages = partition["stages"]

@@ -347,7 +347,9 @@ class _CudaEvent(Event):
             status = self._device._runtime.eventQuery(self.number)
         if status not in (_SUCCESS, _NOT_READY):
             raise DeviceMissing(
-                f"GPU {self._device.number}: a CUDA event query failed with status {status}",
+                f"GPU {self._device.number}: a CUDA event query failed with CUDA error {status}, "
+                "so this process can no longer use the GPU: look for its errors with nvidia-smi "
+                "and dmesg, then restart the process",
                 status=status,
             )
         return bool(status == _SUCCESS)

@@ -59,9 +59,10 @@ class Queue:
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
         """Add an item. Wait while the queue is full, and raise `Full` after `timeout` seconds.
 
-        Equal arrays of an item, such as the `mm_train_inputs` of one prompt's samples, are stored
-        once. Raises InvalidValue, and stores nothing, if the item contains anything other than
-        None, numbers, text, bytes, lists, tuples, dicts, arrays, tensors and dataclasses.
+        Identical arrays within an item, such as the `mm_train_inputs` of one prompt's samples,
+        are stored once. Raises InvalidValue, and stores nothing, if the item contains anything
+        other than None, numbers, text, bytes, lists, tuples, dicts, arrays, tensors and
+        dataclasses.
         """
         packed = packed_object(item, _packed)
         if self.maxsize:
@@ -116,7 +117,8 @@ class Queue:
         return 0 < self.maxsize <= self.qsize()
 
     def shutdown(self) -> None:
-        """End the queue and free its items. Calls that wait for an item raise PartitionGone."""
+        """Shut down the queue and free its items. Calls waiting for an item raise
+        PartitionGone."""
         self._part.drop()
 
     def close(self) -> None:

@@ -166,8 +166,8 @@ async def _metrics(config: PeerConfig) -> Metrics | None:
         from dataplane.peer.watch.metrics import Metrics
     except ImportError as exc:
         raise InvalidConfig(
-            f"metrics need the package {exc.name}: install it with pip install "
-            "'dataplane-rl[metrics]', or leave out --metrics and DATAPLANE_METRICS"
+            f"metrics need the {exc.name} package: install it with pip install "
+            "'dataplane-rl[metrics]', or remove --metrics and unset DATAPLANE_METRICS"
         ) from exc
     metrics = Metrics()
     await metrics.open(config.metrics.host, config.metrics.port)

@@ -124,7 +124,7 @@ def test_the_first_call_of_admit_says_what_earlier_groups_wait_for(cluster: Clus
         with (
             pytest.raises(
                 dataplane.ClaimTimeout,
-                match="this call wants 1 of 2 places; taken: 2 by unfinished groups; group 'g' has "
+                match="this call wants 1 of 2 slots; taken: 2 by unfinished groups; group 'g' has "
                 "all its rows, but lacks `reward`, which stage 'train' needs; group 'h' has 1 of 2",
             ),
             part.admit(1, max_lag=1, per_version=1, timeout=0.2),

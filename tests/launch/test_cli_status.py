@@ -26,7 +26,7 @@ def partition(rows: int, phase: str, **stages: dict[str, Any]) -> dict[str, Any]
 
 ADMISSION = {"version": 7, "lag": 1, "permits": 3, "unfinished_groups": 5}
 PLAN = {"ranks": 40, "came": 3, "acked": 1, "working": [0, 2], "absent": [1, *range(4, 20)]}
-ADMISSION |= {"finished_groups": 2, "held_groups": 0, "places": 16}
+ADMISSION |= {"finished_groups": 2, "held_groups": 0, "slots": 16}
 
 
 def client(label: str, **changes: Any) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def test_what_is_stuck_comes_first_then_hosts_then_a_line_a_stage() -> None:
         "    and 2 more clients",
         "  host bb  does not answer: it is away",
         "  partition step-3  open, 8 rows, 2 groups, 8.0 MiB",
-        "    admit: version 7, lag 1 | 10 of 16 places taken, 3 of them by permits",
+        "    admit: version 7, lag 1 | 10 of 16 slots taken, 3 of them by permits",
         "    reward  3 ready | 5 leased: 5 by pid 7 on host b, rank 3 (python reward.py --fast) "
         "for 5 min | 1 waiting call, the oldest for 2 s | 6 released, 4 redelivered | 31.2 rows/s",
         "    train   4 ready (1 whole group) | 0 leased | plan: 1 of 40 ranks acked, working: 0, "

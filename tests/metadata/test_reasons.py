@@ -277,11 +277,11 @@ ADMISSION = {
     "unfinished_groups": 1,
     "finished_groups": 0,
     "held_groups": 2,
-    "places": 4,
+    "slots": 4,
     "before": 0,
 }
 HELD = (
-    "this call wants 1 of 4 places; taken: 1 by unfinished groups, 2 by groups finished at earlier "
+    "this call wants 1 of 4 slots; taken: 1 by unfinished groups, 2 by groups finished at earlier "
     "versions; groups started at version 2 are not complete yet; "
 )
 
@@ -310,7 +310,7 @@ def test_admit_says_who_has_the_rows_of_complete_groups() -> None:
     told = ADMISSION | {"unfinished_groups": 4, "held_groups": 0}
     leases = [(ME, "train", 2, 5.0)]
     assert of_admission(told, 1, {}, ME, (), [("train", 6, None)], leases) == (
-        "this call wants 1 of 4 places; taken: 4 by unfinished groups; 6 rows are ready for stage "
+        "this call wants 1 of 4 slots; taken: 4 by unfinished groups; 6 rows are ready for stage "
         f"'train', but no client has ever claimed from it; 2 rows have been leased by "
         f"this process ({ME}) for stage 'train' for 5 s"
     )
@@ -319,9 +319,9 @@ def test_admit_says_who_has_the_rows_of_complete_groups() -> None:
 def test_admit_says_that_the_trainer_has_to_go_on() -> None:
     told = ADMISSION | {"finished_groups": 3, "held_groups": 0, "before": 1}
     assert of_admission(told, 1, {ME: 1, OTHER: 2}, ME) == (
-        f"this call wants 1 of 4 places; taken: 1 by unfinished groups, 1 by permits of this "
+        f"this call wants 1 of 4 slots; taken: 1 by unfinished groups, 1 by permits of this "
         f"process ({ME}), 2 by permits of {OTHER}, 3 by groups finished at version 3; "
-        "1 call waits ahead of this one; finished groups free their places at the next "
+        "1 call waits ahead of this one; finished groups free their slots at the next "
         "part.advance(version)"
     )
 

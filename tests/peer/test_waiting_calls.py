@@ -202,7 +202,7 @@ async def test_a_copy_of_a_claim_that_was_answered_and_finished_waits_for_nobody
 
 async def test_producers_are_let_in_one_after_the_other_whatever_they_want() -> None:
     shard = Shard(GROUPED)
-    assert shard.admit(5, 2).permit == 5  # two places: a lag of 1, one group a version
+    assert shard.admit(5, 2).permit == 5  # two slots: a lag of 1, one group a version
     both, one = shard.admit(6, 2), shard.admit(7)
     shard.withdraw(5)
     assert both.result().permit == 6 and not one.done()
@@ -221,7 +221,7 @@ async def test_a_producer_keeps_its_place_between_its_turns_and_leaves_it_when_i
     call_context.set(CallContext(time.monotonic()))
     turn = shard.admit(6, 2)
     with pytest.raises(
-        ClaimTimeout, match=r"this call wants 2 of 2 places; taken: .*2 by permits of"
+        ClaimTimeout, match=r"this call wants 2 of 2 slots; taken: .*2 by permits of"
     ):
         await turn
     call_context.set(CallContext())
@@ -232,7 +232,7 @@ async def test_a_producer_keeps_its_place_between_its_turns_and_leaves_it_when_i
     assert shard.admit(6, 2).permit == 6  # it was let in while it was about to ask again
     shard.withdraw(6)
     assert younger.result().permit == 7
-    with pytest.raises(LeaseExpired, match="was cancelled"):
+    with pytest.raises(LeaseExpired, match="withdrew this admit call"):
         shard.admit(6, 2)
     with pytest.raises(ClaimTimeout):
         shard.admit(8, 2, timeout_ms=0)

@@ -77,7 +77,7 @@ class Claiming:
         return Call(body, Deadline(self._timeout), True)
 
     async def claimed(self, call: Call) -> Leased:
-        """Send `call`, and return the leased rows of its reply."""
+        """Send `call`, and return the leased rows from its reply."""
         session, stage, began = self._handle.session, self._stage, time.monotonic()
         try:
             claimed = expect(await send(session, call), Claimed, call.body)

@@ -186,7 +186,7 @@ class Partition:
           InvalidRows if the tag of a row is not a finite number of 0 or more.
         - `unit`: "groups" or "rows", to choose what `budget` claims.
         - `min`: accept fewer rows or groups, but at least this many.
-        - `where`: claim only rows whose tags match, or groups of which all rows match.
+        - `where`: claim only rows whose tags match, or only groups in which every row matches.
         - `fields`: which fields to fetch with the claim. Default: the fields of the stage.
         - `lease`: seconds after which the rows return to the stage, even if this process is still
           working on them. Default: the lease lasts as long as the process.
@@ -393,27 +393,27 @@ class Partition:
         """Wait until `n` more groups may start: `async with part.admit(4, per_version=512):`. This
         limits how far rollout runs ahead of the trainer, which calls `advance(version)`.
 
-        There are (max_lag + 1) × per_version places. A group takes a place with its permit, and
+        There are (max_lag + 1) × per_version slots. A group takes a slot with its permit, and
         keeps it until all stages have acked the group and the trainer has advanced. A finished
-        group also keeps its place until all groups that were in progress when it finished are
-        complete. Dropped and lost groups free their places at once.
+        group also keeps its slot until all groups that were in progress when it finished are
+        complete. Dropped and lost groups free their slots at once.
 
         Groups that this client starts inside the `with` use the permits. Unused permits are
         returned at the end of the `with`, or when the process ends. All callers must pass the same
         `max_lag` and `per_version`, and the partition must have a `group_size`.
 
-        Raises ClaimTimeout if no places become free in time, and PartitionSealed or PartitionGone
+        Raises ClaimTimeout if no slots become free in time, and PartitionSealed or PartitionGone
         if the partition accepts no new groups. Raises PartitionConflict if `max_lag` or
         `per_version` differs from that of other callers, and InvalidCall if n exceeds the number
-        of places.
+        of slots.
         """
         return Admission(self._handle, n, max_lag, per_version, timeout)
 
     @public
     async def advance(self, version: int, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
-        """Set the version of the trainer's weights, which starts at 0. This frees the places that
-        finished groups hold in `admit`, so ack those groups before this call. Repeating a version
-        is a no-op. An older version raises InvalidCall."""
+        """Set the version of the trainer's weights, which starts at 0. This frees the `admit`
+        slots of finished groups, so ack those groups before this call. Repeating a version is a
+        no-op. An older version raises InvalidCall."""
         handle, deadline = self._handle, Deadline(timeout)
         version = arguments.whole(version, "version")
         body = Advance(handle.name, await attach(handle, deadline), version)

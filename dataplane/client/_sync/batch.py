@@ -332,8 +332,9 @@ class Batch(LeasedRows):
             added = set(fields) & set(self.lease.added)
             if added:
                 raise NotFetched(
-                    f"cannot read {', '.join(map(repr, sorted(added)))} from this batch yet: the "
-                    "values were added to the batch, and the ack stores them. Ack the batch first",
+                    f"cannot read {', '.join(map(repr, sorted(added)))} from this batch yet: "
+                    "values added to a batch can be read only after it is acked. Ack the batch "
+                    "first",
                     fields=sorted(added),
                 )
             if self._of is not None and self._where is not None:  # for all of them at once

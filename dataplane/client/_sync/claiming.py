@@ -80,7 +80,7 @@ class Claiming:
         return Call(body, Deadline(self._timeout), True)
 
     def claimed(self, call: Call) -> Leased:
-        """Send `call`, and return the leased rows of its reply."""
+        """Send `call`, and return the leased rows from its reply."""
         session, stage, began = self._handle.session, self._stage, time.monotonic()
         try:
             claimed = expect(send(session, call), Claimed, call.body)

@@ -52,7 +52,7 @@ class RowSpan(NamedTuple):
 class ColumnView(Sequence[Any]):
     """One field of some rows, as a sequence: entry i is the value of row i.
 
-    Arrays are read-only NumPy views of shared memory, without a copy. If the field has one
+    Arrays are read-only NumPy views of shared memory, without copying. If the field has one
     number per row, each entry is a 0-d array. Objects have the Python types they were put with.
     Reading a row that lacks the field raises FieldUnknown.
     """
@@ -143,7 +143,7 @@ class ColumnView(Sequence[Any]):
         return chain.from_iterable(map(self.run_values, self.runs))
 
     def run_values(self, run: RowSpan) -> Iterable[Any]:
-        """Return the values of one run. The runs before it have values."""
+        """Return the values of one run. All earlier runs must already have values."""
         column, first, last = run
         if column is None:
             raise self.lacking(int(self.absent.argmax()))
@@ -174,7 +174,7 @@ class ColumnView(Sequence[Any]):
         return column, last - self._ends[number] + row
 
     def take(self, rows: npt.ArrayLike) -> ColumnView:
-        """Return a view of only the rows at these positions, without a copy."""
+        """Return a view of only the rows at these positions, without copying."""
         chosen: npt.NDArray[np.intp] = np.arange(len(self))[np.asarray(rows, np.intp)]
         name_of = self.name_of
         return type(self)(

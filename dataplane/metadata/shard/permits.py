@@ -2,9 +2,9 @@
 the trainer's version.
 
 Sans-I/O. Except for waiting calls, this is part of a store's state. A group uses one of (max_lag
-+ 1) · per_version places from its permit until the trainer advances to another version after it
++ 1) · per_version slots from its permit until the trainer advances to another version after it
 finished the group. While a group of an earlier version is incomplete, groups finished since then
-keep their places. That bounds the lag in any order of completion.
+keep their slots. That bounds the lag in any order of completion.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 DONE = (1 << 63) - 1
 """In place of the version at which it was begun: the group is finished, and still here."""
-MAX_PLACES = 1 << 31
+MAX_SLOTS = 1 << 31
 _FEW = 64
 SHOWN = 3
 """Names of groups in a message."""
@@ -59,7 +59,7 @@ class Permits:
         """by holder, the oldest first"""
         self.trained: dict[int, int] = {}
         """version → groups that were finished while the trainer was at it, so far as they may
-        still take places"""
+        still take slots"""
         self.counts = False
         """whether account is kept: groups then say at which version they were begun, or `DONE`"""
         self.done = 0
@@ -72,7 +72,7 @@ class Permits:
         """of them, those of groups that are gone, or are there once more"""
 
     @property
-    def places(self) -> int:
+    def slots(self) -> int:
         return 0 if self.limits is None else (self.limits[0] + 1) * self.limits[1]
 
     @property
@@ -155,17 +155,17 @@ class Permits:
 
     def check(self, state: State, count: int, max_lag: int, per_version: int) -> None:
         """Raise what a call can never get: InvalidCall, PartitionConflict or PartitionSealed."""
-        places = (max_lag + 1) * per_version
+        slots = (max_lag + 1) * per_version
         if count < 1:
             raise InvalidCall(f"admit({count}) is invalid: pass 1 group or more")
         if max_lag < 0:
             raise InvalidCall(f"max_lag={max_lag} is invalid: pass 0 or more")
         if per_version < 1:
             raise InvalidCall(f"per_version={per_version} is invalid: pass 1 or more")
-        if places > MAX_PLACES:
+        if slots > MAX_SLOTS:
             raise InvalidCall(
-                f"max_lag={max_lag} and per_version={per_version} admit up to {places} unfinished "
-                f"groups, over the limit of {MAX_PLACES}: lower max_lag or per_version"
+                f"max_lag={max_lag} and per_version={per_version} admit up to {slots} unfinished "
+                f"groups, over the limit of {MAX_SLOTS}: lower max_lag or per_version"
             )
         if state.definition.group_size is None:
             raise InvalidCall(
@@ -173,12 +173,12 @@ class Permits:
                 "group_size: declare it with plane.partition(…, group_size=n), or with "
                 "group_size=1 to admit single rows"
             )
-        if count > places:
+        if count > slots:
             raise InvalidCall(
                 f"admit({count}) can never succeed: with max_lag={max_lag} and "
-                f"per_version={per_version}, at most {places} groups can be unfinished at a time. "
-                f"Admit at most {places} groups per call",
-                places=places,
+                f"per_version={per_version}, at most {slots} groups can be unfinished at a time. "
+                f"Admit at most {slots} groups per call",
+                slots=slots,
             )
         if self.limits not in (None, (max_lag, per_version)):
             assert self.limits is not None
@@ -197,19 +197,19 @@ class Permits:
                 partition=state.partition,
             )
 
-    def fits(self, state: State, count: int, places: int) -> bool:
+    def fits(self, state: State, count: int, slots: int) -> bool:
         """Whether this many more groups may be started now."""
         taken = self.left + self.unfinished(state) + self.trained.get(self.version, 0) + count
-        if taken > places or not self.counts:
-            return taken <= places
-        return taken + self._held(state) <= places
+        if taken > slots or not self.counts:
+            return taken <= slots
+        return taken + self._held(state) <= slots
 
     def unfinished(self, state: State) -> int:
         """The groups that exist and that not every stage has finished."""
         return len(state.groups) - self.done
 
     def _held(self, state: State) -> int:
-        """Places of what was finished before this version, which nothing yet gives back."""
+        """Slots of what was finished before this version, which nothing yet gives back."""
         if all(version >= self.version for version in self.trained):
             return 0
         since = self.oldest(state)
@@ -322,7 +322,7 @@ class Permits:
             "unfinished_groups": self.unfinished(state),
             "finished_groups": self.trained.get(self.version, 0),
             "held_groups": self._held(state),
-            "places": self.places,
+            "slots": self.slots,
             "slowest": [group.name for group in groups[:SHOWN]],
         }
 

@@ -433,7 +433,7 @@ def of_admission(
     `before` this one.
 
     holders: how many groups each client may still open; `me` is the caller. slow: incomplete
-    groups that hold places, from `inspection.unfinished`. idle, leases: as in `Facts`.
+    groups that hold slots, from `inspection.unfinished`. idle, leases: as in `Facts`.
     """
     version = told["version"]
     taken = f"{told['unfinished_groups']} by unfinished groups"
@@ -445,7 +445,7 @@ def of_admission(
         taken += f", {told['finished_groups']} by groups finished at version {version}"
     if told["held_groups"]:
         taken += f", {told['held_groups']} by groups finished at earlier versions"
-    parts = [f"this call wants {wanted} of {counted(told['places'], 'place')}; taken: {taken}"]
+    parts = [f"this call wants {wanted} of {counted(told['slots'], 'slot')}; taken: {taken}"]
     if told["before"]:
         parts.append(f"{counted(told['before'], 'call waits', 'calls wait')} ahead of this one")
     if told["held_groups"]:
@@ -458,7 +458,7 @@ def of_admission(
     parts += [_nobody_claims(*one) for one in (*nobody.values(), *idle)]
     parts += _leases(leases, "", me)
     if told["finished_groups"]:
-        parts.append("finished groups free their places at the next part.advance(version)")
+        parts.append("finished groups free their slots at the next part.advance(version)")
     if told.get("only_own"):
         parts.append(OWN_PERMITS)
     return "; ".join(parts)
@@ -515,7 +515,7 @@ def only_own(facts: Facts, stage: str, me: str, alone: bool) -> bool:
 
 
 def only_permits(told: Mapping[str, Any], holders: Mapping[str, int], me: str) -> bool:
-    """Whether permits of the calling process use all places."""
+    """Whether permits of the calling process use all slots."""
     others = told["unfinished_groups"] + told["finished_groups"] + told["held_groups"]
     return set(holders) == {me} and not others
 

@@ -269,7 +269,7 @@ class Store(State):
             self.tell(Withdraw(self.partition, self.generation, back))
 
     def advance(self, version: int, change: Change | None = None) -> None:
-        """Set the trainer's version. Groups that it has finished free their places. A no-op for
+        """Set the trainer's version. Groups that it has finished free their slots. A no-op for
         the same version; raises InvalidCall for an older one."""
         self.permits.advance(version, self)
         self.tell(Advance(self.partition, self.generation, version, change))

@@ -175,7 +175,9 @@ class WaitingCalls:
             return Admitted(body.number, permits.given[body.number].version)
         permits.check(entry.store, body.count, body.max_lag, body.per_version)
         if body.number in self._past:
-            raise LeaseExpired("this admit call was cancelled: call part.admit(…) again")
+            raise LeaseExpired(
+                "the client withdrew this admit call or has disconnected: call part.admit(…) again"
+            )
         stage = self._stage(entry, ADMISSION)
         assert isinstance(stage.queue, AdmitQueue)
         self._check_room(stage, body.number)
@@ -242,7 +244,9 @@ class WaitingCalls:
                 self._finish(entry, lease.number, "release")
                 return None
         if body.number in self._past:
-            raise LeaseExpired("this claim was cancelled, or its lease has ended: claim again")
+            raise LeaseExpired(
+                "the client withdrew this claim, or its lease has ended: claim again"
+            )
         return None
 
     # claims go
@@ -464,7 +468,7 @@ class WaitingCalls:
         store = stage.entry.store
         told = store.permits.stats(store) | {"before": stage.queue.before(one.number)}
         # The partition has its limits from the first call that was granted.
-        told["places"] = (one.asked.max_lag + 1) * one.asked.per_version
+        told["slots"] = (one.asked.max_lag + 1) * one.asked.per_version
         holders = Counter[int]()
         for permit in store.permits.given.values():
             holders[permit.holder] += permit.left

@@ -98,7 +98,7 @@ class DataplaneError(Exception):
 
 
 def counted(n: int, one: str, many: str = "") -> str:
-    """Format a count for a message, such as "1 row" or "3 rows", or with a verb, "1 row has"."""
+    """Format a count for a message, such as "1 row", "3 rows" or, with a verb, "1 row has"."""
     return f"{n} {one if n == 1 else many or one + 's'}"
 
 
@@ -433,7 +433,8 @@ class StreamEnd(DataplaneError):
 
 
 class LeaseExpired(DataplaneError):
-    """The lease timed out or was finished, or its partition or plan ended. Nothing was stored."""
+    """The lease timed out or was finished, or its partition or plan no longer exists. Nothing
+    was stored."""
 
     next_step = "Claim again."
 

@@ -260,7 +260,8 @@ class CudaDevice(Device):
             yield
         except self._runtime.CUDARuntimeError as exc:
             raise DeviceMissing(
-                f"GPU {self.number}: CUDA reported {exc}", device=self.number
+                f"GPU {self.number}: CUDA reported {exc}. Check the GPU with nvidia-smi",
+                device=self.number,
             ) from exc
 
     @contextmanager

@@ -32,7 +32,7 @@ def check_even(fields: TensorDict) -> None:
 
 def packed_object(value: Any, other: Callable[[Any], Any] = lambda value: value) -> Any:
     """Convert a value to types that the plane stores. If a value cannot be stored, the
-    error names its path. other: converts values of classes that are not known here."""
+    error names its path. `other` converts values of all other classes."""
     if isinstance(value, torch.Tensor):
         return value.detach()
     if isinstance(value, NonTensorData):
@@ -67,8 +67,8 @@ def _packed_image(image: Any) -> dict[str, Any]:
 
 
 def unpacked_object(value: Any, other: Callable[[dict[str, Any]], Any] | None = None) -> Any:
-    """Return the value that was given to `packed_object`, as a private copy. other: makes the value
-    of a dict with unpacked entries, where that stands for another class."""
+    """Return the value that was given to `packed_object`, as a private copy. `other`
+    receives each dict, with unpacked entries, and returns the value that the dict represents."""
     if isinstance(value, dict):
         if _ARRAY in value:
             made = np.empty(len(value[_ARRAY]), object)

@@ -64,7 +64,7 @@ class Setup:
 
 
 def start(*, timeout: float = START_S, **given: str | bool | None) -> Peers:
-    """Start a peer on every living node of the Ray cluster that this driver is connected to.
+    """Start a peer on every live node of the Ray cluster that this driver is connected to.
 
     - `given`: peer settings by name, with the values that `dataplane peer` takes
       (docs/settings.md): `arena="64GiB", transport="required:nixl"`. Other settings come from the
@@ -105,7 +105,7 @@ def started(*, timeout: float = START_S) -> Started:
 @dataclass(frozen=True, slots=True)
 class Started:
     """The peers of a Ray job, started by one of its processes. Keep a reference to this object:
-    when no process has one, Ray kills the actor that started the peers."""
+    once no process holds one, Ray kills the actor that started the peers."""
 
     starter: Any
 

@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from dataplane.errors import InvalidConfig, SeedsMissing, duration
+from dataplane.errors import InvalidConfig, SeedsMissing, counted, duration
 
 log = logging.getLogger(__name__)
 
@@ -56,14 +56,18 @@ def seeds_of(
     found = resolve(name)
     if len(found) != count:
         log.info(
-            "seeds: %s resolves to %d addresses so far, waiting for %d", name, len(found), count
+            "seeds: %s resolves to %s so far, waiting for %d",
+            name,
+            counted(len(found), "address", "addresses"),
+            count,
         )
     while len(found) != count:
         if time.monotonic() >= until:
             raise SeedsMissing(
-                f"{name} still resolved to {len(found)} addresses after {duration(wait_s)}, but "
-                f"{setting} expects {count}: check that exactly {count} peers are running. On "
-                "Kubernetes, the headless Service needs publishNotReadyAddresses: true",
+                f"{name} still resolved to {counted(len(found), 'address', 'addresses')} after "
+                f"{duration(wait_s)}, but {setting} expects {count}: check that exactly "
+                f"{count} peers are running. On Kubernetes, the headless Service needs "
+                "publishNotReadyAddresses: true",
                 name=name,
                 found=sorted(found),
                 expected=count,

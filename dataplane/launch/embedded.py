@@ -546,10 +546,10 @@ def _silent(pid: int | None) -> str:
     """What to say of a peer that accepts no connection: the queue of its socket is full, or it is
     not ready. pid: None or 0 where that is unknown."""
     if not pid:
-        return "did not answer in time"
+        return "did not answer in time: check its log, then connect again"
     late = f"(pid {pid}) did not answer in time"
     if not processes.is_stopped(pid):
-        return late
+        return f"{late}: check its log, then connect again"
     return (
         f"{late}: it is stopped, by SIGSTOP or a debugger. To continue it, run `kill -CONT {pid}`, "
         f"then connect again. To end it and lose its rows, run `kill -9 {pid}`"

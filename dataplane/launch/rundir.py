@@ -516,8 +516,8 @@ def parse_starter(text: str) -> Starter:
         return _starters.decode(text)
     except msgspec.MsgspecError as exc:
         raise InvalidConfig(
-            f"--starter {text!r} is not valid: {exc}. Leave out this option, "
-            "which only connect() passes"
+            f"--starter {text!r} is not valid: {exc}. Only connect() passes "
+            "this option: leave it out"
         ) from exc
 
 

@@ -417,8 +417,8 @@ class PeerConfig:
         if self.transport.required:
             raise InvalidConfig(
                 f"transport {self.transport.required} cannot encrypt values, so it cannot "
-                f"be used with TLS: leave out --transport {self.transport} or --bulk-tls "
-                "(DATAPLANE_BULK_TLS)",
+                "be used with TLS: choose another --transport (DATAPLANE_TRANSPORT), or "
+                "turn off bulk TLS (--bulk-tls, DATAPLANE_BULK_TLS)",
                 transport=self.transport.required,
             )
 

@@ -37,7 +37,7 @@ def test_addresses_of_version_6_are_bracketed() -> None:
 @pytest.mark.parametrize("found", [set(), {"10.0.0.1", "10.0.0.2"}])
 def test_too_few_or_too_many_addresses_are_an_error_in_time(found: set[str]) -> None:
     with pytest.raises(
-        SeedsMissing, match=rf"svc still resolved to {len(found)} addresses"
+        SeedsMissing, match=rf"svc still resolved to {len(found)} address"
     ) as raised:
         seeds_of("dns://svc:7101/1", answers(found), wait_s=0)
     assert raised.value.details["expected"] == 1

@@ -131,7 +131,8 @@ def check_groups(identity: Identity, group_size: int | None) -> None:
         name = identity.group_names[group]
         raise GroupClosed(
             f"nothing was put: group {name!r} has {most} rows in this put, but a group of this "
-            f"partition closes at {group_size} rows: use another group id for the remaining rows",
+            f"partition closes at {counted(group_size, 'row')}: use another group id for "
+            "the remaining rows",
             groups=[name],
         )
 
@@ -147,8 +148,9 @@ def check_names(identity: Identity) -> None:
 def _check_length(what: str, given: int, n: int) -> None:
     if given != n:
         raise InvalidRows(
-            f"{counted(given, 'group id' if what == 'group' else what)} for {counted(n, 'row')}: "
-            "pass one per row" + (", or one for all rows" if what == "group" else ""),
+            f"got {counted(given, 'group id' if what == 'group' else what)} for "
+            f"{counted(n, 'row')}: pass one per row"
+            + (", or one for all rows" if what == "group" else ""),
             given=given,
             rows=n,
         )

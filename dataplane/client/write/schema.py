@@ -71,9 +71,9 @@ def canonical(fields: object) -> dict[str, str]:
             found[name] = _written(parsed(text))
         except InvalidCall as exc:
             raise InvalidCall(
-                f"fields[{name!r}]={shown(text):.80}: {exc.message}. Use a dtype and the shape of "
-                "one row, such as 'int64[*]', 'float32[3,*]' or 'bfloat16[...]'; 'float32' for "
-                "single numbers; or 'object'"
+                f"fields[{name!r}]={shown(text):.80}: {exc.message}. Use a dtype with the shape "
+                "of one row ('int64[*]', 'float32[3,*]', 'bfloat16[...]'), a dtype alone for "
+                "single numbers ('float32'), or 'object'"
             ) from exc
     return found
 

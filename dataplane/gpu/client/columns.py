@@ -259,7 +259,7 @@ def _torch_dtype(field: str, dtype: np.dtype[Any]) -> Any:
         return getattr(sys.modules["torch"], dtype_name(dtype) or "")
     except AttributeError as exc:
         raise InvalidValue(
-            f"field {field!r}: torch does not support dtype {dtype}; use batch.numpy({field!r})"
+            f"field {field!r}: torch does not support dtype {dtype}: use batch.numpy({field!r})"
         ) from exc
 
 

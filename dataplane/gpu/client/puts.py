@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dataplane.client.deadline import Deadline
 from dataplane.client.write.chunks import Chunk
 from dataplane.client.write.columns import ValueColumn, checked_name, lengths_of, spec_of
-from dataplane.errors import InvalidCall, InvalidRows
+from dataplane.errors import InvalidCall, InvalidRows, counted
 from dataplane.gpu.device import Copy, Located
 from dataplane.memory.mapping import WriteMaps
 from dataplane.wire.limits import MAX_RANK
@@ -67,8 +67,8 @@ def fields_on_devices(
             )
         if count != (n := count if n is None else n) or not count:
             raise InvalidRows(
-                f"field {name!r} has {count} values on a device, but the put has {n} rows: pass "
-                "one value per row",
+                f"field {name!r} has {counted(count, 'value')} on a device, but the put has "
+                f"{counted(n, 'row')}: pass one value per row",
                 lengths=taken,
             )
     return [

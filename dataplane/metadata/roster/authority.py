@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dataplane.errors import LimitExceeded
+from dataplane.errors import LimitExceeded, counted
 from dataplane.metadata.roster.roster import (
     FIRST,
     MAX_ANCESTORS,
@@ -180,7 +180,7 @@ class Authority:
         primaries = moved(roster, self._keeper, spare)
         given = int((primaries != roster.primaries).sum())
         if given:
-            log.info("roster: moved %d empty shards to peers without shards", given)
+            log.info("roster: moved %s to peers without shards", counted(given, "empty shard"))
             unsynced = roster.in_sync & (primaries == roster.primaries)
             after = dataclasses.replace(roster, primaries=primaries, in_sync=unsynced)
             self._publish(self._with_backups(after))

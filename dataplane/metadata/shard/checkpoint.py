@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from dataplane.errors import PartitionConflict, ProtocolError
+from dataplane.errors import PartitionConflict, ProtocolError, counted
 from dataplane.metadata.shard.blocks import (
     ACKED,
     PENDING,
@@ -136,8 +136,8 @@ def _sizes_in(told: Progress, count: int) -> list[_Sizes]:
     for at, (_, gone, dropped, _) in enumerate(found):
         if not 0 <= dropped <= gone:
             raise ProtocolError(
-                f"group {at} of the checkpoint has {dropped} dropped rows: expected 0 to "
-                f"{gone}, the number of its freed rows. Restore another checkpoint"
+                f"group {at} of the checkpoint has {counted(dropped, 'dropped row')}: expected 0 "
+                f"to {gone}, the number of its freed rows. Restore another checkpoint"
             )
     return found
 
@@ -221,8 +221,9 @@ def _checked(state: State, op: Restore) -> tuple[RowsIn | None, IncomingValues, 
         )
     if op.rows.group_names is not None and len(op.rows.group_names) != len(group_keys):
         raise ProtocolError(
-            f"expected one name per group in the checkpoint, got {len(op.rows.group_names)} "
-            f"names for {len(group_keys)} groups. Restore another checkpoint"
+            "expected one name per group in the checkpoint, got "
+            f"{counted(len(op.rows.group_names), 'name')} for {counted(len(group_keys), 'group')}. "
+            "Restore another checkpoint"
         )
     arrived = state.arrived(op.values, len(keys), MAX_CHUNKS_PER_RESTORE)
     state.check_fields(arrived.fields)

@@ -15,7 +15,13 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from dataplane.errors import DataplaneError, InvalidCall, PartitionConflict, PartitionSealed
+from dataplane.errors import (
+    DataplaneError,
+    InvalidCall,
+    PartitionConflict,
+    PartitionSealed,
+    counted,
+)
 from dataplane.metadata.shard.blocks import ACKED, Group
 from dataplane.metadata.shard.by_age import ByAge
 from dataplane.wire.events import Reason
@@ -176,8 +182,8 @@ class Permits:
         if count > slots:
             raise InvalidCall(
                 f"admit({count}) can never succeed: with max_lag={max_lag} and "
-                f"per_version={per_version}, at most {slots} groups can be unfinished at a time. "
-                f"Admit at most {slots} groups per call",
+                f"per_version={per_version}, at most {counted(slots, 'group')} can be unfinished "
+                f"at a time. Admit at most {counted(slots, 'group')} per call",
                 slots=slots,
             )
         if self.limits not in (None, (max_lag, per_version)):

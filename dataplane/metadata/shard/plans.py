@@ -17,6 +17,7 @@ from dataplane.errors import (
     LimitExceeded,
     PartitionConflict,
     ProtocolError,
+    counted,
     duration,
 )
 from dataplane.metadata.shard import finishes, weights
@@ -43,12 +44,13 @@ def check(shape: Shape, rank: int) -> None:
         raise ProtocolError(f"ranks={shape.ranks} is invalid for a plan: pass 1 to {MAX_RANKS}")
     if not 0 <= rank < shape.ranks:
         raise ProtocolError(
-            f"rank={rank} is invalid for a plan of {shape.ranks} ranks: pass 0 to {shape.ranks - 1}"
+            f"rank={rank} is invalid for a plan of {counted(shape.ranks, 'rank')}: pass 0 to "
+            f"{shape.ranks - 1}"
         )
     if not shape.ranks <= shape.ranks * shape.minibatches <= MAX_PLAN_PARTS:
         raise ProtocolError(
-            f"a plan of {shape.ranks} ranks and {shape.minibatches} mini-batches is invalid: use "
-            f"at least 1 mini-batch, and at most {MAX_PLAN_PARTS} mini-batches of all ranks"
+            f"minibatches={shape.minibatches} is invalid for a plan of "
+            f"{counted(shape.ranks, 'rank')}: pass 1 to {MAX_PLAN_PARTS // shape.ranks}"
         )
 
 

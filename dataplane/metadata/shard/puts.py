@@ -417,7 +417,7 @@ def _check_known_groups(rows: RowsIn, known: Sequence[Block | None]) -> None:
         keys = shown(rows.names, rows.keys, wrong)
         raise InvalidRows(
             f"row {keys[0]!r} already belongs to another group, and a row cannot change its group: "
-            "use another key, or the group of that row",
+            "use another key, or pass the group that the row belongs to",
             keys=keys,
         )
 

@@ -322,8 +322,8 @@ def _too_large(want: Want, least: int, nbytes: int) -> FrameTooLarge:
     return FrameTooLarge(
         f"a reply with {counted(least, want.unit.removesuffix('s'), want.unit)} and their "
         f"small values would have {nbytes} bytes, over the limit of {GRANTED_BYTES}: "
-        "claim fewer rows at a time (or pass min=). Fewer fields may not help, because "
-        "the small values of a row travel together",
+        "claim fewer rows at a time (or pass min=). Claiming fewer fields may not help, "
+        "because the small values of a row are sent together",
         size=nbytes,
         limit=GRANTED_BYTES,
     )

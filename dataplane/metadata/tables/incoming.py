@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from dataplane.errors import InvalidRows, LimitExceeded, ProtocolError
+from dataplane.errors import InvalidRows, LimitExceeded, ProtocolError, counted
 from dataplane.metadata.tables.keys import KeyRun, Keys, keys_in, run_in, some_of
 from dataplane.wire.limits import MAX_ROWS_PER_MESSAGE, NO_GROUP
 from dataplane.wire.records import U4, column
@@ -67,7 +67,10 @@ def rows_in(rows: Rows) -> RowsIn:
             limit=MAX_ROWS_PER_MESSAGE,
         )
     if rows.names is not None and len(rows.names) != count:
-        raise InvalidRows(f"got {len(rows.names)} names for {count} keys: pass one name per key")
+        raise InvalidRows(
+            f"got {counted(len(rows.names), 'name')} for {counted(count, 'key')}: pass one "
+            "name per key"
+        )
     if not isinstance(keys, KeyRun) and len(set(keys)) != count:
         twice = next(i for i, key in enumerate(keys) if key in keys[:i])
         shown = rows.names[twice] if rows.names else keys[twice].hex()
@@ -83,8 +86,8 @@ def _groups_in(rows: Rows, count: int) -> tuple[Sequence[int] | None, list[bytes
     group_keys = keys_in(rows.group_keys)
     if rows.group_names is not None and len(rows.group_names) != len(group_keys):
         raise InvalidRows(
-            f"got {len(rows.group_names)} names for {len(group_keys)} groups: pass one "
-            "name per group"
+            f"got {counted(len(rows.group_names), 'name')} for {counted(len(group_keys), 'group')}"
+            ": pass one name per group"
         )
     if not rows.group_index:
         return None, group_keys
@@ -103,7 +106,7 @@ def _groups_in(rows: Rows, count: int) -> tuple[Sequence[int] | None, list[bytes
         )
     if len(set(group_keys)) != len(group_keys):
         raise InvalidRows(
-            f"{len(group_keys) - len(set(group_keys))} of the {len(group_keys)} groups in this "
-            "call are repeated: list each group once"
+            f"this call lists {len(group_keys)} groups, but only {len(set(group_keys))} different "
+            "ones: list each group once"
         )
     return index, group_keys

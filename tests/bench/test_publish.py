@@ -132,8 +132,9 @@ def test_the_calculator_of_choosing_agrees_with_the_report_that_is_kept() -> Non
             assert least < ratio < 1.15, (each["trace"], each["hosts"], ratio)
         else:
             ratio = step["link_seconds"] / busy["controller"]
-            most = 2 if each["plane"] == "controller" else 1.05  # with barriers it may send more
-            assert 0.99 < ratio < most, (each["trace"], each["plane"], each["hosts"], ratio)
+            # What its own host adds crosses no link; with barriers it sends more than it receives.
+            most = 2 if each["plane"] == "controller" else 1.05
+            assert 0.85 < ratio < most, (each["trace"], each["plane"], each["hosts"], ratio)
         if each["trace"] == "video" and each["hosts"] == 6:
             found.append(round(gigabytes, 1))
     assert set(found) == {float(shown[1])}

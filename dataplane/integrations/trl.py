@@ -32,12 +32,12 @@ class Rollouts:
     """The completions that one training run requests. Pass the same arguments in every rank and
     every worker.
 
-    - `fields`: the fields that workers add besides `prompt_ids`, `completion_ids` and `logprobs`.
+    - `fields`: the fields that workers add to `prompt_ids`, `completion_ids` and `logprobs`.
       TRL passes them to reward functions, and uses `env_mask` itself.
     - `stages`: other stages that produce some of the fields, each with the fields that it needs,
       such as {"score": ["completion_ids"]}.
-    - `timeout`: how many seconds a rank waits for all completions of a request. None waits without
-      a limit, and logs what is missing.
+    - `timeout`: how many seconds a rank waits for all completions of a request. If None, a rank
+      waits without a limit and logs what is missing.
     """
 
     def __init__(

@@ -116,7 +116,7 @@ def _seeds(run: str, environ: Environ) -> tuple[tuple[str, ...], bool]:
     if named is None:
         launcher = several[0].launcher
         raise SeedsMissing(
-            f"this {launcher} job spans several hosts, but its environment variables do not name "
+            f"this {launcher} job spans several hosts, but its environment variables do not list "
             "them: set DATAPLANE_SEEDS to the same list on every host, for example "
             "DATAPLANE_SEEDS=tcp://host-a:7101,tcp://host-b:7101. To use only this host, set "
             "DATAPLANE_SEEDS=none",

@@ -240,7 +240,7 @@ def check_added(stage: Stage | None, parts: Sequence[tuple[Part, Pieces]]) -> No
         if not count:
             continue
         others = f" from a writer other than stage {stage.name!r}" if stage is not None else ""
-        what = "add the values" if stage is not None else "pass the progress"
+        what = "add the values" if stage is not None else "store the values of release()"
         raise FieldExists(
             f"{counted(count, 'row already has', 'rows already have')} a value for "
             f"field {name!r}{others}, for example row {taken[0]!r}. Nothing was stored: "
@@ -300,7 +300,7 @@ def _check_new_rows(state: State, rows: RowsIn, new: Sequence[int], buried: bool
             _check_new_groups(state, rows, groups)  # the seal may have dropped them
         raise PartitionSealed(
             f"partition {state.partition!r} is sealed and takes no new rows, but "
-            f"{counted(len(new), 'row')} of this put would be new: put them into another "
+            f"{counted(len(new), 'row')} of this put would be new: put new rows into another "
             "partition. If this partition is left over from an earlier launch of the "
             "run, call connect(fresh=True), which ends that launch first",
             partition=state.partition,
@@ -402,7 +402,7 @@ def _instead_of(dropped: int, given: int, what: str) -> str:
             f"A restarted producer should continue with its next {what}. To put new rows in their "
             "place, pass reuse=True"
         )
-    return f"Leave these {what} out and repeat the put, or pass reuse=True"
+    return f"Leave the dropped {what} out and repeat the put, or pass reuse=True"
 
 
 def _check_known_groups(rows: RowsIn, known: Sequence[Block | None]) -> None:

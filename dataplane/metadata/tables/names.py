@@ -63,12 +63,12 @@ def hash_name(name: Name) -> bytes:
 def unencodable(value: object) -> str | None:
     """Why a name or a tag of these types cannot be encoded; None if it can."""
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
-        return "which does not fit in a 64-bit int; pass it as a str"
+        return "which does not fit in a 64-bit int: pass it as a str"
     if isinstance(value, str):
         try:
             value.encode()
         except UnicodeEncodeError as exc:
-            return f"which is not valid text ({exc.reason}); encode it as valid Unicode"
+            return f"which is not valid text ({exc.reason}): encode it as valid Unicode"
     return None
 
 

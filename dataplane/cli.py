@@ -167,8 +167,8 @@ def _add_watch(commands: Commands) -> None:
         "--token-file",
         metavar="FILE",
         help=(
-            "file with the run's cluster token; required unless the page is served on a loopback "
-            "address (default: DATAPLANE_TOKEN_FILE)"
+            "file that holds the run's cluster token; required unless the page is served on a "
+            "loopback address (default: the path in DATAPLANE_TOKEN_FILE)"
         ),
     )
     watch.set_defaults(command=_in("cli_watch", "watch"))
@@ -183,7 +183,7 @@ def _add_rows(commands: Commands) -> None:
         metavar="TAG=VALUE",
         action="append",
         default=[],
-        help="show only rows with this tag value; if repeated, rows must match all",
+        help="show only rows with this tag value; may be repeated to require several values",
     )
     rows.add_argument(
         "--limit", metavar="N", type=int, default=20, help="list at most N rows (default: 20)"

@@ -39,9 +39,9 @@ class Converting(Fetching):
     async def fetch(self, *fields: str, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
         """Fetch more fields of the rows.
 
-        In the blocking client, `batch["field"]` fetches a missing field by itself. In
+        In the blocking client, `batch["field"]` fetches a missing field automatically. In
         `dataplane.aio`, `batch["field"]` raises NotFetched, so fetch the field first. Raises
-        RowsGone if rows without a lease have been freed.
+        RowsGone if the rows have no lease and have been freed.
         """
         await self._more(fields, timeout)
 
@@ -77,12 +77,12 @@ class Converting(Fetching):
         """Return a field as a torch tensor, which is a private, writable copy.
 
         - `layout`: "dense"; "padded" with `padding`; "jagged" (a nested tensor); or "list". "auto"
-          is dense if all rows have the same shape, else a list. Jagged fields of equal lengths
-          share their offsets.
-        - `padding`: the value that fills padded rows. It is rounded to the precision of a float
-          dtype. Raises InvalidValue if the dtype cannot represent it.
-        - `side`, `length`, `multiple`: padded rows are filled at the "right" or "left", up to
-          the longest row, `length`, or the next multiple of `multiple`.
+          is dense if all rows have the same shape, else a list. Jagged fields with equal row
+          lengths share their offsets.
+        - `padding`: the value that fills padded rows. For a float dtype, it is rounded to the
+          precision of that dtype. Raises InvalidValue if the dtype cannot represent it.
+        - `side`, `length`, `multiple`: rows are padded on the "right" or "left", up to the length
+          of the longest row, to `length`, or to the next multiple of `multiple`.
         - `mask=True`: return a pair: the tensor, and a bool tensor [n, length] that is True at
           values and False at padding.
         - `view=True`: return tensors over the shared, read-only memory. Writing to such a tensor
@@ -116,19 +116,20 @@ class Converting(Fetching):
 
         - `layout`: "auto" returns each field as it was put. An array or tensor [n, …] is dense.
           Nested tensors, lists of arrays and lists of numbers become jagged nested tensors; those
-          of equal lengths share their offsets. Numbers become a tensor [n], and anything else
+          with equal row lengths share their offsets. Numbers become a tensor [n], and anything else
           becomes a NonTensorStack. "padded" and "jagged" change only fields whose rows may differ
           in length. "dense" and "list" apply to every field; they raise InvalidValue if
           the rows do not fit the layout.
         - `padding`, `side`, `length`, `multiple`: as in `torch`. A single `padding` fills bool
           fields with False.
         - `mask`: the name of a bool tensor [n, length] to add, which is True at the values of
-          padded fields. If their lengths differ, pass a mapping from field to name.
+          padded fields. If the fields differ in length, pass a mapping from field to name.
         - `device`: as in `torch`.
 
         Each of these arguments except `device` may also be a mapping from field to value. A field
         "a.b" becomes "b" in a nested TensorDict "a". If the arrays of a field differ in dtype or
-        rank, they cannot form a tensor: the field becomes a NonTensorStack, and the log says so.
+        rank, they cannot form a tensor: the field becomes a NonTensorStack, and a warning is
+        logged.
         """
         names = self.fields if fields is None else arguments.texts(fields, "fields")
         form = TensorDictForm(layout, padding, side, length, multiple, mask)
@@ -218,7 +219,8 @@ class Batch(LeasedRows):
         timeout: float | None = DEFAULT_TIMEOUT_S,
         **named: Any,
     ) -> None:
-        """Add fields to the rows, one value per row: keyword arguments, a mapping or a TensorDict.
+        """Add fields to the rows, one value per row. Pass the fields as keyword arguments, a
+        mapping or a TensorDict.
 
         The call copies the values. The ack stores them and makes them visible to other stages.
 
@@ -294,8 +296,8 @@ class Batch(LeasedRows):
         except DataplaneError as failure:
             # The body's own exception is the one to see.
             log.warning(
-                "partition %r, stage %r: could not release a batch of %d rows, which return to "
-                "the stage when the session ends: %s",
+                "partition %r, stage %r: could not release a batch of %d rows: %s. The rows return "
+                "to the stage when the session ends",
                 self.partition,
                 self.stage,
                 len(self),
@@ -330,7 +332,7 @@ class Batch(LeasedRows):
             if added:
                 raise NotFetched(
                     f"cannot read {', '.join(map(repr, sorted(added)))} from this batch yet: "
-                    "values added to a batch can be read only after it is acked. Ack the batch "
+                    "values added to a batch can be read only after an ack. Ack the batch "
                     "first",
                     fields=sorted(added),
                 )

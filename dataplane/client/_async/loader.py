@@ -104,7 +104,7 @@ class Loader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after a `state_dict`: rows that the state lists are acked instead of handed out.
+        """Resume from a `state_dict`: rows that the state lists are acked instead of handed out.
         Call this before the loop starts. Raises InvalidCall if the state belongs to another
         partition or stage."""
         wanted = (STATE_VERSION, self._handle.name, self.stage)
@@ -206,8 +206,8 @@ class LoaderLoop(AsyncIterator[Any]):
 
     def leave(self, forgotten: tuple[str, str] | None = None) -> None:
         """End the loop: release the current batch and the prefetched ones, without waiting. Only
-        the end of the loader's `with` block waits for them. forgotten: as in `Abandoned`, for the
-        current batch."""
+        the end of the loader's `with` block waits for these releases. forgotten: as in
+        `Abandoned`, for the current batch."""
         if self.over:
             return
         self.over = True

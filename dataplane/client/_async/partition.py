@@ -85,8 +85,8 @@ class Partition:
         has some but not all of these fields.
 
         If all values of a field are on a GPU on which the peer has a device arena, the put copies
-        them into that arena, each on the CUDA stream that its array reports. Otherwise, or if that
-        arena is full, it copies them into host memory.
+        them into that arena, each value on the CUDA stream that its array reports. Otherwise, or if
+        that arena is full, it copies them into host memory.
 
         Raises BackPressure if the arena stays full, and ValueTooLarge for a row or group that can
         never fit. Raises PutIncomplete if only some rows were stored; `details["rows"]` lists
@@ -219,8 +219,8 @@ class Partition:
         it.
 
         - `batches`: end the loop after this many batches, and ack the last one.
-        - `timeout`: seconds to wait for each batch. Acks and releases use the same timeout, but
-          at least 1 and at most 30 seconds.
+        - `timeout`: seconds to wait for each batch. Acks and releases use the same timeout,
+          limited to between 1 and 30 seconds.
 
         The other arguments are those of `claim`.
         """
@@ -254,9 +254,9 @@ class Partition:
         """Return a stream for training loops. While the loop works on one batch, the loader
         prepares the next `prefetch` batches in a thread, or in a task of the event loop.
 
-        That thread or task calls `collate`, for example
-        `lambda batch: batch.tensordict(device="cuda")`, with each batch, and the loop gets the
-        result. `loader.batch` is the batch itself. The other arguments are those of `stream`.
+        That thread or task passes each batch to `collate`, for example
+        `lambda batch: batch.tensordict(device="cuda")`, and the loop gets the result.
+        `loader.batch` is the batch itself. The other arguments are those of `stream`.
         """
         return Loader(
             self._handle,
@@ -305,8 +305,8 @@ class Partition:
         - `epochs`, `seed`: the number of epochs, and the seed for reshuffling the rows in every
           epoch.
         - `remainder`: if the number of rows is not a multiple of ranks × minibatches, "pad" adds
-          padding rows, which `micro.mask` marks; "drop" leaves rows out, and acks them with the
-          others.
+          padding rows, which `micro.mask` marks; "drop" leaves the surplus rows out of the plan,
+          and acks them with the others.
         - `fields`: which fields to fetch. Default: the fields of the stage.
         - `prefetch`: how many micro-batches to fetch ahead.
 
@@ -333,8 +333,8 @@ class Partition:
         where: Where | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Wait until enough rows or groups are ready for a stage, until few enough are unfinished,
-        or until one row exists.
+        """Wait until enough rows or groups are ready for a stage, until the number of unfinished
+        ones falls below a limit, or until a row exists.
 
         - `rows`, `groups`: wait until at least this many are ready.
         - `below`: wait until fewer than this many are unfinished: groups if the partition has a
@@ -394,12 +394,12 @@ class Partition:
         limits how far rollout runs ahead of the trainer, which calls `advance(version)`.
 
         There are (max_lag + 1) × per_version slots. A group takes a slot with its permit, and
-        keeps it until all stages have acked the group and the trainer has advanced. A finished
-        group also keeps its slot until all groups that were in progress when it finished are
-        complete. Dropped and lost groups free their slots at once.
+        keeps the slot until all stages have acked the group and the trainer has advanced. A
+        finished group also keeps its slot until all groups that were in progress when it finished
+        are complete. Dropped and lost groups free their slots at once.
 
-        Groups that this client starts inside the `with` use the permits. Unused permits are
-        returned at the end of the `with`, or when the process ends. All callers must pass the same
+        Groups that this client starts inside the `with` block use the permits. Unused permits are
+        returned at the end of the block, or when the process ends. All callers must pass the same
         `max_lag` and `per_version`, and the partition must have a `group_size`.
 
         Raises ClaimTimeout if no slots become free in time, and PartitionSealed or PartitionGone

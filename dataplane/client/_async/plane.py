@@ -151,9 +151,9 @@ class Plane:
         metrics cover the time since the last call. Call this once per step, for `wandb.log` or
         TensorBoard. docs/observe.md lists the metrics.
 
-        Each stage has `wait_s`, `rows`, `rows_per_s`, `bytes`, `behind_rows` and others. Other
-        metrics cover puts, gets, copied and pulled bytes, and the arena. The call takes as long as
-        `stats`.
+        Each stage has metrics such as `wait_s`, `rows`, `rows_per_s`, `bytes` and `behind_rows`.
+        Other metrics cover puts, gets, copied and pulled bytes, and the arena. The call takes as
+        long as `stats`.
 
         `step`: the name of a step's partition. With `step`, the call asks all peers for their
         events and adds the idle share of the step, the staleness of its groups, what workers waited
@@ -188,8 +188,8 @@ class Plane:
     ) -> None:
         """Write all rows, their values and the state of the stages to a new directory.
 
-        Other calls continue in the meantime, and each group is saved as it was at one moment. The
-        checkpoint contains every row that was put before the call, except rows that are freed
+        Other calls continue in the meantime, and each group is saved as it was at a single moment.
+        The checkpoint contains every row that was put before the call, except rows that are freed
         before the call ends. Leased rows are saved as ready. With `timeout=None`, each request to a
         peer times out after 30 s, and the whole call has no limit. If the checkpoint cannot be
         completed, the call raises CheckpointFailed and leaves no directory of that name.

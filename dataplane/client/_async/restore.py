@@ -27,7 +27,7 @@ from dataplane.client.session.outgoing import Call
 from dataplane.client.session.session import Session
 from dataplane.client.write.chunks import Chunk, chunks_of
 from dataplane.client.write.message import values_of
-from dataplane.errors import DataplaneError, PartitionConflict
+from dataplane.errors import DataplaneError, PartitionConflict, counted
 from dataplane.memory.placement import placed
 from dataplane.progress import Bar
 from dataplane.wire import messages
@@ -61,9 +61,9 @@ async def _restore(session: Session, path: Path, deadline: Deadline, bar: Bar) -
     there = sorted({*names} & {*census.partitions})
     if there:
         raise PartitionConflict(
-            f"{len(there)} of the {len(names)} partitions of this checkpoint already exist in "
-            f"plane {session.plane!r}, for example {there[0]!r}: drop them, or restore into "
-            "another plane",
+            f"plane {session.plane!r} already has {len(there)} of the "
+            f"{counted(len(names), 'partition')} in this checkpoint, for example {there[0]!r}: "
+            "drop these partitions, or restore into another plane",
             partitions=there,
         )
     begun: list[tuple[Handle, PartitionNote]] = []

@@ -53,6 +53,7 @@ from dataplane.errors import (
     InvalidRows,
     LeaseExpired,
     ShardFull,
+    counted,
     sized,
 )
 from dataplane.metadata.tables.bits import all_of, of_mask, picked, rows_of
@@ -111,7 +112,7 @@ class Added(msgspec.Struct, eq=False):
 
 
 class Doubt(msgspec.Struct, eq=False):
-    """An ack, release or drop without a reply, which may have taken effect. The client sends it
+    """An ack, release or drop that got no reply and may have taken effect. The client sends it
     again with the same operation id, and the peer repeats its reply."""
 
     request: Request
@@ -335,9 +336,9 @@ class Lease:
         refused = stores or outcome not in (doubt.outcome, "release")
         if taken and refused and (rows is not None or not left):
             raise LeaseExpired(
-                f"an earlier call, whose reply was lost, has {ENDED[doubt.outcome]} {taken} of "
-                f"these {asked.bit_count()} rows, so they cannot be {ENDED[outcome]}: leave them "
-                "out, or claim a new batch",
+                f"cannot {outcome} {counted(asked.bit_count(), 'row')}: an earlier call, whose "
+                f"reply was lost, has {ENDED[doubt.outcome]} {taken} of them. Pass only the other "
+                "rows, or claim a new batch",
                 stage=self.stage,
             )
         return not left

@@ -293,8 +293,8 @@ class Plan:
             # The body's own exception is the one to see; the rows come back with the session.
             if not isinstance(failure, LeaseExpired):
                 log.warning(
-                    "%r: could not release the plan, whose rows return to the stage when the "
-                    "session ends: %s",
+                    "%r: could not release the plan: %s. Its rows return to the stage when the "
+                    "session ends",
                     self,
                     failure,
                 )

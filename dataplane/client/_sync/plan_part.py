@@ -58,9 +58,8 @@ class Part(Lease):
     def check(self) -> None:
         if self.state == "acked":
             raise LeaseExpired(
-                "this plan was acked, because its loop or `with` block ended or plan.ack() was "
-                "called, so its rows can no longer be read or changed: use each mini-batch inside "
-                "the loop",
+                "this plan was acked (its loop or `with` block ended, or plan.ack() was called), "
+                "so its rows can no longer be read or changed: use each mini-batch inside the loop",
                 stage=self.stage,
             )
         if self.state != "leased":

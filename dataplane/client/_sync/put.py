@@ -183,7 +183,7 @@ def _check_passed_over(work: Putting, field: str) -> None:
     which += ", …" if len(groups or keys) > 1 else ""
     raise RowsGone(
         f"nothing was put into partition {partition!r}: all {counted(n, 'row')} of this put "
-        f"({which}) were put before and acked by every stage. A restarted producer should "
+        f"({which}) have already been put and acked by every stage. A restarted producer should "
         "continue with its next rows. To put new rows with these keys or group ids, pass "
         "reuse=True",
         keys=keys,

@@ -80,8 +80,8 @@ class Stream:
                 raise
             # The body's own exception is the one to see.
             log.warning(
-                "%r: could not release a batch, whose rows return to the stage when the session "
-                "ends: %s",
+                "%r: could not release a batch: %s. Its rows return to the stage when the session "
+                "ends",
                 self,
                 failure,
             )
@@ -142,7 +142,7 @@ class StreamLoop(Iterator[Batch]):
             lease = self.lease = None
             stream._settle([])
             if self._is_over:
-                raise StreamEnd("this loop has already ended")
+                raise StreamEnd("this loop has already ended: start a new loop over the stream")
             claims = stream._claiming
             if call is not None and call.sent is not None:  # it went along
                 claimed = claims.claimed(call)

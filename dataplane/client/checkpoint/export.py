@@ -166,7 +166,7 @@ class _Part:
                         count += len(rows.keys)
             except pa.ArrowException as exc:
                 raise InvalidValue(
-                    f"partition {self.name!r}: its rows do not fit a Parquet file: {exc}; "
+                    f"partition {self.name!r}: the rows cannot be written as Parquet: {exc}; "
                     f"{self._instead()}"
                 ) from exc
             nbytes = file.tell()

@@ -182,8 +182,8 @@ def _plain(value: Any, place: tuple[object, ...], kinds: dict[tuple[object, ...]
         for key in value:
             if not isinstance(key, str):
                 raise InvalidValue(
-                    f"the keys of an Arrow struct must be str, so convert the key "
-                    f"{shown(key):.40} of the dict to str"
+                    f"the keys of an Arrow struct must be str: convert the dict's key "
+                    f"{shown(key):.40} to str"
                 )
         return {key: _plain(item, (*place, key), kinds) for key, item in value.items()}
     if isinstance(value, (str, bytes, bool)):

@@ -52,8 +52,8 @@ class RowSpan(NamedTuple):
 class ColumnView(Sequence[Any]):
     """One field of some rows, as a sequence: entry i is the value of row i.
 
-    Arrays are read-only NumPy views of shared memory, without copying. If the field has one
-    number per row, each entry is a 0-d array. Objects have the Python types they were put with.
+    Arrays are read-only NumPy views of shared memory. If the field has one number per row, each
+    entry is a 0-d array. Objects have the Python types they were put with.
     Reading a row that lacks the field raises FieldUnknown.
     """
 
@@ -191,7 +191,7 @@ class ColumnView(Sequence[Any]):
         """Return the error for a row that lacks the field."""
         named = f"row {row}" if self.name_of is None else f"row {self.name_of(row)!r}"
         return FieldUnknown(
-            f"{named} has no field {self.field!r}: leave out the row, or call get({self.field!r}), "
+            f"{named} has no field {self.field!r}: skip the row, or call get({self.field!r}), "
             "which returns None for such rows",
             field=self.field,
             row=row,

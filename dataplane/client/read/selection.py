@@ -148,7 +148,7 @@ class Selection:
         return isinstance(field, str) and field in self._fetched
 
     def rows(self, positions: Sequence[int] | npt.NDArray[Any]) -> Self:
-        """Return the rows at these positions as a part, in this order, without copying.
+        """Return the rows at these positions as a part, in the given order, without copying.
 
         A part of a batch shares the lease of the batch. Its `add`, `ack`, `release` and `drop`
         apply only to its own rows. Raises InvalidRows if a position is out of range or given twice.

@@ -68,7 +68,7 @@ def to_torch(
     if not len(column) and layout in ("dense", "padded", "jagged"):
         raise InvalidValue(
             f"field {column.field!r}: there are no rows, so a {layout} tensor would have no dtype "
-            "and shape: convert only selections with rows, or use layout='list'",
+            "or shape: convert only selections that have rows, or use layout='list'",
             field=column.field,
         )
     column = arrays_of(column)

@@ -197,7 +197,7 @@ class Connection:
                 if is_stopped(self.sock):
                     log.warning(
                         "peer %r is stopped (by SIGSTOP or a debugger), and a call has been "
-                        "waiting for %s",
+                        "waiting for %s: resume the peer (SIGCONT)",
                         self.peer,
                         duration(waited_s),
                     )

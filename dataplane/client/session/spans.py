@@ -143,8 +143,8 @@ def _providers(run: str) -> tuple[Any, Any]:
     except ImportError as exc:
         extra = "opentelemetry-exporter-otlp-proto-grpc"
         log.warning(
-            "OTEL_* environment variables select OTLP, but %s is not installed, so nothing is "
-            "sent: run pip install %s",
+            "OTEL_* environment variables select OTLP, but %s is not installed, so no telemetry "
+            "is sent: run pip install %s",
             exc.name,
             extra if "grpc" in (exc.name or "") else "'dataplane-rl[otel]'",
         )

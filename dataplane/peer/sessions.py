@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dataplane.errors import ClientClosed
+from dataplane.errors import ClientClosed, counted
 from dataplane.launch.embedded import is_embedded
 from dataplane.peer.host import Host
 from dataplane.peer.once import Repeats
@@ -220,7 +220,9 @@ class Sessions:
     def _exited(self, session: Session) -> None:
         if session.id in self._live:
             log.info(
-                "client %s: exited while holding %d leases", session.label, len(session.leases)
+                "client %s: exited while holding %s",
+                session.label,
+                counted(len(session.leases), "lease"),
             )
             self._end(session)
         self._prove(session)

@@ -481,7 +481,7 @@ def checked_pieces(asked: Get, most: int) -> Records:
     ProtocolError."""
     if len(asked.card) > MAX_CARD_BYTES:
         raise ProtocolError(
-            f"the reader's card has {len(asked.card)} bytes, over the limit of "
+            f"the reader's memory description has {len(asked.card)} bytes, over the limit of "
             f"{MAX_CARD_BYTES}: install the same dataplane release everywhere"
         )
     pieces: Records = column(asked.pieces, PIECE)

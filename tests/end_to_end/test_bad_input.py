@@ -265,7 +265,7 @@ OTHERS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "a field that no row has": (
         lambda p: p.claim("s", rows=1, fields=["y"], timeout=5),
         dataplane.FieldUnknown,
-        "leave the field out, or correct its name",
+        "remove the field from fields=, or correct its name",
     ),
     "a claim that is not met": (
         lambda p: p.claim("s", rows=3, timeout=0),

@@ -307,7 +307,7 @@ def test_waiting_for_few_rows_may_leave_out_stale_ones(hosts: Hosts) -> None:
         there.wait("s", rows=2, where=fresh, timeout=0.2)
     there.wait("s", rows=1, where=fresh, timeout=20)
     here.seal()
-    with pytest.raises(dataplane.StreamEnd, match="1 rows left that match"):
+    with pytest.raises(dataplane.StreamEnd, match="1 row left that matches"):
         there.wait("s", rows=2, where=fresh, timeout=20)
 
 

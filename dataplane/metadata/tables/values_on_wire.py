@@ -358,8 +358,9 @@ def _check_same(found: Chunk, one: wire.Chunk, layout: bytes) -> None:
     if has != (one.rows, one.nbytes, layout, one.inline):
         raise ProtocolError(
             f"chunk {one.number} of peer {found.owner.peer} differs from the stored chunk: "
-            f"expected {found.rows} rows and {found.nbytes} bytes, got {one.rows} rows "
-            f"and {one.nbytes} bytes. Install the same dataplane release everywhere"
+            f"expected {counted(found.rows, 'row')} and {counted(found.nbytes, 'byte')}, got "
+            f"{counted(one.rows, 'row')} and {counted(one.nbytes, 'byte')}. Install the same "
+            "dataplane release everywhere"
         )
 
 
@@ -439,8 +440,9 @@ def _piece_in(
     many = given.bit_count()
     if not given or one.base < 0 or one.base + given.bit_length() > rows:
         raise ProtocolError(
-            f"invalid piece of {many} rows from row {one.base}: expected at least one row, all "
-            f"within the {rows} rows of the message. Install the same dataplane release everywhere"
+            f"invalid piece of {counted(many, 'row')} from row {one.base}: expected at least one "
+            f"row, all within the {counted(rows, 'row')} of the message. Install the same "
+            "dataplane release everywhere"
         )
     at = tuple(column(one.at, U4, many).tolist()) if one.at else None
     last = max(at) if at is not None else one.first + many - 1
@@ -448,11 +450,11 @@ def _piece_in(
         raise ProtocolError(
             (
                 f"invalid rows {one.first} to {last} of a piece: its chunk has only "
-                f"{has} rows. Install the same dataplane release everywhere"
+                f"{counted(has, 'row')}. Install the same dataplane release everywhere"
             )
             if at is None
             else (
-                f"invalid row {last} of a piece: its chunk has only {has} rows. "
+                f"invalid row {last} of a piece: its chunk has only {counted(has, 'row')}. "
                 "Install the same dataplane release everywhere"
             )
         )

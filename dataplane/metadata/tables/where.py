@@ -181,8 +181,7 @@ def _check(wire: Any, depth: int, budget: list[int]) -> None:
     _spend(budget, 1)
     if depth == 0:
         raise ProtocolError(
-            f"a filter is nested deeper than the limit of {MAX_NESTING} levels: use a "
-            "flatter filter",
+            f"a filter is nested deeper than the limit of {MAX_NESTING} levels: flatten the filter",
             limit=MAX_NESTING,
         )
     how, rest = wire[0], wire[1:]
@@ -201,7 +200,7 @@ def _check(wire: Any, depth: int, budget: list[int]) -> None:
         raise ProtocolError(_misused(how, rest))
     if not isinstance(rest[0], str) or len(rest[0]) > MAX_NAME_BYTES:
         raise ProtocolError(
-            f"invalid tag {shown(rest[0]):.80} in a filter: expected a str of at most "
+            f"invalid tag name {shown(rest[0]):.80} in a filter: pass a str of at most "
             f"{MAX_NAME_BYTES} characters"
         )
     for value in values:

@@ -32,6 +32,7 @@ from dataplane.errors import (
     PeerLost,
     ProtocolError,
     VersionMismatch,
+    counted,
 )
 from dataplane.metadata.shard.reasons import Subject
 from dataplane.peer import descriptors
@@ -170,7 +171,7 @@ class Door:
             what = "client" if session is None else "connection of this client"
             raise LimitExceeded(
                 f"peer {self.host.name!r} cannot accept another {what}: it has "
-                f"{len(self.sessions)} clients and may open only {descriptors.limit()} "
+                f"{counted(len(self.sessions), 'client')} and may open only {descriptors.limit()} "
                 "file descriptors. Raise the limit with ulimit -n and restart the peer, "
                 "or close unused clients",
                 limit=descriptors.limit(),

@@ -330,6 +330,6 @@ def _roster(raw: bytes) -> Roster:
         return Roster.from_table(msgspec.msgpack.decode(raw, type=RosterTable))
     except msgspec.MsgspecError as exc:
         raise RosterMismatch(
-            f"cannot read the roster in etcd ({exc}), because another release wrote it: "
-            "install that release, or use another run name"
+            f"cannot decode the roster in etcd, which another release of dataplane wrote ({exc}): "
+            "install that release, or choose another --run"
         ) from exc

@@ -100,8 +100,8 @@ class Leaving:
         """Nobody calls the keeper of the roster lost. What its clients had leased would be leased
         until it is back: their shards hear of it before it ends."""
         log.warning(
-            "peer %r: shutting down. It is the roster keeper, so no other peer can take "
-            "over lost shards until it restarts",
+            "peer %r: shutting down. This peer is the roster keeper, so no peer can take over "
+            "lost shards until this peer is restarted",
             self.host.name,
         )
         await self._end_clients(

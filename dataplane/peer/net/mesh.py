@@ -225,14 +225,14 @@ class Mesh:
         is_linked = address in self._links
         if is_linked:
             hint = (
-                "the peer is still connected, so the request may still take effect. It may be "
-                "busy, stopped, or waiting for another peer: check dataplane status and the "
-                "peer's log, then repeat the call or pass a longer timeout="
+                "the peer is still connected, so the request may still take effect. The peer "
+                "may be busy, suspended, or waiting for another peer: check dataplane status and "
+                "the peer's log, then repeat the call or pass a longer timeout="
             )
         elif self.others.incarnation(address) is not None:
             hint = (
-                "the connection was lost, so the peer may be stopped, cut off or dead. Check its "
-                "log, and repeat the call once it is back"
+                "the connection was lost, so the peer may be suspended, dead, or cut off. "
+                "Check the peer's log, and repeat the call once the peer is back"
             )
         else:
             hint = "check that it is running with the same --run, --seeds and --token-file"

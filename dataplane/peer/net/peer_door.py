@@ -77,8 +77,8 @@ class PeerDoor:
             if not isinstance(request.body, PeerHello):
                 raise ProtocolError(
                     "expected PeerHello on the zmq socket, got "
-                    f"{type(request.body).__name__}: send all other requests between "
-                    "peers over a stream"
+                    f"{type(request.body).__name__}: install the same dataplane release "
+                    "everywhere"
                 )
         except ProtocolError as exc:
             return self._refusal(exc)
@@ -162,8 +162,8 @@ class PeerDoor:
         accept."""
         if not operation.control:
             raise ProtocolError(
-                f"unexpected {type(request.body).__name__} on the control stream: send it over "
-                "the call stream"
+                f"unexpected {type(request.body).__name__} on the control stream: install the "
+                "same dataplane release everywhere"
             )
         if stream.unanswered_bytes >= self.control_bytes:
             raise Unavailable(
@@ -217,7 +217,7 @@ class _Call(Call):
         if not known:
             raise StaleEpoch(
                 f"peer {request.sender} has roster version {request.epoch}, but the peer at "
-                f"{host.address} has {roster.epoch}: repeat the call; it waits until both "
+                f"{host.address} has {roster.epoch}: repeat the call, which then waits until both "
                 "peers have the latest roster",
                 sender=request.sender,
                 number=roster.epoch[1],

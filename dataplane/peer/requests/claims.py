@@ -167,7 +167,7 @@ class Claims:
                     granted: Claimed = await self.waits.until_met(session, one, asked, first)
                     if self.host.now() > call_context.get().until:  # who asked has gone by now
                         raise ClaimTimeout(
-                            f"{one} timed out, because this peer was stopped or busy when "
+                            f"{one} timed out, because this peer was suspended or busy when "
                             "the rows became ready: claim again"
                         )
                     settled = True
@@ -288,6 +288,6 @@ def _check_fields(table: Table, asked: list[str]) -> None:
         if name not in there:
             raise FieldUnknown(
                 f"no row of this claim has a field {name!r}, so the rows were returned to "
-                f"the stage: leave the field out, or correct its name{others}",
+                f"the stage: remove the field from fields=, or correct its name{others}",
                 field=name,
             )

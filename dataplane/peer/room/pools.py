@@ -59,7 +59,7 @@ class Pools:
     ) -> tuple[int, Array] | None:
         """As `Room.at_once`, in the pool of this number. None if it is full now, or too small."""
         raise ProtocolError(
-            f"invalid device arena {number}: this peer has no device arena of this number. "
+            f"this peer has no device arena with number {number}. "
             "Install the same dataplane release everywhere"
         )
 

@@ -77,7 +77,7 @@ class MetadataShare:
         for told in self.on_refused:
             told()
         raise ShardFull(
-            f"peer {self._host.name!r}, which has the metadata of this partition, accepts "
+            f"peer {self._host.name!r}, which stores the metadata of this partition, accepts "
             "no new rows: its keys, tags and inline values use "
             f"{sized(self.used_bytes)}, over the limit of {sized(self.size_bytes)} (a "
             "fifth of its arena). Consume or drop rows, or give that peer a larger arena "

@@ -205,7 +205,8 @@ class Partitions:
                 return LossesDone(number, ended=True)
             if self.host.now() >= until:
                 raise DeadlineExceeded(
-                    "no row was lost before the deadline: call again to keep waiting"
+                    f"no row of partition {body.partition!r} was lost before the deadline: call "
+                    "again to keep waiting"
                 )
             await asyncio.sleep(min(NEWS_S, until - self.host.now()))
             try:

@@ -27,6 +27,7 @@ from dataplane.errors import (
     RowsGone,
     StaleEpoch,
     StreamEnd,
+    counted,
 )
 from dataplane.metadata.shard import inspection, plans, reasons, rows_out
 from dataplane.metadata.shard.claim_queue import ClaimQueue, WaitingClaim
@@ -209,7 +210,7 @@ class WaitingCalls:
             self._answer(
                 body.number,
                 StaleEpoch(
-                    "this attempt was replaced by a newer attempt of the same call: wait for the "
+                    "this attempt was replaced by a newer attempt at the same call: wait for the "
                     "reply to that attempt"
                 ),
             )
@@ -245,7 +246,8 @@ class WaitingCalls:
                 return None
         if body.number in self._past:
             raise LeaseExpired(
-                "the client withdrew this claim, or its lease has ended: claim again"
+                "the client withdrew this claim, or the lease that it granted has ended: "
+                "claim again"
             )
         return None
 
@@ -552,10 +554,14 @@ def _met(entry: Entry, body: Wait) -> Body | DataplaneError | None:
     if enough or (body.below and counts.outstanding < body.below):
         return Done()
     if body.count and entry.store.sealed and counts.to_come < body.count:
+        noun = body.unit.removesuffix("s")
+        one, many = f"{noun} left", f"{noun}s left"
+        if body.where:
+            one, many = f"{one} that matches", f"{many} that match"
         return StreamEnd(
             f"partition {body.partition!r} is sealed: stage {body.stage!r} has only "
-            f"{counts.remaining} {body.unit} left{' that match' if body.where else ''}, "
-            f"so {body.count} will never be ready. Claim what is left, or leave the loop",
+            f"{counted(counts.remaining, one, many)}, so {body.count} "
+            "will never be ready. Claim what is left, or leave the loop",
             remaining=counts.remaining,
         )
     return None

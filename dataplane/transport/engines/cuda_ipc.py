@@ -178,7 +178,7 @@ def _card(key: RegionKey) -> Card:
         card = msgspec.msgpack.decode(key.card, type=Card)
     except msgspec.MsgspecError as exc:
         raise TransferFailed(
-            f"received an invalid {NAME} card from the owner of the values: {exc}. "
+            f"received an invalid {NAME} memory description from the owner of the values: {exc}. "
             "Install the same dataplane release everywhere"
         ) from exc
     if card.host != this_host():

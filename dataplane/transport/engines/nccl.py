@@ -245,5 +245,6 @@ def _card(key: RegionKey) -> Card:
         return msgspec.msgpack.decode(key.card, type=Card)
     except msgspec.MsgspecError as exc:
         raise ProtocolError(
-            f"received an invalid {NAME} card: {exc}. Install the same dataplane release everywhere"
+            f"received an invalid {NAME} memory description: {exc}. "
+            "Install the same dataplane release everywhere"
         ) from exc

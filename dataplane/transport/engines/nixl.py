@@ -236,7 +236,8 @@ def _card(key: RegionKey) -> Card:
         return _cards.decode(key.card)
     except msgspec.MsgspecError as exc:
         raise ProtocolError(
-            f"received an invalid nixl card: {exc}. Install the same dataplane release everywhere"
+            f"received an invalid nixl memory description: {exc}. "
+            "Install the same dataplane release everywhere"
         ) from exc
 
 
@@ -274,7 +275,9 @@ def _agent(name: str) -> Any:
             f"nixl failed to start: {exc!r}. See the peer's log, or choose another --transport"
         ) from exc
     if BACKEND not in agent.backends:
-        raise TransportMissing(f"the installed nixl has no {BACKEND} plugin: reinstall its wheel")
+        raise TransportMissing(
+            f"the installed nixl has no {BACKEND} plugin: reinstall the nixl wheel"
+        )
     return agent
 
 
@@ -291,7 +294,9 @@ def _imported() -> Any:
     try:
         from nixl import _api
     except ImportError as exc:
-        raise TransportMissing(f"nixl cannot be imported ({exc}): reinstall its wheel") from exc
+        raise TransportMissing(
+            f"nixl cannot be imported ({exc}): reinstall the nixl wheel"
+        ) from exc
     return _api
 
 

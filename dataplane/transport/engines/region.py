@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.errors import DeviceMissing, ProtocolError, TransportMissing
+from dataplane.errors import DeviceMissing, ProtocolError, TransportMissing, counted
 from dataplane.gpu.device import Device, Pool
 from dataplane.gpu.registry import CUDA, device_of
 from dataplane.transport.seam import Offsets, Region
@@ -60,7 +60,7 @@ class Stretches:
         outside |= nbytes > sizes - np.minimum(inside, sizes)
         if outside.any():
             raise ProtocolError(
-                f"{int(outside.sum())} pieces of this transfer are outside the region's "
+                f"this transfer has {counted(int(outside.sum()), 'piece')} outside the region's "
                 "memory: install the same dataplane release everywhere"
             )
         return np.column_stack([self._addresses[at] + inside, nbytes, self._devices[at]])

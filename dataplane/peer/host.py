@@ -216,8 +216,8 @@ class Progress:
     def _late(self) -> Unavailable:
         return Unavailable(
             "the backup of this host's peer did not confirm the call in time. The call may "
-            "have taken effect: repeat it. If this persists, check the backup with dataplane "
-            "status",
+            "have taken effect: repeat it, with the same keys if it is a put. If this persists, "
+            "check the backup with dataplane status",
             **({OVERDUE: True} if self.is_slow() else {}),
         )
 

@@ -456,8 +456,8 @@ def _late(reading: Reading) -> DataplaneError:
     remote, nbytes = reading.request.remote, reading.nbytes
     return DeadlineExceeded(
         f"peer {remote.owner.peer!r} at {remote.address} did not send all bytes before "
-        f"the deadline ({nbytes} bytes arrived): the peer may have stopped or be cut off from "
-        "the network. Check `dataplane status`",
+        f"the deadline ({nbytes} bytes arrived): the peer may be suspended, dead, or cut off. "
+        "Check `dataplane status`, then repeat the call",
         peer=remote.owner.peer,
         nbytes=nbytes,
     )

@@ -111,7 +111,7 @@ class Tag:
         """Return a filter for rows whose tag equals one of `values`."""
         if not isinstance(values, Iterable):
             raise InvalidValue(
-                f"tag({self._name!r}).isin({shown(values):.80}): expected a list of values"
+                f"tag({self._name!r}).isin({shown(values):.80}): pass a list of values"
             )
         listed = items_of(f"tag({self._name!r}).isin(…)", values)
         return Where(["in", self._name, [_scalar(value) for value in listed]])

@@ -396,7 +396,8 @@ class Mesh:
         )
         why = (
             f"this peer is the backup of peer {name} at {link.address}, and could not "
-            f"apply its replication log: {exc}. The call may have taken effect: repeat it"
+            f"apply its replication log: {exc}. The call may have taken effect: "
+            "repeat it, with the same keys if it is a put"
         )
         link.answered(reply, LinkBroken(why, address=link.address))
 

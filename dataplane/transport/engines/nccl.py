@@ -219,8 +219,8 @@ class NcclTransport(Transport):
     def _check_apart(self, other: Card) -> None:
         if (other.host, other.gpu) == (self._card.host, self._card.gpu) and not self._shares:
             raise TransportMissing(
-                f"both ranks are on GPU {other.gpu} of one host, but NCCL allows one rank per "
-                "GPU: use NCCL 2.30 or newer with NCCL_MULTI_RANK_GPU_ENABLE=1",
+                f"both ranks are on GPU {other.gpu} of the same host, but NCCL allows one rank "
+                "per GPU: use NCCL 2.30 or newer with NCCL_MULTI_RANK_GPU_ENABLE=1",
                 transport=NAME,
             )
 

@@ -53,3 +53,17 @@ def test_status_tells_who_holds_rows_and_how_fast_each_host_goes(cluster: Cluste
         (held,) = json.loads(status("--json"))["runs"][0]["peers"]["a"]["everywhere"]["holders"]
         assert (held["rank"], held["host"], held["rows"]) == (3, "b", 3)
         worker.communicate("\n")
+
+
+def test_status_shows_who_answers_behind_many_silent_peers(cluster: Cluster) -> None:
+    """Each of them has 2 s to answer, and the whole call 30."""
+    absent = [f"absent-{n}" for n in range(40)]
+    cluster.seed("a", *absent, "b")
+    for name in ("a", "b"):
+        cluster.launch(name)
+    for name in ("a", "b"):
+        cluster.await_up(name)
+    hosts = [one for one in status().splitlines() if one.startswith("  host ")]
+    silent = [one for one in hosts if "does not answer" in one]
+    assert len(silent) == len(absent)
+    assert {one.split()[1] for one in hosts if one not in silent} == {"a", "b"}

@@ -5,6 +5,7 @@ Plain nested dicts. A peer reports its own figures; those of a partition come fr
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,10 @@ MAX_HOLDERS = 1_000
 MAX_CLIENTS = 1_000
 MAX_NAMED = 8
 """Partitions that are named of each client."""
+ASK_S = 2.0
+"""How long another peer has to say its figures."""
+MAX_ASKED = 256
+"""Other peers that are asked at once."""
 
 
 class Reporting:
@@ -155,22 +160,21 @@ class Reporting:
         stats["client_list"] = [o for o in stats["client_list"] if o["session"] != asks.id]
         _name(stats, self.host.name)
         stats["peers"], everybody = {}, [stats]
-        for address in self.host.roster.members:
+        # All at once: the silent ones take their time together, and not one after the other.
+        asking = asyncio.Semaphore(MAX_ASKED)
+        members = list(self.host.roster.members)
+        replies = await asyncio.gather(*(self._figures(at, asking) for at in members))
+        for address, reply in zip(members, replies, strict=True):
             if address == self.host.address:
                 stats["peers"][self.host.name] = _line(stats)
-                continue
-            try:
-                owner = self.host.roster.owner_at(address)
-                # One that is declared lost meanwhile is waited for no longer.
-                to = owner.incarnation if owner is not None else None
-                reply: StatsDone = await self.mesh.call(address, Stats(), timeout_s=2.0, to=to)
-                name = reply.stats["peer"]  # embedded ones are all called so
+            elif isinstance(reply, DataplaneError):
+                stats["peers"][address] = {"address": address, "error": reply.message}
+            else:
+                name = reply["peer"]  # embedded ones are all called so
                 name = f"{name} at {address}" if name in stats["peers"] else name
-                stats["peers"][name] = _line(reply.stats)
-                _name(reply.stats, name)
-                everybody.append(reply.stats)
-            except DataplaneError as exc:
-                stats["peers"][address] = {"address": address, "error": exc.message}
+                stats["peers"][name] = _line(reply)
+                _name(reply, name)
+                everybody.append(reply)
         stats["everywhere"] = {
             "partitions": {k: v for one in everybody for k, v in one["partitions"].items()},
             "waits": [wait for one in everybody for wait in one["waits"]],
@@ -179,6 +183,22 @@ class Reporting:
         }
         _introduce(stats["everywhere"])
         return stats
+
+    async def _figures(
+        self, address: str, asking: asyncio.Semaphore
+    ) -> dict[str, Any] | DataplaneError:
+        """What another peer says of itself, or why it says nothing; nothing of this one."""
+        if address == self.host.address:
+            return {}
+        owner = self.host.roster.owner_at(address)
+        # One that is declared lost meanwhile is waited for no longer.
+        to = owner.incarnation if owner is not None else None
+        async with asking:
+            try:
+                reply: StatsDone = await self.mesh.call(address, Stats(), timeout_s=ASK_S, to=to)
+            except DataplaneError as exc:
+                return exc
+        return reply.stats
 
     def _waits(self) -> list[dict[str, Any]]:
         """What calls of this host's clients wait for."""

@@ -185,8 +185,9 @@ class _Part:
         *starts, size = np.cumsum([0, *(aligned(chunk.nbytes) for chunk in chunks)]).tolist()
         memory = np.zeros(size, np.uint8)
         places = []
-        for chunk, at in zip(chunks, starts, strict=True):
+        for number, (chunk, at) in enumerate(zip(chunks, starts, strict=True), 1):
             reader.read(portion.sources[chunk], memory.data[at : at + chunk.nbytes])
+            chunk.range = number  # it does not go with the message
             places.append((at, chunk.nbytes))
         values = values_of(_OWNER, portion.pieces).values
         table = Table(portion.rows, values, places=np.array(places, U8).tobytes())

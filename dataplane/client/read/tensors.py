@@ -84,7 +84,7 @@ def to_torch(
         return _object_tensors(column, layout, view, device)
     if view:
         return _views(column, layout, device)
-    if direct is not None and device != "cpu":
+    if direct is not None:
         tensors = direct.tensors(column, layout, padding, device, offsets)
         if tensors is not None:
             return tensors

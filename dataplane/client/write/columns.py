@@ -369,7 +369,7 @@ def _column(name: str, column: Any) -> Sequence[Any] | Array:
         return items_of(f"field {name!r}", column, field=name)
     if isinstance(column, ObjectValue):
         return [ObjectValue(value) for value in _column(name, column.value)]
-    if isinstance(column, (str, bytes, bytearray, memoryview, Mapping, Set)):
+    if isinstance(column, (str, bytes, bytearray, memoryview, Mapping, Set, np.generic)):
         raise InvalidRows(
             f"field {name!r}: expected a list or an array with one entry per row, got "
             f"{kind_of(column)}"

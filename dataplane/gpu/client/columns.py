@@ -29,7 +29,7 @@ from dataplane.client.read.ragged import (
 )
 from dataplane.client.read.table import TableReader
 from dataplane.errors import DeviceMissing, InvalidValue, ProtocolError
-from dataplane.gpu.direct import DirectCopies, Runs
+from dataplane.gpu.direct import DirectCopies, Landing, Runs
 from dataplane.memory.mapping import Pin
 from dataplane.wire.arrays import Array, dtype_name
 from dataplane.wire.tables import Chunk, Table
@@ -219,20 +219,19 @@ def _tensors_of(
 
 def copied(
     direct: DirectCopies,
+    landing: Landing,
     column: ColumnView,
     layout: str,
     padding: Padding,
-    device: str,
     offsets: Offsets,
 ) -> Any | None:
-    """As `tensors.to_torch`, by copies from the arena to the GPU that nobody has waited for yet.
+    """As `tensors.to_torch`, by copies from the arena to a GPU that nobody has waited for yet.
 
-    None where that is no way, or not the faster one: no GPU, memory that cannot be pinned, values
-    that are not in the arena, are short, or have several dtypes. InvalidValue where torch has no
-    such dtype or layout.
+    None where that is no way, or not the faster one: memory that cannot be pinned, values that are
+    not in the arena, are short, or have several dtypes. InvalidValue where torch has no such dtype
+    or layout.
     """
-    landing = direct.landing(device)
-    if landing is None or len(column.dtypes) > 1:
+    if len(column.dtypes) > 1:
         return None
     spans = column.spans()
     arena = spans[0].base

@@ -172,10 +172,10 @@ class Paths:
         other = number == ARENA and sampled.transport not in self.runs
         names = [] if other else [*self.runs]
         required = bool(self.choice.required and self.runs)
-        unrivalled = [name for name in names[:1] if name in UNRIVALLED]
-        if not required and names != unrivalled:
+        first = 1 if names and names[0] in UNRIVALLED else 0
+        if not required and not (first and len(names) == 1):
             # between pools: as fast as it is when the owner's host arena has them already
-            names.insert(len(unrivalled), self.plain)
+            names.insert(first, self.plain)
         path, trials = Path(self.plain, "no transport was tested"), dict[str, Trial]()
         for name in names:
             way = self.engine, source, name, number

@@ -1,7 +1,8 @@
 """File descriptors: how many this process may open, and how they are divided.
 
 A peer reserves what it needs for itself and for links to other members, and admits as many
-clients as the rest allows. An admitted client never fails because descriptors run out.
+clients as the rest allows. An admitted client can always make one call at a time; calls that its
+threads make at once need more connections, and are refused if no descriptor is left.
 """
 
 from __future__ import annotations

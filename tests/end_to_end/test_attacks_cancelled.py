@@ -168,6 +168,47 @@ def test_a_cancelled_restore_leaves_no_partition_and_a_cancelled_checkpoint_no_f
         until(lambda: not used_bytes(a), "every byte came back", 5)
 
 
+def test_a_restore_that_is_cancelled_twice_leaves_no_partition_either(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """The second time while it drops what it restored, as under `asyncio.timeout` in a task that
+    is cancelled itself."""
+    names = [f"p{number}" for number in range(6)]
+
+    async def twice(watcher: aio.Plane, client: aio.Plane, turns: int) -> bool:
+        task = asyncio.ensure_future(client.restore(tmp_path / "saved"))
+        while len(await watcher.partitions()) < 3:
+            await asyncio.sleep(0)
+        task.cancel()
+        for _ in range(turns):  # of the loop, in which the restore begins to drop
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task], timeout=20)
+        assert task.done()
+        if not task.cancelled():
+            return False
+        assert await watcher.partitions() == []
+        return True
+
+    async def again_and_again() -> None:
+        async with aio.connect("a", run="test") as watcher, aio.connect("a", run="test") as client:
+            undone = 0
+            for turns in range(1, 21):
+                undone += await twice(watcher, client, turns)
+                for name in await watcher.partitions():
+                    await (await watcher.partition(name)).drop()
+            assert undone
+
+    with cluster.connect("a") as a:
+        for name in names:
+            a.partition(name, stages={"s": ["x"]}).put({"x": rows(1), "n": list(range(ROWS))})
+        a.checkpoint(tmp_path / "saved")
+        for name in names:
+            a.partition(name).drop()
+        asyncio.run(again_and_again())
+        no_leaks(a)
+
+
 async def cancelled_everywhere(a: Plane, b: Plane, call: Call, late: bool, *, crowded: bool) -> int:
     """Cancels the call at its first await, its second, …; how many it had. crowded: whenever it
     awaits something, other calls take the connections that are idle."""

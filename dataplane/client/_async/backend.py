@@ -39,6 +39,7 @@ __all__ = [
     "further",
     "leave",
     "offload",
+    "to_its_end",
 ]
 
 OFFLOAD_BYTES = 1 << 20
@@ -119,7 +120,14 @@ async def offload(work: Callable[[], T], nbytes: int) -> T:
     meanwhile."""
     if nbytes < OFFLOAD_BYTES:
         return work()
-    working = asyncio.get_running_loop().run_in_executor(None, work)
+    loop = asyncio.get_running_loop()
+    return await to_its_end(lambda: loop.run_in_executor(None, work))
+
+
+async def to_its_end(work: Callable[[], Awaitable[T]]) -> T:
+    """Do work that must not be left half done. A task that is cancelled meanwhile, perhaps more
+    than once, ends after the work has ended."""
+    working = asyncio.ensure_future(work())
     try:
         return await asyncio.shield(working)
     except asyncio.CancelledError:

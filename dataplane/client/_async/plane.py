@@ -205,7 +205,8 @@ class Plane:
         All restored rows are placed on this host, whichever plane wrote the checkpoint. Raises
         CheckpointCorrupt if a file has changed, or PartitionConflict if a partition already exists;
         in both cases nothing is restored. If a restore fails, is cancelled or is interrupted, the
-        rows restored so far are dropped. If the process is killed, they remain.
+        rows restored so far are dropped. If the process is killed, or this plane is closed
+        meanwhile, they remain.
         """
         return await restore.restore(self._session, directory, timeout)
 

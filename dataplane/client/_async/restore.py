@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ import numpy as np
 
 from dataplane import progress
 from dataplane.client._async.attaching import attach, define
+from dataplane.client._async.backend import to_its_end
 from dataplane.client._async.calls import UNKNOWN, ask, expect, send
 from dataplane.client._async.save import filing, path_of, within
 from dataplane.client._async.write import give_back
@@ -75,7 +77,7 @@ async def _restore(session: Session, path: Path, deadline: Deadline, bar: Bar) -
     except GeneratorExit:  # nobody carries out another step
         raise
     except BaseException as exc:  # cancelled and interrupted ones too
-        await _undo(begun, exc)
+        await to_its_end(partial(_undo, begun, exc))
         raise
     return names
 

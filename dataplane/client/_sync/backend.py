@@ -37,6 +37,7 @@ __all__ = [
     "further",
     "leave",
     "offload",
+    "to_its_end",
 ]
 
 T = TypeVar("T")
@@ -76,6 +77,11 @@ class Fetching(Selection):
 
 def offload(work: Callable[[], T], nbytes: int) -> T:
     """Run `work` in the caller's thread."""
+    return work()
+
+
+def to_its_end(work: Callable[[], T]) -> T:
+    """Do work that must not be left half done: nothing can cancel a blocking call."""
     return work()
 
 

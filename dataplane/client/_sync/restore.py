@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ import numpy as np
 
 from dataplane import progress
 from dataplane.client._sync.attaching import attach, define
+from dataplane.client._sync.backend import to_its_end
 from dataplane.client._sync.calls import UNKNOWN, ask, expect, send
 from dataplane.client._sync.save import filing, path_of, within
 from dataplane.client._sync.write import give_back
@@ -78,7 +80,7 @@ def _restore(session: Session, path: Path, deadline: Deadline, bar: Bar) -> list
     except GeneratorExit:  # nobody carries out another step
         raise
     except BaseException as exc:  # cancelled and interrupted ones too
-        _undo(begun, exc)
+        to_its_end(partial(_undo, begun, exc))
         raise
     return names
 

@@ -104,10 +104,10 @@ def _values(data: bytes) -> None:
     """What a shard makes of a message's values, and tells of them again."""
     with contextlib.suppress(DataplaneError, msgspec.DecodeError, UnicodeDecodeError):
         values = _values_decoder.decode(data)
-        placed = values_in(values, 9, lambda owner, number: None).pieces
+        placed = values_in(values, 9, {}).pieces
         parts = split(placed, [(range(4), range(4), 4), (range(4, 9), range(5), 5)])
         told = OutgoingValues([(one, all_of(one.count) & 0b1101) for one in parts]).on_wire()
-        values_in(told, 9, lambda owner, number: None)
+        values_in(told, 9, {})
 
 
 def _columns(data: bytes) -> None:

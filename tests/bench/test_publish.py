@@ -117,7 +117,7 @@ def test_the_calculator_of_choosing_agrees_with_the_report_that_is_kept() -> Non
     found = []
     for each in kept["runs"]:
         step = each["full_step"]
-        if not step or not each["apart"]:
+        if not step or not each["apart"] or each["plane"] == "controller":  # it has barriers
             continue
         hosts = each["hosts"] // 2  # that read
         scale = step["prompts"] / each["prompts"] / len(each["step_seconds"]) / 1e9
@@ -127,14 +127,12 @@ def test_the_calculator_of_choosing_agrees_with_the_report_that_is_kept() -> Non
             pulled = each["bytes_moved"] - each["bytes_unique"]
             assert pulled == sum(each.get("pulled_bytes", [pulled]))
             ratio = pulled * scale / hosts * 8 / 100 / busy["dataplane"]
-            # A few large groups; of many small ones a host claims more of those that it has.
-            least = 0.85 if each["trace"] == "video" else 0.5
-            assert least < ratio < 1.15, (each["trace"], each["hosts"], ratio)
+            assert 0.85 < ratio < 1.15, (each["trace"], each["hosts"], ratio)  # a few large groups
         else:
             ratio = step["link_seconds"] / busy["controller"]
-            # What its own host adds crosses no link; with barriers it sends more than it receives.
-            most = 2 if each["plane"] == "controller" else 1.05
-            assert 0.85 < ratio < most, (each["trace"], each["plane"], each["hosts"], ratio)
+            # What the trainer on its own host adds crosses no link: a part of text rows.
+            least = 0.99 if each["trace"] == "video" else 0.8
+            assert least < ratio < 1.05, (each["trace"], each["plane"], each["hosts"], ratio)
         if each["trace"] == "video" and each["hosts"] == 6:
             found.append(round(gigabytes, 1))
     assert set(found) == {float(shown[1])}

@@ -262,6 +262,37 @@ def test_rows_that_lie_on_the_claimants_host_are_taken_before_older_ones() -> No
     assert near(s, "a", 1) == [6]
 
 
+def test_rows_that_a_host_has_read_for_one_stage_are_near_to_it_for_the_next() -> None:
+    s = store(stages={"reference": ["tokens"], "train": ["tokens"]})
+    at("a", s, list(range(1, 7)))  # rollout is apart: nobody claims at a
+    for peer, keys in (("b", [1]), ("c", [2]), ("b", [3]), ("c", [4])):
+        granted = take(s, "reference", Want("rows", 1, 1), credit=PullCredit(peer, 1 << 30))
+        assert keys_of(s, granted) == keys
+    assert takes.near(s, "train", "rows", None) == {"a": 6, "c": 6}  # of a block, the last reader
+
+
+def test_groups_that_a_host_has_read_for_one_stage_are_near_to_it_for_the_next() -> None:
+    s = store(stages={"reference": ["tokens"], "train": ["tokens"]}, group_size=2)
+    for group in range(4):
+        at("a", s, [2 * group, 2 * group + 1], [group, group])
+    for peer in ("b", "c", "b"):
+        take(s, "reference", Want("groups", 1, 1), credit=PullCredit(peer, 1 << 30))
+    assert takes.near(s, "train", "groups", None) == {"a": 4, "b": 2, "c": 1}
+    granted = [
+        keys_of(s, take(s, "train", Want("groups", 1, 1), credit=PullCredit(peer, 1 << 30)))
+        for peer in ("c", "b", "b", "c")
+    ]
+    assert granted == [[2, 3], [0, 1], [4, 5], [6, 7]]
+
+
+def test_a_host_that_has_read_only_small_fields_is_not_near() -> None:
+    s = store(stages={"reward": ["text"], "train": ["tokens", "text"]})
+    columns = [Column("tokens", values(2, nbytes=1 << 20)), Column("text", values(2, first=90))]
+    s.put(wrote(named([1, 2]), columns, [Owner("a", 7)], {}))
+    take(s, "reward", Want("rows", 1, 1), credit=PullCredit("b", 1 << 30, ["text"]))
+    assert takes.near(s, "train", "rows", None) == {"a": 2}
+
+
 def test_what_lies_nowhere_is_not_near_to_who_claims_from_nowhere() -> None:
     s = store()
     at("a", s, [1])

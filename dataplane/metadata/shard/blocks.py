@@ -7,7 +7,7 @@ collector need not track these objects.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -49,6 +49,21 @@ class Standing(msgspec.Struct, gc=False, eq=False):
     returned: int = 0
 
 
+class Reader(msgspec.Struct, gc=False, eq=False):
+    """The peer at `address`, which was granted rows, and fetched these fields of them (None: all).
+    Its copies may be evicted, so this only says where to look first. Backups do not know it."""
+
+    address: str
+    fields: frozenset[str] | None
+
+    def has(self, owner: str, fields: Collection[str], block: Block) -> bool:
+        """Whether the peer has values that are at `owner`, of these fields of the block."""
+        if owner == self.address:
+            return True
+        read = block.reader is not None and block.reader.address == self.address
+        return read and (self.fields is None or not self.fields.isdisjoint(fields))
+
+
 class Block(msgspec.Struct, gc=False, eq=False):
     """A block. keys: of all its rows, removed ones too. live: the rows that exist. group: its key;
     b"" without one. standings: by the stage's number. packed_names: MessagePack of the user's
@@ -67,6 +82,8 @@ class Block(msgspec.Struct, gc=False, eq=False):
     standings: tuple[Standing, ...] = ()
     packed_names: bytes | None = None
     tags: Tags | None = None
+    reader: Reader | None = None
+    """who was granted rows of it last"""
 
     nbytes_each: ClassVar[int] = 470
     nbytes_each_key: ClassVar[int] = 100

@@ -128,7 +128,7 @@ class State:
         self.released: dict[Owner, list[int]] = {}
         """references that went, for their owners to be told"""
         self.peers: set[str] = set()
-        """where values have been"""
+        """where values have been: peers that own some, or have read some"""
         self.inline_bytes = 0
         """small values that live here"""
         self.used_bytes = 0

@@ -19,7 +19,7 @@ import numpy as np
 
 from dataplane.errors import FrameTooLarge, ProtocolError, counted
 from dataplane.metadata.shard import rows_out, weights
-from dataplane.metadata.shard.blocks import Block, Group, Rows, first_parts
+from dataplane.metadata.shard.blocks import Block, Group, Reader, Rows, first_parts
 from dataplane.metadata.shard.stages import Lane, Part, Picked, Stage
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.shard.weights import Short
@@ -171,8 +171,20 @@ def take(
     else:
         for group, _ in offer.units:
             stage.lease_group(group)
+    if credit.address:
+        _note_reader(state, rows, credit)
     lease = state.lease(stage, want.unit, rows, holder, now, claim)
     return Taken(lease.number, many, needed_bytes, rows, values)
+
+
+def _note_reader(state: State, rows: Rows, credit: PullCredit) -> None:
+    """The claim's peer now pulls these rows, so they are near to it for the next stage."""
+    state.peers.add(credit.address)
+    if len(state.peers) > 1:
+        fields = None if credit.fields is None else frozenset(credit.fields)
+        reader = Reader(credit.address, fields)
+        for block, _ in rows.parts:
+            block.reader = reader
 
 
 # which units
@@ -205,7 +217,8 @@ def _near_first(
         found[:1] = [part for part in ((unit, bits & -bits), (unit, bits & bits - 1)) if part[1]]
     due = lane.passed_over >= NEAR_TURNS
     far = [
-        not (due and not at) and _host(stage, one) != address for at, (one, _) in enumerate(found)
+        not (due and not at) and address not in _hosts(stage, one)
+        for at, (one, _) in enumerate(found)
     ]
     places = sorted(range(len(found)), key=far.__getitem__)
     return _Offer([found[at] for at in places], places).first(count)
@@ -216,23 +229,34 @@ def near(state: State, stage: str, unit: str, where: Where | None) -> Counter[st
     found, hosts = state.stage(stage), Counter[str]()
     if found.units(unit).ready(where):
         for one, bits in first_parts(found.units(unit).lane(where), NEAR_UNITS):
-            hosts[_host(found, one)] += bits.bit_count()
+            for host in _hosts(found, one):
+                hosts[host] += bits.bit_count()
     del hosts[INLINE.peer]
     return hosts
 
 
-def _host(stage: Stage, unit: Block | Group) -> str:
-    """The address of the peer where most of its bytes lie, of the stage's fields if several have
-    some; what lives here lies nowhere. Rows lie where those lie that came with them."""
+def _hosts(stage: Stage, unit: Block | Group) -> set[str]:
+    """The addresses of the peers that a unit is near to: the one that owns most of its bytes, and
+    the one whose stage read it last, if at least half of its bytes are there now. Only bytes of the
+    stage's fields count if it names some, and inline values are near to nobody. The rows of a block
+    are near to the same peers."""
     blocks = [unit] if isinstance(unit, Block) else unit.blocks
-    sizes = Counter[str]()
+    owned, reader, read = Counter[str](), blocks[0].reader, 0
     for block in blocks:
         for part in block.values.parts:
-            if part.chunk.owner != INLINE:
-                used = part.live.bit_count() / max(1, part.chunk.rows)
-                counts = not stage.fields or not set(stage.fields).isdisjoint(part.fields)
-                sizes[part.chunk.owner.peer] += int(part.chunk.nbytes * used) if counts else 0
-    return max(sizes, key=sizes.__getitem__, default=INLINE.peer)
+            owner = part.chunk.owner
+            if owner == INLINE:
+                continue
+            used = part.live.bit_count() / max(1, part.chunk.rows)
+            counts = not stage.fields or not set(stage.fields).isdisjoint(part.fields)
+            nbytes = int(part.chunk.nbytes * used) if counts else 0
+            owned[owner.peer] += nbytes
+            if reader is not None and reader.has(owner.peer, part.fields, block):
+                read += nbytes
+    hosts = {max(owned, key=owned.__getitem__, default=INLINE.peer)}
+    if reader is not None and 2 * read >= owned.total():
+        hosts.add(reader.address)
+    return hosts
 
 
 def _by_budget(state: State, lane: Lane, offered: Iterator[Part], want: Want, most: int) -> _Offer:

@@ -112,7 +112,7 @@ def test_the_calculator_of_choosing_agrees_with_the_report_that_is_kept() -> Non
     (program,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     names: dict[str, Any] = {}
     exec(program, names)
-    shown = re.search(r"gigabytes=([\d.]+), readers=(\d), hosts=(\d), gbit=(\d+)", program)
+    shown = re.search(r"gigabytes=([\d.]+), hosts=(\d), gbit=(\d+)", program)
     assert shown
     found = []
     for each in kept["runs"]:
@@ -122,12 +122,12 @@ def test_the_calculator_of_choosing_agrees_with_the_report_that_is_kept() -> Non
         hosts = each["hosts"] // 2  # that read
         scale = step["prompts"] / each["prompts"] / len(each["step_seconds"]) / 1e9
         gigabytes = each["bytes_unique"] * scale
-        busy = names["link_seconds"](gigabytes, 2, hosts, 100)
+        busy = names["link_seconds"](gigabytes, hosts, 100)
         if each["plane"] == "dataplane":
             pulled = each["bytes_moved"] - each["bytes_unique"]
             assert pulled == sum(each.get("pulled_bytes", [pulled]))
             ratio = pulled * scale / hosts * 8 / 100 / busy["dataplane"]
-            assert 0.85 < ratio < 1.15, (each["trace"], each["hosts"], ratio)  # a few large groups
+            assert 0.99 < ratio < 1.5, (each["trace"], each["hosts"], ratio)  # once, or a few twice
         else:
             ratio = step["link_seconds"] / busy["controller"]
             # What the trainer on its own host adds crosses no link: a part of text rows.

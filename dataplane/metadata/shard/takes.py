@@ -1,9 +1,9 @@
 """Taking ready units from a lane under a lease.
 
 A take is granted from the front of one lane, whole or not at all. Its cost depends on the units
-taken, never on the number of rows. Of the first ready units, those on the claiming host go
-first, and overtake the oldest eight times at most. If writers and readers share hosts, rows
-therefore stay where they are.
+taken, never on the number of rows. Of the first ready units, those whose values are on the
+claiming host go first, and overtake the oldest eight times at most. If writers and readers share
+hosts, values therefore stay where they are; if not, they are pulled by one host for all stages.
 """
 
 from __future__ import annotations

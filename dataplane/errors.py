@@ -360,8 +360,9 @@ def without_group(rows: int, group_size: int) -> InvalidRows:
     """Return the error for new rows without a group in a partition that has `group_size`."""
     return InvalidRows(
         f"{counted(rows, 'new row has', 'new rows have')} no group, but the partition has "
-        f"group_size={group_size}, so claims of groups would never return them: pass group= with "
-        "one id per row, or declare the partition without group_size",
+        f"group_size={group_size}, so group claims would never return "
+        f"{'it' if rows == 1 else 'them'}: pass group= with one id per row, or declare the "
+        "partition without group_size",
         rows=rows,
         group_size=group_size,
     )
@@ -462,7 +463,7 @@ class ShardFull(BackPressure):
 
 
 class SpillFull(BackPressure):
-    """The arena and the disk of the spill directory are full."""
+    """The arena and the disk that holds the spill directory are full."""
 
     next_step = "Free rows, or free space on that disk."
 

@@ -418,7 +418,7 @@ class PeerConfig:
             raise InvalidConfig(
                 f"transport {self.transport.required} cannot encrypt values, so it cannot "
                 "be used with TLS: choose another --transport (DATAPLANE_TRANSPORT), or "
-                "turn off bulk TLS (--bulk-tls, DATAPLANE_BULK_TLS)",
+                "turn TLS off (remove --bulk-tls or unset DATAPLANE_BULK_TLS)",
                 transport=self.transport.required,
             )
 

@@ -508,11 +508,11 @@ class Serving:
         """Why this peer may not serve now."""
         backup, in_sync = self.host.roster.backup_of(self.host.address)
         if backup is not None and in_sync:
-            why = f"the backup of its partitions, {backup}, does not respond"
+            why = f"the backup of its partitions, {backup}, is not responding"
         else:
             why = (
                 f"its partitions have no backup in sync, and the roster keeper{self.authority} "
-                "does not respond"
+                "is not responding"
             )
         return (
             f"peer {self.host.name!r} cannot serve requests now: {why}, so another peer may "

@@ -258,7 +258,9 @@ class BulkEngine:
 
     async def _open(self) -> None:
         assert self._listener is not None
-        self._link = link = WorkerLink(self._pin, self._unpin, self._traffic)
+        self._link = link = WorkerLink(
+            self._configure.owner.peer, self._pin, self._unpin, self._traffic
+        )
         await link.start(self._arena_fd, self._arena_bytes, self._listener, self._configure)
         await asyncio.wait(
             {link.ready, link.ended}, timeout=START_S, return_when=asyncio.FIRST_COMPLETED

@@ -102,9 +102,9 @@ class Etcd:
             self._endpoints.remove(endpoint)
             self._endpoints.append(endpoint)
         raise Unavailable(
-            f"etcd at {', '.join(sorted(self._endpoints))} does not respond: {failure}. "
-            "Check that etcd is running. The run continues meanwhile, but no peer can join, leave "
-            "or be replaced until etcd responds"
+            f"etcd at {', '.join(sorted(self._endpoints))} is not responding: {failure}. "
+            "Check that etcd is running. The run continues in the meantime, but no peer can join, "
+            "leave or be replaced until etcd responds"
         )
 
 

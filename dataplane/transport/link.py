@@ -67,7 +67,8 @@ class Traffic:
 class WorkerLink(asyncio.Protocol):
     """One worker process."""
 
-    def __init__(self, pin: Pin, unpin: Unpinned, traffic: Traffic) -> None:
+    def __init__(self, peer: str, pin: Pin, unpin: Unpinned, traffic: Traffic) -> None:
+        self._peer = peer
         self._pin = pin
         self._unpin = unpin
         self._traffic = traffic
@@ -208,7 +209,7 @@ class WorkerLink(asyncio.Protocol):
         try:
             pinned = self._pin(column(asked.ranges, RANGE))
         except Exception as exc:
-            self._send(_not_pinned(ask, exc))
+            self._send(_not_pinned(ask, exc, self._peer))
             return
         if isinstance(pinned, tuple):
             self._send(self._answer(ask, *pinned))
@@ -221,7 +222,7 @@ class WorkerLink(asyncio.Protocol):
         try:
             answer = self._answer(ask, *await pinned)
         except Exception as exc:
-            answer = _not_pinned(ask, exc)
+            answer = _not_pinned(ask, exc, self._peer)
         self._send(answer)
 
     def _answer(self, ask: int, pin: int, places: Records) -> PinAnswer:
@@ -281,12 +282,12 @@ def _spawn(given: dict[str, int], arena_bytes: int) -> subprocess.Popen[bytes]:
     )
 
 
-def _not_pinned(ask: int, exc: Exception) -> PinAnswer:
+def _not_pinned(ask: int, exc: Exception, peer: str) -> PinAnswer:
     if isinstance(exc, DataplaneError):
         return PinAnswer(ask, b"", Refused.of(exc))
     logger.error("bulk: could not pin ranges for a reader", exc_info=exc)
     bug = InternalError(
-        "the owner of the values could not pin them: see the traceback in that peer's log"
+        f"peer {peer!r} could not pin the values that it owns: see the traceback in its log"
     )
     return PinAnswer(ask, b"", Refused.of(bug))
 

@@ -189,7 +189,8 @@ class RangeServer:
         except Exception:
             logger.exception("bulk: could not serve a request")
             bug = InternalError(
-                "the owner's bulk worker failed: see the traceback in that peer's log"
+                f"the bulk worker of peer {self._owner.peer!r} failed: see the traceback in that "
+                "peer's log"
             )
             self._refuse(inbound, bug)
         finally:

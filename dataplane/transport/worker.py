@@ -71,6 +71,7 @@ from dataplane.wire.records import EXTENT, column
 JOBS = 32
 """under way at once"""
 _PR_SET_PDEATHSIG = 1
+_MIXED = "This can happen if dataplane was reinstalled while the peer was running: restart the peer"
 
 logger = logging.getLogger(__name__)
 
@@ -170,8 +171,8 @@ class Worker:
                     reads.forget(_remote(frame))
             case Configure():
                 raise ProtocolError(
-                    "unexpected Configure, because this bulk worker is already configured: "
-                    "reinstall dataplane on this host and restart the peer"
+                    "unexpected Configure, because this bulk worker is already configured. "
+                    f"{_MIXED}"
                 )
 
     def _start(self, frame: Read) -> None:
@@ -217,8 +218,7 @@ def check_destinations(region: Region, copies: Records) -> None:
     dest, nbytes, size = copies["dest"], copies["nbytes"], np.uint64(region.nbytes)
     if ((dest > size) | (nbytes > size - np.minimum(dest, size))).any():
         raise LimitExceeded(
-            f"a destination of the transfer is outside the arena of {int(size)} bytes: "
-            "reinstall dataplane on this host and restart the peer",
+            f"a destination of the transfer is outside the arena of {int(size)} bytes. {_MIXED}",
             limit=int(size),
         )
 
@@ -232,8 +232,7 @@ def run(control_fd: int, arena_fd: int, arena_bytes: int, listen_fd: int) -> Non
     if not isinstance(first, Configure):
         raise ProtocolError(
             "the first message to a bulk worker must be Configure, got "
-            f"{type(first).__name__}: reinstall dataplane on this host and "
-            "restart the peer"
+            f"{type(first).__name__}. {_MIXED}"
         )
     listener = socket.socket(fileno=listen_fd)
     if not first.pools:  # one is enough

@@ -94,7 +94,7 @@ class Server:
         except OSError as exc:
             raise AddressInUse(
                 f"cannot serve the page at {host}:{port}: {exc}. Choose another address "
-                "with --page HOST:PORT, or stop the process that uses this one",
+                "with --page HOST:PORT, or stop the process that is using this address",
                 address=f"{host}:{port}",
             ) from exc
         where = self._server.sockets[0].getsockname()

@@ -118,8 +118,8 @@ def test_values_that_no_column_holds_are_named_and_the_other_fields_exported(
     plane.checkpoint(tmp_path / "saved")
     assert refused(capsys, tmp_path / "saved", tmp_path / "out") == (
         "partition 'p', field 'x': row 1 ('a') does not fit an Arrow column together with the rows "
-        "before it: the column has both number and str, but an Arrow column has one type; export "
-        "the other fields, with --field y"
+        "before it: the column contains both number and str values, but an Arrow column can have "
+        "only one type; export the other fields, with --field y"
     )
     assert os.listdir(tmp_path) == ["saved"]
     command = ["checkpoint", "export", f"{tmp_path}/saved", f"{tmp_path}/out", "--field", "y"]

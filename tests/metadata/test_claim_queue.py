@@ -213,7 +213,7 @@ def test_a_row_whose_tag_is_no_weight_ends_a_claim_by_budget_with_its_name(bad: 
     ((claim, why),) = raised(shard, lambda: shard.put(2, 2, length=[bad, 10]))
     assert claim == 1 and isinstance(why, InvalidRows)
     assert (
-        "but budget= needs a number of 0 or more in this tag. 1 row has no such number"
+        "but budget= needs a finite, non-negative number in this tag. 1 row has no such number"
         in why.message
     )
     assert f"tag 'length' of row 2 is {bad!r}" in why.message
@@ -497,7 +497,11 @@ def test_ranks_that_wait_for_a_plan_cost_a_put_nothing(monkeypatch: pytest.Monke
     numbers = [what.lease for _, what in joined if isinstance(what, Claimed)]
     ranks = [shard.store.leases.member(number) for number in numbers]
     assert [one.rank for one in ranks if one is not None] == [0, 1, 2]
-    with pytest.raises(ProtocolError, match="rank=3 is invalid for a plan of 3 ranks: pass 0 to 2"):
+    with pytest.raises(
+        ProtocolError, match="rank=3 is invalid for a plan with 3 ranks: expected 0 to 2"
+    ):
         shard.queue.add(waiting(9, rows(0), 1, plan=shape, rank=3))
-    with pytest.raises(ProtocolError, match="is invalid for a plan of 3 ranks: pass 1 to 87381"):
+    with pytest.raises(
+        ProtocolError, match="is invalid for a plan with 3 ranks: expected 1 to 87381"
+    ):
         shard.queue.add(waiting(9, rows(0), 1, plan=Shape(3, 10**9), rank=0))

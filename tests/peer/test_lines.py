@@ -79,7 +79,7 @@ async def test_space_of_a_refused_put_goes_to_a_call_that_waits() -> None:
     wrong = Chunk(9, 0, 1, 64, 0)
     sent = Values(["x"], [me], [b""], [chunk, wrong], [Piece(0, [0], 0, b"\1")])
     session: Any = SimpleNamespace(id=1)
-    with pytest.raises(ProtocolError, match="invalid owner 9"):
+    with pytest.raises(ProtocolError, match="invalid owner index 9"):
         writing.put(session, nothing, Put("p", 1, Rows(b""), sent))
     await settled()
     assert asked.done() and (await asked)[0] == 1

@@ -143,7 +143,7 @@ async def test_a_bulk_worker_that_gives_up_while_values_are_read_back_holds_noth
     gives_up: bool,
 ) -> None:
     pins: Any = Pins()
-    link = WorkerLink(pins.pin, pins.held.discard, Traffic())
+    link = WorkerLink("a", pins.pin, pins.held.discard, Traffic())
     link.connection_made(pins)
     link.data_received(bytes(encode(PinAsked(1, np.zeros(2, RANGE).tobytes()))))
     await settled()

@@ -37,8 +37,8 @@ class Loader:
     loader claims the next batch and calls `collate` with it.
 
     Advancing to the next batch acks the current one. Leaving the loop any other way (`break`, an
-    exception, or leaving the `with` block) releases the current batch. `state_dict()` returns which
-    rows were handed out, so that a loader of a restored plane continues after them. Raises
+    exception, or leaving the `with` block) releases the current batch. `state_dict()` returns a
+    record of the rows handed out, so that a loader of a restored plane continues after them. Raises
     InvalidCall inside a PyTorch DataLoader worker.
     """
 
@@ -90,9 +90,9 @@ class Loader:
         return None if loop is None else loop.batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which rows were handed out. Save the result with the model and `plane.checkpoint`.
-        The current batch counts as done; prefetched batches do not. The state consists of plain
-        numbers, strings and lists."""
+        """Return a record of the rows handed out so far. Save it together with the model and the
+        plane (`plane.checkpoint`). The current batch counts as done; prefetched batches do not. The
+        record is a dict of plain numbers, strings and lists."""
         batch = self.batch
         held = batch.keys if batch is not None and batch.state == "leased" else []
         return {

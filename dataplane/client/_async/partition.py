@@ -183,7 +183,7 @@ class Partition:
         - `rows`, `groups`: how many rows or groups to claim. Groups are never split.
         - `budget={tag: sum}`: claim at least one group, and more as long as the sum of this tag
           stays within the budget. Without `group_size`, claim rows instead. Raises
-          InvalidRows if the tag of a row is not a finite number of 0 or more.
+          InvalidRows if the tag of a row is not a finite, non-negative number.
         - `unit`: "groups" or "rows", to choose what `budget` claims.
         - `min`: accept fewer rows or groups, but at least this many.
         - `where`: claim only rows whose tags match, or only groups in which every row matches.
@@ -426,21 +426,23 @@ class Partition:
         rows because it was sealed or dropped, or because all its `groups=` have closed.
 
         In the loop's body, put the item's rows through this partition object, in the same thread or
-        task. If the partition stops accepting rows meanwhile, a put stores nothing and returns an
-        empty ref, and `admit` returns permits with `n` = 0. Outside such a loop, both raise.
+        task. If the partition stops accepting rows in the meantime, a put stores nothing and
+        returns an empty ref, and `admit` returns permits with `n` = 0. Outside such a loop, both
+        raise.
         """
         return Producer(self._handle, items)
 
     def lost(self, timeout: float | None = None) -> Lost:
-        """Iterate over lists of keys of rows that were lost with a peer, so that you can put these
-        rows again.
+        """Iterate over the keys of rows that were lost when a peer died or left, one list at a
+        time, so that you can put these rows again.
 
-        The first list contains all rows lost so far. A new list follows within seconds of each
-        later loss. If a group lost a row, the list contains all rows of the group. The loop ends
-        when the partition is dropped, or when it is sealed and every stage has received every row.
+        The first list contains the keys of all rows lost so far. A new list follows within seconds
+        of each later loss. If a row of a group was lost, the list contains the keys of all rows of
+        the group. The loop ends when the partition is dropped, or when it is sealed and every stage
+        has received every row.
 
-        `timeout`: seconds to wait for each list before raising DeadlineExceeded. None waits as long
-        as rows can still be lost.
+        `timeout`: seconds to wait for each list before raising DeadlineExceeded. With None, wait
+        until the next loss or the end of the loop.
         """
         return Lost(self._handle, timeout)
 

@@ -86,8 +86,8 @@ ENDED: dict[str, str] = {"ack": "acked", "release": "released", "drop": "dropped
 
 
 class Added(msgspec.Struct, eq=False):
-    """Values that were added to leased rows and are not acked yet. rows: a bit mask of
-    positions."""
+    """Values added to leased rows but not yet acked. `rows` is a bit mask of positions in the
+    lease."""
 
     rows: int
     pieces: list[Piece]
@@ -399,9 +399,10 @@ class Lease:
     def _check_lost(self, lost: set[str]) -> None:
         if lost:
             raise InvalidCall(
-                f"the values added to this batch for {', '.join(map(repr, sorted(lost)))} were "
-                "lost when an ack failed: add them again (under another name if the field already "
-                "exists), or release the batch",
+                f"the values added to this batch for {'fields' if len(lost) > 1 else 'field'} "
+                f"{', '.join(map(repr, sorted(lost)))} were lost when an ack failed: add them "
+                "again (under another name if the rows already have a field of that name), or "
+                "release the batch",
                 fields=sorted(lost),
             )
 

@@ -17,9 +17,10 @@ from dataplane.wire.tables import Name
 
 
 class Lost(Iterator[list[Name]]):
-    """An iterator over lists of keys of lost rows. It ends when no more rows can be lost: the
-    partition was dropped, or it is sealed and every stage has received every row. `missed` is the
-    number of rows that were lost so long ago that the peer has forgotten their keys."""
+    """An iterator over the keys of lost rows, one list at a time. It ends when no more rows can be
+    lost: the partition was dropped, or it is sealed and every stage has received every row.
+    `missed` is the number of rows that were lost so long ago that the peer has forgotten their
+    keys."""
 
     def __init__(self, handle: Handle, timeout: float | None) -> None:
         self.missed = 0

@@ -209,14 +209,14 @@ class Plane:
         CheckpointCorrupt if a file has changed, or PartitionConflict if a partition already exists;
         in both cases nothing is restored. If a restore fails, is cancelled or is interrupted, the
         rows restored so far are dropped. If the process is killed, or this plane is closed
-        meanwhile, they remain.
+        during the restore, they remain.
         """
         return restore.restore(self._session, directory, timeout)
 
     def close(self) -> None:
         """Release all leases and disconnect.
 
-        Values that were read stay readable. Calls that are running in other threads or tasks raise
+        Values already read remain readable. Calls in progress in other threads or tasks raise
         ClientClosed at once; such a call may have taken effect.
         """
         why = "this client was closed; call dataplane.connect() again"

@@ -70,8 +70,8 @@ _chunks, _digest, _nbytes = attrgetter("chunks"), attrgetter("digest"), attrgett
 
 
 class OtherMemory(Protocol):
-    """The fields of a put whose values go to memory other than the host arena. The units are the
-    same as for the other fields."""
+    """The fields of a put whose values are stored in one memory other than the host arena, such as
+    a GPU's. Their rows are divided into the same units as those of the other fields."""
 
     @property
     def memory(self) -> int:

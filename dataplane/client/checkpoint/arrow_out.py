@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from dataplane.client.checkpoint.archive import FILES, FileNote, SummedFile, failing
-from dataplane.errors import ProtocolError
+from dataplane.errors import ProtocolError, counted
 from dataplane.wire.checkpoint import SaveDone
 from dataplane.wire.layouts import aligned
 from dataplane.wire.limits import NO_GROUP
@@ -131,8 +131,8 @@ class PartFiles:
                 )
             if not 0 <= chunk.layout < len(layouts):
                 raise ProtocolError(
-                    f"invalid layout {chunk.layout} of a chunk: expected an index into the "
-                    f"{len(layouts)} layouts of the table. Install the same dataplane release "
+                    f"invalid layout index {chunk.layout} for a chunk: the table has "
+                    f"{counted(len(layouts), 'layout')}. Install the same dataplane release "
                     "everywhere"
                 )
             space = aligned(chunk.nbytes)

@@ -205,5 +205,6 @@ def _same_kind(
     if known != kind:
         shown = [one.__name__ if isinstance(one, type) else str(one) for one in (known, kind)]
         raise InvalidValue(
-            f"the column has both {shown[0]} and {shown[1]}, but an Arrow column has one type"
+            f"the column contains both {shown[0]} and {shown[1]} values, but an Arrow column "
+            "can have only one type"
         )

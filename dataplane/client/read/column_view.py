@@ -251,8 +251,9 @@ class ColumnView(Sequence[Any]):
 
     @cached_property
     def ragged(self) -> Ragged | None:
-        """How to join the rows along one axis. None if they are single numbers, differ in dtype or
-        rank, differ in length along several axes, or are not arrays. If all shapes are equal, the
+        """How to join the rows along one axis: their dtype, their sizes before and after that axis,
+        and the length of each row. None if the rows are single numbers, differ in dtype or rank,
+        differ in length along several axes, or are not all arrays. If all shapes are equal, the
         axis is the variable one of their specs, or 0."""
         if not self.holds_arrays:
             return None
@@ -316,8 +317,8 @@ class ColumnView(Sequence[Any]):
 
 
 def arrays_of(view: ColumnView) -> ColumnView:
-    """Return a view whose rows are all arrays, or the same view if some row is not an array. Arrays
-    that differ in dtype or rank are stored as objects."""
+    """Convert arrays that were stored as objects, because they differ in dtype or rank, to array
+    rows. Return the view unchanged if it holds no such arrays, or if some row is not an array."""
     if view.holds_arrays:
         return view
     runs: list[RowSpan] = []

@@ -104,7 +104,7 @@ class Selection:
 
     @property
     def partition(self) -> str:
-        """The name of the partition of the rows."""
+        """The name of the partition that the rows belong to."""
         return self._handle.name
 
     @property

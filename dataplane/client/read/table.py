@@ -18,7 +18,7 @@ from dataplane.client.read.chunk_columns import ChunkColumn, Memory, columns_of
 from dataplane.client.read.column_view import ColumnView, RowSpan, cut, stretches
 from dataplane.client.session.session import Session
 from dataplane.client.write.rows import Index, group_names, row_names, tag_values
-from dataplane.errors import InvalidRows, ProtocolError
+from dataplane.errors import InvalidRows, ProtocolError, counted
 from dataplane.memory.extents import Extent
 from dataplane.metadata.tables.values_on_wire import MessageShape, shape_in
 from dataplane.wire import layouts
@@ -91,8 +91,8 @@ class TableReader:
         chunk, known = self._values.chunks[number], self._values.layouts
         if not 0 <= chunk.layout < len(known):
             raise ProtocolError(
-                f"invalid layout {chunk.layout} of chunk {number}: expected an index into the "
-                f"{len(known)} layouts of the table. Install the same dataplane release everywhere"
+                f"invalid layout index {chunk.layout} for chunk {number}: the table has "
+                f"{counted(len(known), 'layout')}. Install the same dataplane release everywhere"
             )
         specs = layouts.decode(known[chunk.layout])
         if len(specs) != self._shape.used[number]:
@@ -150,8 +150,8 @@ def _check_page(table: Table) -> None:
     for number, chunk in enumerate(values.chunks):
         if not 0 <= chunk.layout < len(values.layouts):
             raise ProtocolError(
-                f"invalid layout {chunk.layout} of chunk {number}: expected an index into the "
-                f"{len(values.layouts)} layouts of the table. Install the same dataplane release "
+                f"invalid layout index {chunk.layout} for chunk {number}: the table has "
+                f"{counted(len(values.layouts), 'layout')}. Install the same dataplane release "
                 "everywhere"
             )
 

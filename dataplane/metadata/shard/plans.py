@@ -41,16 +41,16 @@ MAX_PLAN_ROWS = 1 << 20
 def check(shape: Shape, rank: int) -> None:
     """Raise ProtocolError for an impossible plan or rank."""
     if not 0 < shape.ranks <= MAX_RANKS:
-        raise ProtocolError(f"ranks={shape.ranks} is invalid for a plan: pass 1 to {MAX_RANKS}")
+        raise ProtocolError(f"ranks={shape.ranks} is invalid for a plan: expected 1 to {MAX_RANKS}")
     if not 0 <= rank < shape.ranks:
         raise ProtocolError(
-            f"rank={rank} is invalid for a plan of {counted(shape.ranks, 'rank')}: pass 0 to "
+            f"rank={rank} is invalid for a plan with {counted(shape.ranks, 'rank')}: expected 0 to "
             f"{shape.ranks - 1}"
         )
     if not shape.ranks <= shape.ranks * shape.minibatches <= MAX_PLAN_PARTS:
         raise ProtocolError(
-            f"minibatches={shape.minibatches} is invalid for a plan of "
-            f"{counted(shape.ranks, 'rank')}: pass 1 to {MAX_PLAN_PARTS // shape.ranks}"
+            f"minibatches={shape.minibatches} is invalid for a plan with "
+            f"{counted(shape.ranks, 'rank')}: expected 1 to {MAX_PLAN_PARTS // shape.ranks}"
         )
 
 
@@ -149,8 +149,8 @@ def finish(state: State, member: Member, asked: Finish) -> dict[str, int]:
     whole = asked.outcome in ("ack", *finishes.BACK) and asked.index is None
     if not whole:
         raise InvalidRows(
-            "cannot ack, release or drop only some of the rows of a plan: ack or release "
-            "the whole plan, or drop single rows with part.drop(keys=…)"
+            "a plan can only be acked or released as a whole: call plan.ack() or "
+            "plan.release(). To drop individual rows, use part.drop(keys=…)"
         )
     if asked.values.fields or asked.values.chunks or asked.tags:
         raise InvalidRows(

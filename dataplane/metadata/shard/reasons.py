@@ -135,8 +135,8 @@ def reason(facts: Facts, stage: str, wanted: str, me: str = "", for_rows: bool =
     if facts.weightless:
         rows, tag, such = facts.weightless
         parts.append(
-            f"{counted(rows, 'row has', 'rows have')} no valid weight (a number of 0 or more) in "
-            f"the tag `{tag}`, for example row {such!r}"
+            f"{counted(rows, 'row has', 'rows have')} no valid weight (a finite, non-negative "
+            f"number) in the tag `{tag}`, for example row {such!r}"
         )
     parts += [_lacking(facts, name, stage) for name in facts.missing]
     parts += [_nobody_claims(*one) for one in facts.idle]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dataplane.errors import ProtocolError
+from dataplane.errors import ProtocolError, counted
 from dataplane.metadata.tables.references import Array, ids_of, ranges_of
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.journal import Given, Op
@@ -129,16 +129,16 @@ def named_by(op: Op) -> list[Named]:
     for chunk in op.values.chunks:
         if chunk.number < 0 or chunk.nbytes < 0:
             raise ProtocolError(
-                f"invalid chunk {chunk.number} of {chunk.nbytes} bytes: expected a number "
-                "and a size of 0 or more. Install the same dataplane release everywhere"
+                f"invalid chunk {chunk.number} of {chunk.nbytes} bytes: expected a "
+                "non-negative number and size. Install the same dataplane release everywhere"
             )
         by_owner.setdefault(chunk.owner, []).append(chunk)
     found = []
     for number, chunks in by_owner.items():
         if not 0 <= number < len(op.values.owners):
             raise ProtocolError(
-                f"invalid owner {number} of a chunk: expected an index into the "
-                f"{len(op.values.owners)} owners of the record. Install the same dataplane release "
+                f"invalid owner index {number} for a chunk: the record lists "
+                f"{counted(len(op.values.owners), 'owner')}. Install the same dataplane release "
                 "everywhere"
             )
         if (owner := op.values.owners[number]) != INLINE:

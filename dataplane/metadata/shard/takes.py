@@ -122,9 +122,9 @@ def take(
     Takes `count` of them, or at least `minimum`; any number up to `count` if the whole partition
     is `sealed`; else nothing. A budget takes what fits the sum of its tag (count 0: any number),
     and unless `sealed` only once the next ready unit would not fit. Raises InvalidRows for a row
-    whose tag is not a number of 0 or more. credit: limits the units to those that the claim's
-    peer may pull; `needed_bytes` says how much would have been needed. kept: units that are not
-    for this claim. claim: its number, by which the lease is found again.
+    whose tag is not a finite, non-negative number. credit: limits the units to those that the
+    claim's peer may pull; `needed_bytes` says how much would have been needed. kept: units that
+    are not for this claim. claim: its number, by which the lease is found again.
     """
     stage = state.stage(name)
     if want.unit not in ("rows", "groups"):

@@ -1,4 +1,4 @@
-"""The weights of rows for `budget=`: a tag that must be a finite number of 0 or more.
+"""The weights of rows for `budget=`: a tag that must be a finite, non-negative number.
 
 Sums are exact: a sum from which rows were removed equals a new one.
 """
@@ -22,7 +22,7 @@ SHOWN = 8
 
 
 def weight(block: Block, row: int, tag: str) -> int | Fraction | None:
-    """The weight of a row, or None if its tag is missing or not a finite number of 0 or more."""
+    """The weight of a row, or None if its tag is missing or not a finite, non-negative number."""
     value = None if block.tags is None else block.tags.get(tag, row)
     if type(value) is int:
         return value if value >= 0 else None
@@ -76,7 +76,7 @@ def check(parts: Iterable[Part], tag: str, what: str, tags: Iterable[str]) -> No
     others = sorted(set(tags) - {tag})[:SHOWN]
     known = f". Other tags here are {', '.join(map(repr, others))}" if others else ""
     raise InvalidRows(
-        f"{found}, but {what} needs a number of 0 or more in this tag. "
+        f"{found}, but {what} needs a finite, non-negative number in this tag. "
         f"{counted(len(rows), 'row has', 'rows have')} no such number: set the tag with "
         f"part.tag(…), or drop the rows{known}",
         tag=tag,

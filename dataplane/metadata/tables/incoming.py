@@ -99,8 +99,8 @@ def _groups_in(rows: Rows, count: int) -> tuple[Sequence[int] | None, list[bytes
         index = numbers.tolist()
     if max(index) >= len(group_keys):
         raise ProtocolError(
-            f"invalid group {max(index)} of a row: expected an index into the "
-            f"{len(group_keys)} groups of the message. Install the same dataplane release "
+            f"invalid group index {max(index)} for a row: the message has "
+            f"{counted(len(group_keys), 'group')}. Install the same dataplane release "
             "everywhere",
             groups=len(group_keys),
         )

@@ -287,14 +287,14 @@ def check_owners(values: wire.Values) -> None:
         owner = chunk.owner
         if owner < 0 or owner >= owners:
             raise ProtocolError(
-                f"invalid owner {owner} of chunk {chunk.number}: expected an index into the "
-                f"{counted(owners, 'owner')} of the message. Install the same dataplane release "
+                f"invalid owner index {owner} for chunk {chunk.number}: the message lists "
+                f"{counted(owners, 'owner')}. Install the same dataplane release "
                 "everywhere"
             )
         if chunk.number < 0 or chunk.nbytes < 0:
             raise ProtocolError(
-                f"invalid chunk {chunk.number} of {chunk.nbytes} bytes: expected a number and a "
-                "size of 0 or more. Install the same dataplane release everywhere"
+                f"invalid chunk {chunk.number} of {chunk.nbytes} bytes: expected a non-negative "
+                "number and size. Install the same dataplane release everywhere"
             )
 
 
@@ -380,14 +380,14 @@ def _invalid(one: wire.Chunk, values: wire.Values) -> ProtocolError:
     """What is wrong with the description of a chunk."""
     if not 0 <= one.owner < len(values.owners):
         return ProtocolError(
-            f"invalid owner {one.owner} of chunk {one.number}: expected an index into the "
-            f"{len(values.owners)} owners of the message. Install the same dataplane release "
+            f"invalid owner index {one.owner} for chunk {one.number}: the message lists "
+            f"{counted(len(values.owners), 'owner')}. Install the same dataplane release "
             "everywhere"
         )
     if not 0 <= one.layout < len(values.layouts):
         return ProtocolError(
-            f"invalid layout {one.layout} of chunk {one.number}: expected an index into the "
-            f"{len(values.layouts)} layouts of the message. Install the same dataplane release "
+            f"invalid layout index {one.layout} for chunk {one.number}: the message has "
+            f"{counted(len(values.layouts), 'layout')}. Install the same dataplane release "
             "everywhere"
         )
     return ProtocolError(
@@ -401,9 +401,9 @@ def _columns_in(fields: tuple[str, ...], columns: tuple[int, ...]) -> tuple[str,
     """The field that each column of a piece is."""
     if wrong := [field for field in columns if not -1 <= field < len(fields)]:
         raise ProtocolError(
-            f"invalid field {wrong[0]} of a piece: expected an index into the "
-            f"{len(fields)} fields of the message, or -1. Install the same dataplane release "
-            "everywhere"
+            f"invalid field index {wrong[0]} in a piece: the message has "
+            f"{counted(len(fields), 'field')}, and only -1 marks an unused column. "
+            "Install the same dataplane release everywhere"
         )
     names = tuple([UNUSED if field < 0 else fields[field] for field in columns])
     used = [name for name in names if name != UNUSED]
@@ -426,8 +426,8 @@ def _piece_in(
 ) -> Piece[int]:
     if not 0 <= one.chunk < len(chunk_rows):
         raise ProtocolError(
-            f"invalid chunk {one.chunk} of a piece: expected an index into the "
-            f"{len(chunk_rows)} chunks of the message. Install the same dataplane release "
+            f"a piece refers to chunk index {one.chunk}, but the message has only "
+            f"{counted(len(chunk_rows), 'chunk')}. Install the same dataplane release "
             "everywhere"
         )
     if len(one.fields) > MAX_FIELDS:

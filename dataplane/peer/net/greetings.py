@@ -171,7 +171,7 @@ class Greetings:
         except zmq.ZMQError as exc:
             raise AddressInUse(
                 f"cannot listen on {address}: {exc}; choose another --listen address, or stop the "
-                "process that uses this one",
+                "process that is using this address",
                 address=address,
             ) from exc
         return where

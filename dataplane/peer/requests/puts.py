@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from dataplane.errors import DataplaneError, LimitExceeded, ProtocolError, ShardFull
+from dataplane.errors import DataplaneError, LimitExceeded, ProtocolError, ShardFull, counted
 from dataplane.memory.admission import Admission
 from dataplane.memory.extents import Extent, room
 from dataplane.memory.placement import extents_of
@@ -137,8 +137,8 @@ class Grants:
         extents = column(body.extents, EXTENT)
         if len(extents) > MAX_PIECES_PER_MESSAGE:
             raise LimitExceeded(
-                f"this message returns {len(extents)} extents, over the limit of "
-                f"{MAX_PIECES_PER_MESSAGE}: return them in several messages",
+                f"the client returned {len(extents)} extents in one message, over the limit of "
+                f"{MAX_PIECES_PER_MESSAGE}. Install the same dataplane release everywhere",
                 limit=MAX_PIECES_PER_MESSAGE,
             )
         self.host.space.give_back(session.id, extents)
@@ -174,8 +174,8 @@ class Grants:
             at, nbytes, offset = one.owner, one.nbytes, one.offset
             if at < 0 or at >= many:
                 raise ProtocolError(
-                    f"invalid owner {at} of chunk {one.number}: expected an index into the "
-                    f"{len(owners)} owners of the message. Install the same dataplane release "
+                    f"invalid owner index {at} for chunk {one.number}: the message lists "
+                    f"{counted(len(owners), 'owner')}. Install the same dataplane release "
                     "everywhere"
                 )
             if inline[at]:
@@ -185,7 +185,7 @@ class Grants:
             if nbytes < 0 or offset < 0 or (one.digest and len(one.digest) != _HASH_BYTES):
                 raise ProtocolError(
                     f"invalid chunk of {nbytes} bytes at offset {offset}, with a digest of "
-                    f"{len(one.digest)} bytes: expected a size and an offset of 0 or more, and a "
+                    f"{len(one.digest)} bytes: expected a non-negative size and offset, and a "
                     f"digest of 0 or {_HASH_BYTES} bytes. Install the same dataplane release "
                     "everywhere"
                 )

@@ -157,7 +157,7 @@ class Waits:
             await asyncio.wait(told, timeout=left_s if math.isfinite(left_s) else None)
             if not all(one.done() for one in told):
                 raise Unavailable(
-                    f"the peer that serves partition {body.partition!r} does not respond. "
+                    f"the peer that serves partition {body.partition!r} is not responding. "
                     "The permits will be returned once that peer responds, so do not repeat "
                     "the call",
                     partition=body.partition,

@@ -97,7 +97,8 @@ class MetadataShare:
             self.refused_values += 1
             raise ShardFull(
                 f"peer {self._host.name!r} has no metadata space for {nbytes} more bytes "
-                "of small values: store these values in the arena",
+                "of small values. Consume or drop rows, or give that peer a larger arena "
+                "(--arena, DATAPLANE_ARENA)",
                 values=True,
             )
         self._since += nbytes

@@ -440,7 +440,7 @@ class Metrics:
         except OSError as exc:
             raise AddressInUse(
                 f"cannot serve metrics at {host}:{port}: {exc}; choose another --metrics address "
-                "(DATAPLANE_METRICS), or stop the process that uses this one",
+                "(DATAPLANE_METRICS), or stop the process that is using this address",
                 address=f"{host}:{port}",
             ) from exc
         log.info("metrics: serving at http://%s:%d/metrics", host, port)

@@ -165,7 +165,7 @@ class PeerNotFound(ConnectError):
 
 
 class PeerAmbiguous(ConnectError):
-    """More than one peer or run on this host matches the call."""
+    """More than one peer or run on this host fits the arguments of the call."""
 
     next_step = "Name the peer or the run."
     retry: ClassVar[Retry] = "no"

@@ -312,8 +312,9 @@ class RangeServer:
     def _service(self, transport: str) -> Service:
         if transport not in self._transports:
             raise TransportMissing(
-                f"this peer's bulk worker does not run transport {transport} (it runs "
-                f"{', '.join(self._transports)}): start all peers with the same --transport",
+                f"the bulk worker of this peer does not support transport {transport} (it "
+                f"supports {', '.join(self._transports)}): start all peers with the same "
+                "--transport",
                 transport=transport,
             )
         return self._transports[transport]

@@ -188,8 +188,8 @@ class Worker:
             check_destinations(self._region, request.copies)
             if transport not in self._reads:
                 raise TransportMissing(
-                    f"this peer's bulk worker does not run transport {transport}: start all peers "
-                    "with the same --transport"
+                    f"the bulk worker of this peer does not support transport {transport}: start "
+                    "all peers with the same --transport"
                 )
             gone = self._reads[transport].read(request)
             finished = _finished(request, gone, time.monotonic() - began)

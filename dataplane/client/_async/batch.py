@@ -202,12 +202,13 @@ class LeasedRows(Converting):
 
 
 class Batch(LeasedRows):
-    """Rows leased by a stage. They return to the stage unless the batch is acked or dropped.
+    """Rows leased by a stage. When the lease ends, rows that were not acked or dropped return to
+    the stage.
 
     Used as a context manager, a batch is acked when the body ends, and released if the body raises.
     Fetched values stay readable afterwards. `batch[0:16]` and `batch.rows([…])` return parts of
     the batch, which have the same methods. If a part has been acked, released or dropped, `ack` on
-    the batch applies to the other rows. Use a batch in only one thread or task at a time.
+    the batch applies to the remaining rows. Use a batch in only one thread or task at a time.
     """
 
     @public

@@ -337,8 +337,8 @@ class Lease:
         if taken and refused and (rows is not None or not left):
             raise LeaseExpired(
                 f"cannot {outcome} {counted(asked.bit_count(), 'row')}: an earlier call, whose "
-                f"reply was lost, has {ENDED[doubt.outcome]} {taken} of them. Pass only the other "
-                "rows, or claim a new batch",
+                f"reply was lost, already {ENDED[doubt.outcome]} {taken} of them. Retry without "
+                "those rows, or claim a new batch",
                 stage=self.stage,
             )
         return not left

@@ -87,7 +87,7 @@ class OtherMemory(Protocol):
     def write(
         self, handle: Handle, generation: int, which: slice, continuing: bool, until: Deadline
     ) -> list[Piece]:
-        """Reserve space for the values of these units, and copy them."""
+        """Reserve space for the values of these units, and copy the values into it."""
 
 
 class Putting(msgspec.Struct, eq=False):

@@ -353,8 +353,8 @@ def stretches(rows: npt.NDArray[np.intp]) -> list[tuple[int, int]]:
 
 
 def cut(runs: Sequence[RowSpan], chosen: Iterable[tuple[int, int]]) -> list[RowSpan]:
-    """Return the runs that cover these stretches of rows, in the given order. Rows outside all
-    runs lack the field."""
+    """Return the runs of these stretches of rows, in the given order. Rows that are in no run lack
+    the field."""
     ends = list(accumulate([run.last - run.first for run in runs]))
     found: list[RowSpan] = []
     for first, last in chosen:

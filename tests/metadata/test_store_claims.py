@@ -289,8 +289,12 @@ def test_a_host_that_has_read_only_small_fields_is_not_near() -> None:
     s = store(stages={"reward": ["text"], "train": ["tokens", "text"]})
     columns = [Column("tokens", values(2, nbytes=1 << 20)), Column("text", values(2, first=90))]
     s.put(wrote(named([1, 2]), columns, [Owner("a", 7)], {}))
+    s.add_stage("reference", ["tokens"])
     take(s, "reward", Want("rows", 1, 1), credit=PullCredit("b", 1 << 30, ["text"]))
     assert takes.near(s, "train", "rows", None) == {"a": 2}
+    take(s, "reference", Want("rows", 2, 2), credit=PullCredit("c", 1 << 30, ["tokens"]))
+    take(s, "reward", Want("rows", 1, 1), credit=PullCredit("b", 1 << 30, ["text"]))
+    assert takes.near(s, "train", "rows", None) == {"a": 2, "c": 2}
 
 
 def test_what_lies_nowhere_is_not_near_to_who_claims_from_nowhere() -> None:

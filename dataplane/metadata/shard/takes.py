@@ -24,6 +24,7 @@ from dataplane.metadata.shard.stages import Lane, Part, Picked, Stage
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.shard.weights import Short
 from dataplane.metadata.tables.bits import rows_of
+from dataplane.metadata.tables.pieces import Chunk, Piece
 from dataplane.metadata.tables.values_on_wire import OutgoingValues
 from dataplane.wire.limits import MAX_FRAME_BYTES
 from dataplane.wire.messages import Want
@@ -178,13 +179,23 @@ def take(
 
 
 def _note_reader(state: State, rows: Rows, credit: PullCredit) -> None:
-    """The claim's peer now pulls these rows, so they are near to it for the next stage."""
+    """The claim's peer now pulls these rows, so they are near to it for the next stage. Not if it
+    pulls only small fields: a reward must not take the place of the stage that reads images."""
     state.peers.add(credit.address)
     if len(state.peers) > 1:
         fields = None if credit.fields is None else frozenset(credit.fields)
         reader = Reader(credit.address, fields)
         for block, _ in rows.parts:
+            if fields is not None:
+                parts = block.values.parts
+                pulled = [one for one in parts if not fields.isdisjoint(one.fields)]
+                if 2 * _nbytes_of(pulled) < _nbytes_of(parts):
+                    continue
             block.reader = reader
+
+
+def _nbytes_of(parts: Sequence[Piece[Chunk]]) -> int:
+    return sum([one.chunk.nbytes for one in parts])
 
 
 # which units

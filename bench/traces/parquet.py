@@ -10,12 +10,12 @@ whole, so there only so many rows are taken.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, fields
+from collections.abc import Callable, Iterable
 from itertools import chain, groupby, islice
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
+import msgspec
 import pyarrow
 import pyarrow.parquet
 
@@ -23,47 +23,37 @@ from bench.outputs import replacing
 from bench.traces.sample import Medium, Prompt, Sample, StageTimes, Turn
 from bench.traces.tasks import TASKS
 
+T = TypeVar("T")
 _FORMAT = b"4"
 _GROUP_ROWS = 8_192  # of the file: so many are held at a time while it is written
 MOST_ROWS = 1_000_000  # of a file that is read: some 0.5 GB of them in each process
-
-
-def _whole(**columns: pyarrow.DataType) -> list[pyarrow.Field]:
-    """Fields of which no value is missing: a file of these has no way to say that one is."""
-    return [pyarrow.field(name, values, nullable=False) for name, values in columns.items()]
-
-
-def _several(values: pyarrow.DataType) -> pyarrow.DataType:
-    return pyarrow.list_(*_whole(element=values))
-
-
-_COLUMNS = {
-    "int": pyarrow.int64(),
-    "float": pyarrow.float64(),
-    "tuple[int, int, int]": _several(pyarrow.int64()),
-}
-
-
-def _of(dataclass: type) -> pyarrow.DataType:
-    """Several of these, with the fields that the dataclass has."""
-    columns = {field.name: _COLUMNS[str(field.type)] for field in fields(dataclass)}
-    return _several(pyarrow.struct(_whole(**columns)))
-
-
+_INT, _FLOAT = pyarrow.int64(), pyarrow.float64()
+_TURN = {"tokens": _INT, "seconds": _FLOAT, "tool_seconds": _FLOAT, "tool_tokens": _INT}
+_MEDIUM = {"content": _INT, "grid": pyarrow.list_(_INT)}
+_TIMES = {"reference": _FLOAT, "train": _FLOAT, "optimiser": _FLOAT}
 SCHEMA = pyarrow.schema(
-    _whole(
-        step=pyarrow.int64(),
-        group=pyarrow.int64(),
-        sample=pyarrow.int64(),
-        prompt_tokens=pyarrow.int64(),
-        response_tokens=pyarrow.int64(),
-        turns=_of(Turn),
-        media=_of(Medium),
-        reward=pyarrow.float64(),
-        reward_seconds=pyarrow.float64(),
-        times=_of(StageTimes),
-    )
+    {
+        **dict.fromkeys(("step", "group", "sample", "prompt_tokens", "response_tokens"), _INT),
+        "turns": pyarrow.list_(pyarrow.struct(_TURN)),
+        "media": pyarrow.list_(pyarrow.struct(_MEDIUM)),
+        "reward": _FLOAT,
+        "reward_seconds": _FLOAT,
+        "times": pyarrow.list_(pyarrow.struct(_TIMES)),
+    }
 )
+
+
+class _Row(msgspec.Struct, forbid_unknown_fields=True):
+    step: int
+    group: int
+    sample: int
+    prompt_tokens: int
+    response_tokens: int
+    turns: tuple[Turn, ...]
+    media: tuple[Medium, ...]
+    reward: float
+    reward_seconds: float
+    times: list[StageTimes]
 
 
 class TraceError(ValueError):
@@ -97,32 +87,34 @@ def write(
     ):
         done, rows = 0, chain.from_iterable(map(_rows, prompts))
         while held := list(islice(rows, _GROUP_ROWS)):
-            file.write_table(pyarrow.Table.from_pylist(held, schema))
+            table = pyarrow.Table.from_pylist(msgspec.to_builtins(held), schema)
+            file.write_table(table)
             done += len(held)
             tick(done)
 
 
-def _rows(prompt: Prompt) -> Iterator[dict[str, Any]]:
-    media = [asdict(medium) for medium in prompt.media]
-    times = [asdict(prompt.times)] if prompt.times else []
-    for number, sample in enumerate(prompt.samples):
-        yield {
-            "step": prompt.step,
-            "group": prompt.index,
-            "sample": number,
-            "prompt_tokens": prompt.prompt_tokens,
-            "response_tokens": sample.tokens,
-            "turns": [asdict(turn) for turn in sample.turns],
-            "media": media,
-            "reward": sample.reward,
-            "reward_seconds": sample.reward_seconds,
-            "times": times,
-        }
+def _rows(prompt: Prompt) -> list[_Row]:
+    times = [prompt.times] if prompt.times else []
+    return [
+        _Row(
+            prompt.step,
+            prompt.index,
+            number,
+            prompt.prompt_tokens,
+            sample.tokens,
+            sample.turns,
+            prompt.media,
+            sample.reward,
+            sample.reward_seconds,
+            times,
+        )
+        for number, sample in enumerate(prompt.samples)
+    ]
 
 
-def read_table(path: Path, instead: str) -> pyarrow.Table:
-    """Read any Parquet file of at most MOST_ROWS rows. instead: what to do with a file that cannot
-    be read. Raises TraceError."""
+def read_rows(path: Path, form: type[list[T]], instead: str) -> tuple[dict[bytes, bytes], list[T]]:
+    """The metadata and the rows of any Parquet file of at most MOST_ROWS rows of this form.
+    instead: what to do with a file that cannot be read. Raises TraceError."""
     try:
         told = pyarrow.parquet.read_metadata(path)
         # Of its row groups, as pyarrow makes room for so many before it reads any; what the file
@@ -134,39 +126,32 @@ def read_table(path: Path, instead: str) -> pyarrow.Table:
                 f"this file has {rows} rows, over the limit of {MOST_ROWS:,}, because a run holds "
                 "them all: use a smaller file",
             )
-        return pyarrow.parquet.read_table(path)
+        table = pyarrow.parquet.read_table(path)
+        return table.schema.metadata or {}, msgspec.convert(table.to_pylist(), form)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as exc:  # damaged pages or names
         raise TraceError(path, f"not a readable Parquet file ({exc}): {instead}") from exc
+    except msgspec.MsgspecError as exc:
+        raise TraceError(
+            path, f"the columns or their values do not fit ({exc}): {instead}"
+        ) from exc
 
 
 def read(path: Path) -> tuple[str, list[Prompt]]:
     """The task's name and the prompts. Raises TraceError for any other file."""
-    table = read_table(path, "write it again with `python -m bench trace`")
-    metadata = table.schema.metadata or {}
+    metadata, rows = read_rows(path, list[_Row], "write it again with `python -m bench trace`")
     task = metadata.get(b"task", b"").decode(errors="replace")
     if metadata.get(b"bench.trace") != _FORMAT or task not in TASKS:
         raise TraceError(
             path, "not written by this version of `python -m bench trace`: write it again"
         )
-    if not table.schema.equals(SCHEMA):
-        raise TraceError(
-            path,
-            "the columns or their types differ from those of a trace, "
-            f"{SCHEMA.names}: write the file again with `python -m bench trace`",
-        )
-    rows = table.to_pylist()
     if not rows:
         raise TraceError(path, "this file has no rows: write it again with `python -m bench trace`")
-    groups = groupby(rows, key=lambda row: row["group"])
+    groups = groupby(rows, key=lambda row: row.group)
     return task, [_prompt(index, list(group)) for index, (_, group) in enumerate(groups)]
 
 
-def _prompt(index: int, rows: list[dict[str, Any]]) -> Prompt:
+def _prompt(index: int, rows: list[_Row]) -> Prompt:
     first = rows[0]
-    samples = (
-        Sample(tuple(Turn(**turn) for turn in row["turns"]), row["reward"], row["reward_seconds"])
-        for row in rows
-    )
-    media = (Medium(m["content"], tuple(m["grid"])) for m in first["media"])
-    times = StageTimes(**first["times"][0]) if first["times"] else None
-    return Prompt(index, first["step"], first["prompt_tokens"], tuple(samples), tuple(media), times)
+    samples = tuple(Sample(row.turns, row.reward, row.reward_seconds) for row in rows)
+    times = first.times[0] if first.times else None
+    return Prompt(index, first.step, first.prompt_tokens, samples, first.media, times)

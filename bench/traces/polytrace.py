@@ -88,11 +88,14 @@ def read(path: Path, samples: int) -> Recorded:
     Raises TraceError for the first line that is not of the file's form.
     """
     text = _text(path)
-    lines = _lines(text)
+    # Not splitlines: a string in JSON may hold what that takes for a line's end.
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise TraceError(path, "this file is empty: pass another one")
-    first = _object(path, *lines[0]) if _is_whole(lines[0][1]) else None
-    if first is None or all(name.isdecimal() for name in first):
+    if not lines[0][1].rstrip().endswith("}"):  # the beginning of an object over many lines
+        return _by_step(path, text, samples)
+    [(number, first)] = _records(path, lines[:1], dict[str, Any])
+    if all(name.isdecimal() for name in first):
         return _by_step(path, text, samples)
     if "turns" in first:
         return _trajectories(path, lines)
@@ -104,7 +107,7 @@ def read(path: Path, samples: int) -> Recorded:
         path,
         f"a record with the fields {sorted(first)} has none of PolyTrace's forms: "
         "pass a file of PolyTrace",
-        lines[0][0],
+        number,
     )
 
 
@@ -122,24 +125,6 @@ def _text(path: Path) -> str:
         ) from exc
 
 
-def _lines(text: str) -> list[tuple[int, str]]:
-    """With their numbers, and without empty ones. Not splitlines: a string in JSON may hold what
-    that takes for a line's end."""
-    return [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-
-
-def _is_whole(line: str) -> bool:
-    """Whether the first line is a record, and not the beginning of an object over many lines."""
-    return line.rstrip().endswith("}")
-
-
-def _object(path: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(line, type=dict[str, Any])
-    except msgspec.MsgspecError as exc:
-        raise TraceError(path, str(exc), number) from exc
-
-
 def _records(
     path: Path, lines: Sequence[tuple[int, str]], form: type[T]
 ) -> Iterator[tuple[int, T]]:
@@ -153,10 +138,17 @@ def _records(
 
 def _by_step(path: Path, text: str, samples: int) -> Recorded:
     try:
-        steps = msgspec.json.decode(text, type=dict[str, Any])
-    except (msgspec.MsgspecError, RecursionError) as exc:
-        raise TraceError(path, str(exc), _line_of_error(text)) from exc
-    _check_once(path, text)
+        steps = json.loads(text)
+    except (ValueError, RecursionError) as exc:
+        raise TraceError(path, str(exc), getattr(exc, "lineno", None)) from exc
+    if not isinstance(steps, dict):
+        raise TraceError(path, "this file is no record: pass a file of PolyTrace", 1)
+    seen: set[str] = set()
+    for name in re.finditer(r'"(\d+)"\s*:', text):  # only steps have numbers as names
+        step, line = name[1].lstrip("0") or "0", text.count("\n", 0, name.start()) + 1
+        if step in seen:  # the decoder keeps the last of two
+            raise TraceError(path, f"step {step} occurs twice: give each step its own number", line)
+        seen.add(step)
     found: dict[int, list[Group]] = {}
     for name, told in steps.items():
         line = text[: max(0, text.find(f'"{name}"'))].count("\n") + 1
@@ -166,35 +158,13 @@ def _by_step(path: Path, text: str, samples: int) -> Recorded:
             )
         try:
             if isinstance(told, list):
-                sessions = msgspec.convert(told, list[_Lengths])
-                rows = [_session(session) for session in sessions]
+                rows = [_session(session) for session in msgspec.convert(told, list[_Lengths])]
             else:
                 rows = _single(msgspec.convert(told, _Lengths), samples)
             found[int(name)] = _chunks(rows, samples)
         except ValueError as exc:  # msgspec's are ValueErrors
             raise TraceError(path, f"step {name}: {exc}", line) from exc
     return Recorded(found, {})
-
-
-def _check_once(path: Path, text: str) -> None:
-    """The decoder keeps the last of two steps. Nothing but steps has numbers as names."""
-    seen: set[str] = set()
-    for name in re.finditer(r'"(\d+)"\s*:', text):
-        step = name[1].lstrip("0") or "0"
-        if step in seen:
-            line = text.count("\n", 0, name.start()) + 1
-            raise TraceError(path, f"step {step} occurs twice: give each step its own number", line)
-        seen.add(step)
-
-
-def _line_of_error(text: str) -> int | None:
-    try:
-        json.loads(text)
-    except json.JSONDecodeError as exc:
-        return exc.lineno
-    except RecursionError:
-        return None
-    return 1  # valid JSON, and yet no object
 
 
 def _single(lengths: _Lengths, samples: int) -> list[tuple[int, list[Turn]]]:

@@ -17,9 +17,8 @@ from statistics import median
 from typing import Annotated
 
 import msgspec
-import pyarrow
 
-from bench.traces.parquet import TraceError, read_table, unreadable
+from bench.traces.parquet import TraceError, read_rows, unreadable
 from bench.traces.sample import Prompt, Sample, StageReplay, StageTimes, Turn
 
 INDEX = "recording.json"
@@ -31,7 +30,6 @@ _FORMAT = 1
 _TOKEN_BYTES = 44  # of a response's token, in all columns that rollout writes
 _ROW_BYTES = 16  # its uid
 _MOST_TOKENS = 1 << 24
-_COLUMNS = {"rows", "nbytes", "put_seconds", "host", "trained", "stages"}
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 Seconds = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
@@ -68,7 +66,7 @@ class _Worked(msgspec.Struct, frozen=True):
     seconds: Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 
 
-class _Group(msgspec.Struct, frozen=True):
+class _Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rows: Some
     nbytes: Count
     put_seconds: Annotated[float, msgspec.Meta(ge=0, le=1e6)]
@@ -128,7 +126,9 @@ def read(folder: Path) -> Recording:
     for at, step in enumerate(steps):
         _, others = _roles(step)
         folded |= dict.fromkeys(others if len(others) > 1 else [])
-        groups = _in_turn(_groups(folder / f"step-{step.number:06}.parquet"), hosts)
+        path = folder / f"step-{step.number:06}.parquet"
+        _, found = read_rows(path, list[_Group], "record again with this version")
+        groups = _in_turn(found, hosts)
         prompts = []
         for group in groups:
             put = max(0.0, step.began + group.put_seconds - starts[at])
@@ -168,22 +168,6 @@ def _index(path: Path) -> _Index:
         raise unreadable(path, exc) from exc
     except (msgspec.MsgspecError, RecursionError) as exc:
         raise TraceError(path, str(exc)) from exc
-
-
-def _groups(path: Path) -> list[_Group]:
-    table = read_table(path, "record again with this version")
-    if set(table.column_names) != _COLUMNS:
-        raise TraceError(
-            path,
-            f"the columns differ from those of a recording ({table.column_names}): record again "
-            "with this version",
-        )
-    try:
-        return msgspec.convert(table.to_pylist(), list[_Group])
-    except (pyarrow.ArrowException, UnicodeDecodeError, msgspec.MsgspecError) as exc:
-        raise TraceError(
-            path, f"this file is not a step of a recording: {exc}. Record again with this version"
-        ) from exc
 
 
 def _staleness(steps: Sequence[_Step]) -> int:

@@ -227,7 +227,7 @@ BAD: dict[str, tuple[Any, str]] = {
         "not a readable Parquet file",
     ),
     "a group of no rows": (
-        lambda folder: write(folder, [step(0)], [group(0, rows=0)]), "not a step of a recording"
+        lambda folder: write(folder, [step(0)], [group(0, rows=0)]), "the columns or their values"
     ),
     "groups of several sizes": (
         lambda folder: write(folder, [step(0)], [group(0), group(1, rows=5)]),

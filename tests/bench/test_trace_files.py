@@ -254,7 +254,7 @@ def test_a_trace_in_which_a_value_may_be_missing_is_refused(tmp_path: Path) -> N
     turns = table.column_names.index("turns")
     missing = pyarrow.nulls(len(table), table.schema.types[turns])
     pyarrow.parquet.write_table(table.set_column(turns, "turns", missing), path)
-    with pytest.raises(TraceError, match="the columns or their types"):
+    with pytest.raises(TraceError, match="the columns or their values"):
         load([path], None)
 
 

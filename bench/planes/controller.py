@@ -51,7 +51,6 @@ from bench.planes.base import (
     Worker,
 )
 from bench.planes.frames import (
-    Buffer,
     Frame,
     Landing,
     pack,
@@ -165,9 +164,9 @@ class Connection:
         self.unanswered: dict[int, int] = {}
         """Bytes of the groups that it has, by prompt."""
 
-    def load(self) -> tuple[bool, int]:
-        """By which the least busy worker is found: whether it has no room, and its bytes."""
-        return len(self.unanswered) == IN_FLIGHT, sum(self.unanswered.values())
+    def load(self) -> tuple[bool, int, int]:
+        """By which the least busy worker is found: whether it has no room, its bytes, its rank."""
+        return len(self.unanswered) == IN_FLIGHT, sum(self.unanswered.values()), self.rank
 
     def send(self, frame: Frame, parts: Sequence[Any] = ()) -> None:
         self.sent += send(self.sock, frame, parts)
@@ -181,56 +180,22 @@ class Event(NamedTuple):
     prompt: int = -1
 
 
-class Stock:
-    """The whole batch of one step, and the memory that it lands in."""
-
-    def __init__(self, job: Job, step: int, landing: Landing) -> None:
-        fields = all_fields(job.task)
-        prompts = job.of_step(step)
-        self._groups: dict[int, dict[str, list[Array]]] = {p.index: {} for p in prompts}
-        self.weights = {p.index: group_bytes(fields, p, job.dedup) for p in prompts}
-        self._landing = landing
-        self._lock = threading.Lock()
-
-    def keep(self, nbytes: int) -> Buffer:
-        with self._lock:
-            return self._landing.keep(nbytes)
-
-    def merge(self, prompt: int, columns: dict[str, list[Array]]) -> None:
-        """Take these columns of a group, unless it was dropped."""
-        if prompt in self._groups:
-            self._groups[prompt] |= columns
-
-    def drop(self, prompt: int) -> None:
-        del self._groups[prompt]
-
-    def groups(self) -> list[int]:
-        """Those that were not dropped."""
-        return list(self._groups)
-
-    def is_complete(self, prompt: int, fields: Sequence[str]) -> bool:
-        """Whether a group has these fields; a dropped group never does."""
-        return self._groups.get(prompt, {}).keys() >= set(fields)
-
-    def columns(self, prompt: int, fields: Sequence[str]) -> dict[str, list[Array]]:
-        return {field: self._groups[prompt][field] for field in fields}
-
-
 class Line:
     """One stage of one step: a queue of complete groups, and the workers that take them."""
 
-    def __init__(self, fields: Sequence[str], workers: Sequence[Connection], stock: Stock) -> None:
+    def __init__(self, fields: Sequence[str], workers: Sequence[Connection], step: Step) -> None:
         self.is_open = self.is_closed = False  # closed: the workers know that no group follows
-        self._fields = fields
+        self._fields = set(fields)
         self._workers = workers
-        self._stock = stock
+        self._step = step
         self._waiting: deque[int] = deque()
         self._taken: set[int] = set()  # groups that were queued
 
     def offer(self, prompts: Iterable[int]) -> None:
         """Queue each group once, when it has all that the stage needs."""
         for prompt in prompts:
-            if prompt not in self._taken and self._stock.is_complete(prompt, self._fields):
+            columns = self._step.groups.get(prompt, {})  # a dropped group has none
+            if prompt not in self._taken and columns.keys() >= self._fields:
                 self._taken.add(prompt)
                 self._waiting.append(prompt)
 
@@ -239,7 +204,7 @@ class Line:
         for worker in self._workers:
             worker.unanswered.pop(prompt, None)
 
-    def send(self, step: int, no_more: bool) -> None:
+    def send(self, no_more: bool) -> None:
         """Send waiting groups to workers that have room. `no_more`: rollout is over, so once every
         group that is left was sent, the workers hear that none follows."""
         while self._waiting:
@@ -247,12 +212,12 @@ class Line:
             if len(worker.unanswered) == IN_FLIGHT:
                 return
             prompt = self._waiting.popleft()
-            worker.unanswered[prompt] = self._stock.weights[prompt]
-            worker.outbox.put((step, prompt))
-        if no_more and not self.is_closed and self._taken.issuperset(self._stock.groups()):
+            worker.unanswered[prompt] = self._step.weights[prompt]
+            worker.outbox.put((self._step.number, prompt))
+        if no_more and not self.is_closed and self._taken.issuperset(self._step.groups):
             self.is_closed = True
             for worker in self._workers:
-                worker.outbox.put((step, None))
+                worker.outbox.put((self._step.number, None))
 
     @property
     def is_done(self) -> bool:
@@ -260,12 +225,22 @@ class Line:
 
 
 class Step:
-    """One step: a line for each stage, and how many rollout workers still put."""
+    """One step: its batch, the memory that the batch lands in, and a line for each stage."""
 
-    def __init__(self, number: int, job: Job, lines: dict[str, Line], stock: Stock) -> None:
-        self.lines = lines
-        self._number, self._job, self._stock = number, job, stock
-        self._rolling = job.hosts
+    def __init__(
+        self, number: int, job: Job, workers: Mapping[str, Sequence[Connection]], landing: Landing
+    ) -> None:
+        fields, prompts = all_fields(job.task), job.of_step(number)
+        self.number = number
+        self.weights = {p.index: group_bytes(fields, p, job.dedup) for p in prompts}
+        self.groups: dict[int, dict[str, list[Array]]] = {p.index: {} for p in prompts}
+        """The columns of each prompt's group, without groups that were dropped."""
+        self.landing = landing
+        self.lines = {
+            stage: Line(reads, workers[stage], self) for stage, reads in job.stages().items()
+        }
+        self._job = job
+        self._rolling = job.hosts  # rollout workers that still put
 
     def take(self, event: Event) -> None:
         if event.kind == "end":
@@ -283,9 +258,9 @@ class Step:
             for stage in stages:
                 line = self.lines[stage]
                 if before is None or before.lines[stage].is_closed:
-                    line.offer(changed if line.is_open else self._stock.groups())
+                    line.offer(changed if line.is_open else list(self.groups))
                     line.is_open = True
-                    line.send(self._number, no_more=not self._rolling)
+                    line.send(no_more=not self._rolling)
             if barriers and not all(self.lines[stage].is_done for stage in stages):
                 return
 
@@ -307,9 +282,10 @@ class Controller:
         # Under a memory limit pages come with the rows: else it might die before the first of them.
         touch = not job.memory_limit_bytes
         self._landings = [Landing(reserve, touch) for _ in range(in_flight)]
-        self._stocks: dict[int, Stock] = {}
-        self._lock = threading.Lock()
-        self._connections: dict[str, Connection] = {}
+        self._steps: dict[int, Step] = {}
+        self._lock = threading.Lock()  # of the steps and their landings
+        self._connections: list[Connection] = []
+        self._workers: dict[str, list[Connection]] = {stage: [] for stage in job.stages()}
         self._senders: list[threading.Thread] = []
         # Events of all threads, or the exception that ended one.
         self._events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
@@ -324,59 +300,47 @@ class Controller:
         emit("ready", port=self._tcp.getsockname()[1])
         for listener in (self._unix, self._tcp):
             self._thread(self._greet, listener)
-        absent, early = sum(self._job.crowd().values()), list[Event]()
-        while absent:
-            if (event := self._event()).kind == "hello":
+        absent, left, cpu_start = sum(self._job.crowd().values()), self._job.steps, 0.0
+        while left:
+            event = self._events.get()
+            if isinstance(event, BaseException):
+                raise event
+            if event.kind == "hello":
                 absent -= 1
+                cpu_start = time.process_time()
             else:
-                early.append(event)
-        cpu_start = time.process_time()
-        self._serve(early)
+                self._step(event.step).take(event)
+            if not absent:
+                left -= self._deal(event)
         self.cpu_seconds = time.process_time() - cpu_start
-        for connection in self._connections.values():
+        for connection in self._connections:
             connection.outbox.put(None)
         for sender in self._senders:
             sender.join()
         return self._moved()
 
-    def _serve(self, early: list[Event]) -> None:
-        """Every group through its stages. early: events that were taken in before all workers had
-        come."""
-        steps: dict[int, Step] = {}
-        left = self._job.steps
-        while left:
-            event = early.pop(0) if early else self._event()
-            if event.step not in steps:
-                stock = self._stock(event.step)
-                lines = {
-                    stage: Line(fields, self._workers_of(stage), stock)
-                    for stage, fields in self._job.stages().items()
-                }
-                steps[event.step] = Step(event.step, self._job, lines, stock)
-            steps[event.step].take(event)
-            before = None
-            for number, step in sorted(steps.items()):
-                changed = [event.prompt] if number == event.step else []
-                step.deal(changed, before, self._barriers)
-                if step.is_done:
-                    del steps[number], self._stocks[number]
-                    left -= 1
-                else:
-                    before = step
-
-    def _stock(self, step: int) -> Stock:
-        """The step's batch. Whoever it takes the memory from was trained: the policy said so."""
+    def _deal(self, event: Event) -> int:
+        """Let every step go on after an event. Return how many steps are done."""
         with self._lock:
-            if step not in self._stocks:
-                landing = self._landings[step % len(self._landings)]
-                landing.rewind()
-                self._stocks[step] = Stock(self._job, step, landing)
-            return self._stocks[step]
+            steps = sorted(self._steps.items())
+        before, done = None, 0
+        for number, step in steps:
+            step.deal([event.prompt] if number == event.step else [], before, self._barriers)
+            if step.is_done:
+                del self._steps[number]
+                done += 1
+            else:
+                before = step
+        return done
 
-    def _workers_of(self, stage: str) -> list[Connection]:
-        """By rank."""
-        found = (c for c in self._connections.values() if c.role == stage)
-        return sorted(found, key=lambda connection: connection.rank)
+    def _step(self, number: int) -> Step:
+        """The step that it takes its memory from was trained: the policy said so."""
+        with self._lock:
+            if number not in self._steps:
+                landing = self._landings[number % len(self._landings)]
+                landing.rewind()
+                self._steps[number] = Step(number, self._job, self._workers, landing)
+            return self._steps[number]
 
     def _greet(self, listener: socket.socket) -> None:
         while True:
@@ -387,11 +351,13 @@ class Controller:
                 name = receive_table(sock)[0].name
             except EOFError:
                 continue  # a worker that died: the runner sees that
-            connection = self._connections[name] = Connection(sock, name, self._job)
+            connection = Connection(sock, name, self._job)
+            self._connections.append(connection)
+            if connection.role in self._workers:
+                self._workers[connection.role].append(connection)
+                self._senders.append(self._thread(self._post, connection))
             self._events.put(Event("hello", 0))
             self._thread(self._gather, connection)
-            if connection.role in self._job.stages():
-                self._senders.append(self._thread(self._post, connection))
 
     def _thread(self, target: Any, *args: Any) -> threading.Thread:
         def guarded() -> None:
@@ -404,12 +370,6 @@ class Controller:
         thread.start()
         return thread
 
-    def _event(self) -> Event:
-        event = self._events.get()
-        if isinstance(event, BaseException):
-            raise event
-        return event
-
     def _gather(self, worker: Connection) -> None:
         """Merge what one worker sends into the batch."""
         while True:
@@ -417,17 +377,20 @@ class Controller:
                 frame, nbytes = receive_table(worker.sock)
             except EOFError:
                 return  # the runner sees a worker's death, and knows whether it was in order
-            stock = self._stock(frame.step)
+            step = self._step(frame.step)
             match frame.kind:
                 case "end":
                     self._events.put(Event("end", frame.step))
                     continue
                 case "drop":
-                    stock.drop(frame.prompt)
+                    del step.groups[frame.prompt]
                 case "rows":
-                    room = receive_into(worker.sock, stock.keep(nbytes))
+                    with self._lock:
+                        room = step.landing.keep(nbytes)
+                    receive_into(worker.sock, room)
                     worker.received += sum(frame.parts)
-                    stock.merge(frame.prompt, unpack(frame, room))
+                    if frame.prompt in step.groups:
+                        step.groups[frame.prompt] |= unpack(frame, room)
             self._events.put(Event(worker.role, frame.step, frame.prompt))
 
     def _post(self, worker: Connection) -> None:
@@ -438,12 +401,13 @@ class Controller:
             if prompt is None:
                 worker.send(Frame("end", step=step))
                 continue
-            columns = self._stock(step).columns(prompt, fields)
+            group = self._steps[step].groups[prompt]
+            columns = {field: group[field] for field in fields}
             worker.send(*pack("rows", columns, self._job.dedup, step=step, prompt=prompt))
 
     def _moved(self) -> Moved:
-        local = [c for c in self._connections.values() if not c.remote]
-        remote = [c for c in self._connections.values() if c.remote]
+        local = [c for c in self._connections if not c.remote]
+        remote = [c for c in self._connections if c.remote]
         hosts, at = range(self._job.hosts), _host(self._job)
         pulled = [sum(c.sent for c in remote if c.host == host) for host in hosts]
         pulled[at] += sum(c.received for c in remote)

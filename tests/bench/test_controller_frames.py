@@ -110,7 +110,7 @@ def test_a_controller_ends_when_its_workers_know_that_nothing_follows(
             one.close()
         for listener in (controller._unix, controller._tcp):  # its process would end now
             listener.shutdown(socket.SHUT_RDWR)
-        for connection in controller._connections.values():
+        for connection in controller._connections:
             connection.sock.close()
 
 

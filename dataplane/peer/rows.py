@@ -10,7 +10,7 @@ from dataplane.wire.tables import Rows
 def count(rows: Rows) -> int:
     if len(rows.keys) % KEY.itemsize:
         raise ProtocolError(
-            f"a column of keys has {len(rows.keys)} bytes, which is not a multiple of 16: "
+            f"the key column is {len(rows.keys)} bytes long, which is not a multiple of 16: "
             "install the same dataplane release everywhere"
         )
     return len(rows.keys) // KEY.itemsize

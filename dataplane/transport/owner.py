@@ -483,7 +483,7 @@ def checked_pieces(asked: Get, most: int) -> Records:
     ProtocolError."""
     if len(asked.card) > MAX_CARD_BYTES:
         raise ProtocolError(
-            f"the reader's memory description has {len(asked.card)} bytes, over the limit of "
+            f"the reader's memory description is {len(asked.card)} bytes long, over the limit of "
             f"{MAX_CARD_BYTES}: install the same dataplane release everywhere"
         )
     pieces: Records = column(asked.pieces, PIECE)
@@ -523,8 +523,8 @@ def sources_of(region: Region, pieces: Records, places: Records) -> Offsets:
         at = int(np.argmax(beyond & there))
         end = int(start[at]) + int(nbytes[at])
         raise ProtocolError(
-            f"piece {at} of the request ends at byte {end}, beyond the end of a range of "
-            f"{int(length[at])} bytes: install the same dataplane release everywhere"
+            f"piece {at} of the request ends at byte {end} of its range, which is only "
+            f"{int(length[at])} bytes long: install the same dataplane release everywhere"
         )
     size = np.uint64(region.nbytes)
     outside = (offset > size) | (length > size - np.minimum(offset, size))

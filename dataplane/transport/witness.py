@@ -249,7 +249,7 @@ async def _has_ended(
     watched = await _frame(reader)
     if not isinstance(watched, Watched):
         raise ProtocolError(
-            "unexpected reply to a watch: expected Watched, got "
+            "unexpected reply to Watch: expected Watched, got "
             f"{type(watched).__name__}. Install the same dataplane release everywhere"
         )
     expected = watched_mac(key, nonce_of(joining.greeting.challenge, 0), owner, watched.ended)

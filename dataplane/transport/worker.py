@@ -171,8 +171,7 @@ class Worker:
                     reads.forget(_remote(frame))
             case Configure():
                 raise ProtocolError(
-                    "unexpected Configure, because this bulk worker is already configured. "
-                    f"{_MIXED}"
+                    f"unexpected Configure: this bulk worker is already configured. {_MIXED}"
                 )
 
     def _start(self, frame: Read) -> None:
@@ -218,7 +217,8 @@ def check_destinations(region: Region, copies: Records) -> None:
     dest, nbytes, size = copies["dest"], copies["nbytes"], np.uint64(region.nbytes)
     if ((dest > size) | (nbytes > size - np.minimum(dest, size))).any():
         raise LimitExceeded(
-            f"a destination of the transfer is outside the arena of {int(size)} bytes. {_MIXED}",
+            f"the transfer would write outside the arena, which is {int(size)} bytes long. "
+            f"{_MIXED}",
             limit=int(size),
         )
 

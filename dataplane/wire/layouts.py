@@ -99,8 +99,8 @@ def decode(layout: bytes) -> tuple[ColumnSpec, ...]:
     """Return the columns of a layout. Raise ProtocolError if it is invalid."""
     if len(layout) > MAX_LAYOUT_BYTES:  # this function keeps the layouts that it decoded
         raise ProtocolError(
-            f"a chunk layout has {len(layout)} bytes: expected at most {MAX_LAYOUT_BYTES}. Install "
-            "the same dataplane release everywhere"
+            f"a chunk layout is {len(layout)} bytes long: expected at most {MAX_LAYOUT_BYTES}. "
+            "Install the same dataplane release everywhere"
         )
     try:
         found = _decoder.decode(layout)
@@ -121,18 +121,19 @@ def decode(layout: bytes) -> tuple[ColumnSpec, ...]:
     for spec in found.columns:
         if len(spec.shape) > MAX_RANK or any(length < OPEN for length in spec.shape):
             raise ProtocolError(
-                f"invalid column shape {spec.shape}: expected at most {MAX_RANK} axes, each at "
-                f"least {OPEN}. Install the same dataplane release everywhere"
+                f"invalid column shape {spec.shape}: expected at most {MAX_RANK} axes, each of "
+                f"length 0 or more, or {OPEN} for a variable length. Install the same dataplane "
+                "release everywhere"
             )
         if bool(spec.dtype) != (spec.kind in _WITH_DTYPE):
             raise ProtocolError(
                 f"invalid column of kind {spec.kind!r} with dtype {spec.dtype[:64]!r}: columns of "
-                f"the kinds {', '.join(_WITH_DTYPE)} must have a dtype, and others must not. "
+                f"kinds {', '.join(_WITH_DTYPE)} must have a dtype, and other columns must not. "
                 "Install the same dataplane release everywhere"
             )
         if spec.kind == "number" and spec.dtype not in _OF_NUMBERS:
             raise ProtocolError(
-                f"invalid dtype {spec.dtype[:64]!r} of a column of kind 'number': expected "
+                f"invalid dtype {spec.dtype[:64]!r} for a column of kind 'number': expected "
                 f"{', '.join(_OF_NUMBERS[:-1])} or {_OF_NUMBERS[-1]}. Install the same dataplane "
                 "release everywhere"
             )
@@ -140,7 +141,7 @@ def decode(layout: bytes) -> tuple[ColumnSpec, ...]:
             dtype_of(spec.dtype)
         if spec.shape and spec.kind != "array":
             raise ProtocolError(
-                f"invalid shape {spec.shape} of a column of kind {spec.kind!r}: expected (). "
+                f"invalid shape {spec.shape} for a column of kind {spec.kind!r}: expected (). "
                 "Install the same dataplane release everywhere"
             )
     return found.columns

@@ -163,7 +163,8 @@ def decode(row: bytes | memoryview) -> Any:
     if not 0 < begin <= nbytes:
         raise ProtocolError(
             f"received a truncated object: its head takes {max(begin, _SIZE.size)} bytes, but the "
-            f"whole object has only {nbytes}. Install the same dataplane release everywhere"
+            f"whole object is only {nbytes} bytes long. Install the same dataplane release "
+            "everywhere"
         )
     head, decoder = row[_SIZE.size : begin], _WITHOUT_ARRAYS
     if nbytes > begin:
@@ -226,8 +227,9 @@ def _array(arrays: memoryview, leaf: Leaf) -> Array:
         or offset + nbytes > max(len(arrays), offset)
     ):
         raise ProtocolError(
-            f"an array of dtype {dtype} and shape {shape} at byte {offset} is outside its object "
-            f"of {len(arrays)} bytes. Install the same dataplane release everywhere"
+            f"an array of dtype {dtype} and shape {shape} at byte {offset} does not fit in its "
+            f"object's {len(arrays)} bytes of array data. Install the same dataplane release "
+            "everywhere"
         )
     return np.ndarray(shape, dtype, arrays, offset if nbytes else 0)
 
@@ -523,7 +525,7 @@ def _scalar(data: memoryview) -> Any:
     dtype = dtype_of(str(data[1:end], "ascii"))
     if len(data) - end != dtype.itemsize:
         raise ProtocolError(
-            f"received a scalar of dtype {dtype} with {len(data) - end} bytes: expected "
+            f"received {len(data) - end} bytes for a scalar of dtype {dtype}: expected "
             f"{dtype.itemsize} bytes. Install the same dataplane release everywhere"
         )
     return np.frombuffer(data, dtype, 1, end)[0]

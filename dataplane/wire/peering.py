@@ -343,7 +343,7 @@ def encode(envelope: PeerRequest | PeerReply) -> bytes:
     if len(message) > MAX_FRAME_BYTES:
         what = type(envelope.body).__name__
         raise FrameTooLarge(
-            f"a message of type {what} between peers would have {len(message)} bytes, over the "
+            f"a message of type {what} between peers would be {len(message)} bytes long, over the "
             f"limit of {MAX_FRAME_BYTES}: use fewer rows per call. The small values of a row are "
             "sent together, so fewer fields may not help",
             size=len(message),

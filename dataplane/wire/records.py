@@ -36,7 +36,7 @@ def column(data: bytes | memoryview, dtype: np.dtype, count: int | None = None) 
     records."""
     if len(data) % dtype.itemsize or (count is not None and len(data) != count * dtype.itemsize):
         raise ProtocolError(
-            f"a column of {dtype.itemsize}-byte records has {len(data)} bytes: expected "
+            f"a column of {dtype.itemsize}-byte records is {len(data)} bytes long: expected "
             f"{f'a multiple of {dtype.itemsize}' if count is None else count * dtype.itemsize}. "
             "Install the same dataplane release everywhere"
         )

@@ -357,8 +357,9 @@ def _check_same(found: Chunk, one: wire.Chunk, layout: bytes) -> None:
     has = found.rows, found.nbytes, found.layout, found.inline
     if has != (one.rows, one.nbytes, layout, one.inline):
         raise ProtocolError(
-            f"chunk {one.number} of peer {found.owner.peer} differs from the stored chunk: "
-            f"expected {counted(found.rows, 'row')} and {counted(found.nbytes, 'byte')}, got "
+            f"chunk {one.number} of peer {found.owner.peer} differs from the stored chunk in "
+            f"size, layout or data: expected {counted(found.rows, 'row')} and "
+            f"{counted(found.nbytes, 'byte')}, got "
             f"{counted(one.rows, 'row')} and {counted(one.nbytes, 'byte')}. Install the same "
             "dataplane release everywhere"
         )
@@ -371,8 +372,8 @@ def _check_distinct(chunks: Iterable[Chunk]) -> None:
     (owner, number), times = names.most_common(1)[0]
     if times > 1:
         raise ProtocolError(
-            f"expected each chunk once in the message, got chunk {number} of peer "
-            f"{owner.peer} twice: install the same dataplane release everywhere"
+            f"the message lists chunk {number} of peer {owner.peer} {times} times: expected each "
+            "chunk at most once. Install the same dataplane release everywhere"
         )
 
 
@@ -402,7 +403,7 @@ def _columns_in(fields: tuple[str, ...], columns: tuple[int, ...]) -> tuple[str,
     if wrong := [field for field in columns if not -1 <= field < len(fields)]:
         raise ProtocolError(
             f"invalid field index {wrong[0]} in a piece: the message has "
-            f"{counted(len(fields), 'field')}, and only -1 marks an unused column. "
+            f"{counted(len(fields), 'field')}, and an unused column must have index -1. "
             "Install the same dataplane release everywhere"
         )
     names = tuple([UNUSED if field < 0 else fields[field] for field in columns])
@@ -440,8 +441,8 @@ def _piece_in(
     many = given.bit_count()
     if not given or one.base < 0 or one.base + given.bit_length() > rows:
         raise ProtocolError(
-            f"invalid piece of {counted(many, 'row')} from row {one.base}: expected at least one "
-            f"row, all within the {counted(rows, 'row')} of the message. Install the same "
+            f"invalid piece of {counted(many, 'row')} from row {one.base}: a piece needs at "
+            f"least one row, and the message has only {counted(rows, 'row')}. Install the same "
             "dataplane release everywhere"
         )
     at = tuple(column(one.at, U4, many).tolist()) if one.at else None
@@ -449,12 +450,13 @@ def _piece_in(
     if one.first < 0 or last >= has:
         raise ProtocolError(
             (
-                f"invalid rows {one.first} to {last} of a piece: its chunk has only "
+                f"a piece refers to rows {one.first} to {last} of its chunk, which has only "
                 f"{counted(has, 'row')}. Install the same dataplane release everywhere"
             )
             if at is None
             else (
-                f"invalid row {last} of a piece: its chunk has only {counted(has, 'row')}. "
+                f"a piece refers to row {last} of its chunk, which has only "
+                f"{counted(has, 'row')}. "
                 "Install the same dataplane release everywhere"
             )
         )

@@ -111,7 +111,8 @@ class Tag:
         """Return a filter for rows whose tag equals one of `values`."""
         if not isinstance(values, Iterable):
             raise InvalidValue(
-                f"tag({self._name!r}).isin({shown(values):.80}): pass a list of values"
+                f"invalid argument {shown(values):.80} for tag({self._name!r}).isin(): pass a list "
+                "of values"
             )
         listed = items_of(f"tag({self._name!r}).isin(…)", values)
         return Where(["in", self._name, [_scalar(value) for value in listed]])
@@ -175,8 +176,8 @@ def checked(wire: Any) -> WireWhere:
 def _check(wire: Any, depth: int, budget: list[int]) -> None:
     if not isinstance(wire, list) or not wire or not isinstance(wire[0], str):
         raise ProtocolError(
-            "invalid filter: expected a list that starts with the name of an operator. "
-            "Install the same dataplane release everywhere"
+            f"invalid filter {shown(wire):.80}: expected a list that starts with the name of an "
+            "operator. Install the same dataplane release everywhere"
         )
     _spend(budget, 1)
     if depth == 0:

@@ -358,7 +358,7 @@ class Connection(asyncio.Protocol):
         if self._running and len(self._running) >= limits.MAX_REQUESTS_PER_CONNECTION:
             raise ProtocolError(
                 f"this connection already has {len(self._running)} requests in flight, the "
-                "maximum: wait for a reply before you send the next one",
+                "maximum: wait for a reply before you send another request",
                 limit=limits.MAX_REQUESTS_PER_CONNECTION,
             )
         host, operation = door.host, OPERATIONS[kind]

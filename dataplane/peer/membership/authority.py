@@ -99,8 +99,8 @@ class KeeperRole:
         self._authority.beat(peer, epoch, body)
         if self._authority.is_behind:
             log.error(
-                "peer %s has roster version %s, which this roster keeper did not know "
-                "at startup; restarting the keeper to ask all peers for their versions",
+                "peer %s has roster version %s, which is unknown to this roster "
+                "keeper; restarting the keeper to ask all peers for their versions",
                 peer.peer,
                 epoch,
             )

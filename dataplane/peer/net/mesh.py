@@ -256,7 +256,7 @@ class Mesh:
             except (StaleEpoch, Unavailable):
                 await self.host.another_roster(roster, self.host.now() + RETRY_S)
         log.info(
-            "peer %s: no longer a member, dropped a pending %s request to it",
+            "peer %s: dropped a pending %s request, because the peer is no longer a member",
             owner.peer,
             type(body).__name__,
         )
@@ -390,7 +390,7 @@ class Mesh:
         """As if the connection had broken before: what was asked may have taken effect."""
         name = self.others.name(link.address)
         log.warning(
-            "peer %s: dropped a reply, because the log entries in it could not be replayed: %s",
+            "peer %s: dropped a reply, because its log entries could not be replayed: %s",
             name,
             exc,
         )

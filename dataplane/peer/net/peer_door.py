@@ -217,7 +217,7 @@ class _Call(Call):
         if not known:
             raise StaleEpoch(
                 f"peer {request.sender} has roster version {request.epoch}, but the peer at "
-                f"{host.address} has {roster.epoch}: repeat the call, which then waits until both "
+                f"{host.address} has {roster.epoch}: repeat the call, which will wait until both "
                 "peers have the latest roster",
                 sender=request.sender,
                 number=roster.epoch[1],

@@ -288,7 +288,7 @@ async def start_engine(
             await engine.stop()
         if choice.required:
             raise TransportMissing(f"--transport {choice} is not available: {why}", transport=name)
-        log.warning("transport %s is not used: %s", name, why)
+        log.warning("not using transport %s: %s", name, why)
     raise AssertionError("tcp is always a candidate")
 
 

@@ -118,7 +118,7 @@ class Leases:
         if lease is None or (lease.deadline is not None and now >= lease.deadline):
             raise LeaseExpired(
                 "this lease has already ended: it was acked or released, or it timed out and its "
-                "rows returned to the stage. This call stored nothing; claim again",
+                "rows were returned to the stage. This call stored nothing; claim again",
                 lease=number,
             )
         return lease

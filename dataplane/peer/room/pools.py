@@ -59,8 +59,7 @@ class Pools:
     ) -> tuple[int, Array] | None:
         """As `Room.at_once`, in the pool of this number. None if it is full now, or too small."""
         raise ProtocolError(
-            f"this peer has no device arena with number {number}. "
-            "Install the same dataplane release everywhere"
+            f"this peer has no device arena {number}. Install the same dataplane release everywhere"
         )
 
     def overflowed(self, number: int, nbytes: int) -> None:

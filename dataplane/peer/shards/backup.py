@@ -268,7 +268,7 @@ class Replicas:
             elif copy is None:
                 raise ProtocolError(
                     f"unexpected operation for partition {name!r} (generation "
-                    f"{generation}): expected its declaration first. Send a new dump"
+                    f"{generation}): expected the partition's declaration first. Send a new dump"
                 )
             else:
                 apply(copy.store, op, self.host.now())

@@ -216,7 +216,9 @@ class Copying:
         self.host.space.hold(local, np.asarray(moved, U4))
         self.room.release(local)
         log.info(
-            "partition %r: now uses this peer's replicas of %d chunks", entry.name, int(moved.sum())
+            "partition %r: now using this peer's replicas of %d chunks",
+            entry.name,
+            int(moved.sum()),
         )
 
     async def copy_here(self, copies: Copies, owner: Owner, among: Array | None = None) -> None:

@@ -246,8 +246,7 @@ class WaitingCalls:
                 return None
         if body.number in self._past:
             raise LeaseExpired(
-                "the client withdrew this claim, or the lease that it granted has ended: "
-                "claim again"
+                "the client withdrew this claim, or the claim's lease has ended: claim again"
             )
         return None
 

@@ -62,7 +62,7 @@ class Communicator(ABC):
         done = self._idle.wait(timeout_s)
         if self._failure is not None or self.aborted:
             raise TransferFailed(
-                "the NCCL communicator between this peer and the other peer "
+                "the NCCL communicator with the other peer "
                 f"{'was aborted' if self._failure is None else f'failed: {self._failure!r}'}; "
                 "repeat the call"
             )

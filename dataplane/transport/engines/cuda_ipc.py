@@ -121,8 +121,8 @@ class CudaIpcTransport(Transport):
             if placed.holds(dest, nbytes):
                 return device, pool.address + dest - placed.start
         raise ProtocolError(
-            f"{nbytes} bytes at offset {dest} are outside the device arenas of this peer: "
-            "install the same dataplane release everywhere"
+            f"the transfer would write {nbytes} bytes at offset {dest}, outside this peer's device "
+            "arenas: install the same dataplane release everywhere"
         )
 
     def _source(self, theirs: _Theirs, card: Card, device: Device, source: int, nbytes: int) -> int:
@@ -132,8 +132,8 @@ class CudaIpcTransport(Transport):
                 pool = self._open(theirs, handle, device)
                 return pool.address + source - start
         raise ProtocolError(
-            f"{nbytes} bytes at offset {source} are outside the device arenas of the "
-            "owner: install the same dataplane release everywhere"
+            f"the transfer would read {nbytes} bytes at offset {source}, outside the owner's "
+            "device arenas: install the same dataplane release everywhere"
         )
 
     def _open(self, theirs: _Theirs, handle: PoolHandle, device: Device) -> Pool:

@@ -165,7 +165,7 @@ class PeerNotFound(ConnectError):
 
 
 class PeerAmbiguous(ConnectError):
-    """More than one peer or run on this host fits the arguments of the call."""
+    """More than one peer or run on this host matches the arguments of the call."""
 
     next_step = "Name the peer or the run."
     retry: ClassVar[Retry] = "no"
@@ -227,7 +227,8 @@ class PeerLost(ConnectError):
 
 
 class PeerLeaves(PeerLost):
-    """The peer left during a call, which may have taken effect. Its rows move to other hosts."""
+    """The peer left during a call, which may have taken effect. Its rows are moving to other
+    hosts."""
 
     next_step = "Repeat the call at another peer."
 
@@ -281,7 +282,7 @@ class VersionMismatch(ProtocolError):
 
 
 class RosterMismatch(ProtocolError):
-    """Two peers of one plane have different seeds, run names or shard counts."""
+    """Two peers of the same plane have different seeds, run names or shard counts."""
 
     next_step = "Start all peers with the same `--run` and `--seeds`."
 
@@ -351,7 +352,7 @@ class FieldExists(DataplaneError):
 
 
 class InvalidRows(DataplaneError, ValueError):
-    """The lengths, keys, groups or tags of a call's rows are invalid or inconsistent."""
+    """The rows of a call have invalid or inconsistent lengths, keys, groups or tags."""
 
     next_step = "Correct the call. Nothing was stored."
 
@@ -411,7 +412,7 @@ class TagConflict(DataplaneError):
 
 
 class PutIncomplete(DataplaneError):
-    """A put failed after it stored some rows, which `details["committed"]` lists."""
+    """A put failed after storing some of its rows (`details["committed"]`)."""
 
     next_step = "Repeat the put with the same keys."
     retry: ClassVar[Retry] = "with keys"

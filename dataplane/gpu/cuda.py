@@ -128,8 +128,8 @@ class CudaDevice(Device):
         GPU from this process."""
         if handle.kind != self.kind or handle.device == self.identity:
             raise DeviceMissing(
-                f"GPU {self.identity} cannot map the memory of {handle.device}: "
-                "expected the memory of another GPU"
+                f"GPU {self.identity} can map only the memory of other GPUs, not that of "
+                f"{handle.kind} device {handle.device}"
             )
         try:
             other: int | None = CudaDevice.of(handle.device).number
@@ -349,8 +349,8 @@ class _CudaEvent(Event):
         if status not in (_SUCCESS, _NOT_READY):
             raise DeviceMissing(
                 f"GPU {self._device.number}: a CUDA event query failed with CUDA error {status}, "
-                "so this process can no longer use the GPU: look for its errors with nvidia-smi "
-                "and dmesg, then restart the process",
+                "so this process can no longer use the GPU: check nvidia-smi and dmesg for GPU "
+                "errors, then restart the process",
                 status=status,
             )
         return bool(status == _SUCCESS)

@@ -192,8 +192,8 @@ class PoolSpace(Space):
         inside = [(start - self.base, length) for start, length in extents]
         if not all([0 <= start < self.size_bytes for start, _ in inside]):
             raise ProtocolError(
-                "expected all extents of one message on one device, but they are on several "
-                "devices. Install the same dataplane release everywhere"
+                "all extents of a message must be on one device, but these are on several. "
+                "Install the same dataplane release everywhere"
             )
         return super()._pieces(inside)
 

@@ -215,7 +215,7 @@ class DevicePools(Pools):
             self._missing = engine.reasons
         runs = [name for name in names if name not in self._missing]
         for name, why in self._missing.items():
-            log.warning("transport %s is not used for device values: %s", name, why)
+            log.warning("not using transport %s for device values: %s", name, why)
         if runs:
             self.engine = engine
             self.paths.use(engine, runs)

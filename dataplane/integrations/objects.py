@@ -67,8 +67,8 @@ def _packed_image(image: Any) -> dict[str, Any]:
 
 
 def unpacked_object(value: Any, other: Callable[[dict[str, Any]], Any] | None = None) -> Any:
-    """Return the value that was given to `packed_object`, as a private copy. `other`
-    receives each dict, with unpacked entries, and returns the value that the dict represents."""
+    """Return the value that was given to `packed_object`, as a private copy. `other` receives
+    each dict, with its entries unpacked, and returns the value that the dict represents."""
     if isinstance(value, dict):
         if _ARRAY in value:
             made = np.empty(len(value[_ARRAY]), object)

@@ -35,7 +35,7 @@ class Queue:
     - `maxsize`: the largest number of items in the queue; 0 for no limit. The arena limits memory
       in either case. With several producers, the queue may exceed `maxsize` by one item per
       producer.
-    - `name`: the name of the queue's partition. Queues of the same name share their items.
+    - `name`: the name of the queue's partition. Queues with the same name share their items.
       Default: a new, unique name.
     - `run`: as for `dataplane.connect`.
 

@@ -95,7 +95,7 @@ def start(*, timeout: float = START_S, **given: str | bool | None) -> Peers:
 def started(*, timeout: float = START_S) -> Started:
     """Return the peers of this Ray job. The first process that calls this function starts them with
     `start`, so the processes need no coordination. The peers stop when that process exits, or
-    when a process calls `stop()`. Raises the same errors as `start`."""
+    when any process calls `stop()`. Raises the same errors as `start`."""
     options = {"name": f"dataplane-{runs.find_run().name}", "get_if_exists": True, "num_cpus": 0}
     found = Started(ray.remote(_Starter).options(**options).remote())
     _answers([found.starter.start.remote()], timeout)
@@ -188,7 +188,7 @@ class Peers:
         return list(self._attendants)
 
     def extend(self) -> None:
-        """Start a peer on every node that has none yet, such as nodes that joined later."""
+        """Start a peer on every node without one, for example after nodes joined the cluster."""
         found = [node for node in _nodes() if node not in self._attendants]
         made = {node: _attendant(node, self.plane) for node in found}
         self._attendants |= made

@@ -43,8 +43,8 @@ def put(
     `meta_info`, which is stored with every row. The other arguments are those of `Partition.put`.
 
     Raises ValueError if a name is in both `batch` and `non_tensor_batch`, is "meta_info", or is
-    missing in some rows. Raises InvalidValue for an object that contains anything other than None,
-    numbers, text, bytes, lists, tuples, dicts, arrays and tensors.
+    missing from some rows. Raises InvalidValue for an object that contains anything other than
+    None, numbers, text, bytes, lists, tuples, dicts, arrays and tensors.
     """
     if data.batch is not None:
         check_even(data.batch)

@@ -65,9 +65,9 @@ def read_token(path: Path | str) -> Token:
         os.close(fd)
     if not MIN_TOKEN_BYTES <= len(secret) <= MAX_TOKEN_BYTES:
         raise InvalidConfig(
-            f"the token in {path} has {min(len(secret), MAX_TOKEN_BYTES + 1)} bytes, but a token "
-            f"must have {MIN_TOKEN_BYTES} to {MAX_TOKEN_BYTES} bytes: create one with `dataplane "
-            f"token > {path}`",
+            f"the token in {path} is {min(len(secret), MAX_TOKEN_BYTES + 1)} bytes long, but a "
+            f"token must be {MIN_TOKEN_BYTES} to {MAX_TOKEN_BYTES} bytes long: create one with "
+            f"`dataplane token > {path}`",
             path=str(path),
         )
     return Token(path, secret)

@@ -82,7 +82,7 @@ def parse_lost_after(text: str) -> float:
     seconds = parse_seconds(text)
     if not 1 <= seconds <= 29:
         raise InvalidConfig(
-            f"{text!r} is out of range: use 1 to 29 seconds, because a failover must "
+            f"{text!r} is out of range: use a value from 1 to 29 seconds, because a failover must "
             "finish before a call times out after 30 s"
         )
     return seconds

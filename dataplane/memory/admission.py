@@ -88,7 +88,7 @@ class Shares:
         needed, cap = page_up(nbytes), self.caps[admission]
         if needed > cap:
             raise ValueTooLarge(
-                f"one row, or the rows of one group in this call, need {sized(needed)} at once, "
+                f"a single row or group in this call needs {sized(needed)} at once, "
                 f"but {_PURPOSE[admission]} may use at most {sized(cap)} of this host's arena of "
                 f"{sized(self.size_bytes)}: split the group across several put() calls, use "
                 "smaller rows, or give the peer a larger arena (--arena, DATAPLANE_ARENA)",

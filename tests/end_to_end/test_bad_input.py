@@ -88,7 +88,7 @@ PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "no column": (
         lambda p: p.put({}),
         dataplane.InvalidRows,
-        "no fields to write: pass at least one",
+        "no fields to write: pass at least one field",
     ),
     "no row": (
         lambda p: p.put({"x": []}),
@@ -190,7 +190,7 @@ PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "more than the arena": (
         lambda p: p.put({"x": np.zeros((8, 8 << 20), np.uint8)}, group="large"),
         dataplane.ValueTooLarge,
-        "need 64.0 MiB at once",
+        "needs 64.0 MiB at once",
     ),
     "a time-out of no type": (lambda p: p.put({"x": [1]}, timeout="3"), dataplane.InvalidCall, "s"),  # type: ignore[arg-type]
     "a time-out that is over": (

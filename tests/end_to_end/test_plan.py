@@ -117,7 +117,7 @@ def test_what_cannot_be_is_said_in_one_sentence(alone: Cluster) -> None:
         with pytest.raises(dataplane.InvalidRows, match="only 2 rows for ranks=2"):
             part.plan("train", rank=0, ranks=2, minibatches=2, remainder="drop")
         plan = part.plan("train", rank=np.int64(0), ranks=2)
-        with pytest.raises(dataplane.PartitionConflict, match=r"ranks=2 \(now 4\)"):
+        with pytest.raises(dataplane.PartitionConflict, match=r"ranks=2 \(this call: 4\)"):
             other.partition("q").plan("train", rank=0, ranks=4)
         with pytest.raises(dataplane.InvalidCall, match="already takes part .* as rank 0"):
             part.plan("train", rank=0, ranks=2)

@@ -69,7 +69,7 @@ def test_a_file_of_another_user_is_refused(file: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"x" * 31, b"x" * 31 + b" \n", b"x" * 5000])
 def test_a_token_of_the_wrong_length_is_refused(file: Path, content: bytes) -> None:
     file.write_bytes(content)
-    with pytest.raises(InvalidConfig, match="must have 32 to 4096"):
+    with pytest.raises(InvalidConfig, match="must be 32 to 4096"):
         read_token(file)
 
 

@@ -498,10 +498,11 @@ def test_ranks_that_wait_for_a_plan_cost_a_put_nothing(monkeypatch: pytest.Monke
     ranks = [shard.store.leases.member(number) for number in numbers]
     assert [one.rank for one in ranks if one is not None] == [0, 1, 2]
     with pytest.raises(
-        ProtocolError, match="rank=3 is invalid for a plan with 3 ranks: expected 0 to 2"
+        ProtocolError,
+        match="rank=3 is invalid for a plan with 3 ranks: expected a value from 0 to 2",
     ):
         shard.queue.add(waiting(9, rows(0), 1, plan=shape, rank=3))
     with pytest.raises(
-        ProtocolError, match="is invalid for a plan with 3 ranks: expected 1 to 87381"
+        ProtocolError, match="is invalid for a plan with 3 ranks: expected a value from 1 to 87381"
     ):
         shard.queue.add(waiting(9, rows(0), 1, plan=Shape(3, 10**9), rank=0))

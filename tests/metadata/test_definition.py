@@ -28,7 +28,7 @@ TRAIN = Definition(stages={"train": ["tokens"]}, group_size=2, groups=2, free="a
 def test_declaring_again_is_the_same_and_anything_else_conflicts() -> None:
     s = Store("step-1", TRAIN, 1)
     s.check_same(TRAIN)
-    with pytest.raises(PartitionConflict, match="group_size=2 .now 4."):
+    with pytest.raises(PartitionConflict, match="group_size=2 .this call: 4."):
         s.check_same(Definition(stages=TRAIN.stages, group_size=4, groups=2, free="acked"))
 
 

@@ -80,14 +80,26 @@ def test_a_put_of_dropped_rows_says_whether_to_go_on_or_to_leave_them_out() -> N
     one.drop(groups=["p"])
     again = "A restarted producer should continue with its next"
     for keys, groups, says in (
-        ([1, 2], ["p", "p"], f"2 rows .* for example 1. {again} rows. To put new rows in"),
-        ([3, 4], ["p", "p"], f"1 group .* for example 'p'. {again} groups. To put new rows in"),
+        (
+            [1, 2],
+            ["p", "p"],
+            f"2 rows of this put .for example key 1. were dropped .*{again} rows. To put new rows",
+        ),
+        (
+            [3, 4],
+            ["p", "p"],
+            f"1 group of this put .'p'. was dropped .*{again} groups. To put new rows in",
+        ),
         (
             [1, 9],
             ["p", "q"],
-            "1 row .* for example 1. Leave the dropped rows out and repeat the put",
+            "1 row of this put .key 1. was dropped .* Leave the dropped rows out and repeat",
         ),
-        ([8, 9], ["p", "q"], "1 group .* for example 'p'. Leave the dropped groups out and repeat"),
+        (
+            [8, 9],
+            ["p", "q"],
+            "1 group of this put .'p'. was dropped .* Leave the dropped groups out and repeat",
+        ),
     ):
         with pytest.raises(RowsDropped, match=says):
             put(one, list(keys), list(groups))

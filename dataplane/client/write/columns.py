@@ -344,7 +344,7 @@ def _check_length(
     names: Sequence[str], columns: Sequence[Sequence[Any] | Array], n: int | None, whose: str
 ) -> None:
     if not columns:
-        raise InvalidRows("the call has no fields to write: pass at least one")
+        raise InvalidRows("the call has no fields to write: pass at least one field")
     expected = n if n is not None else len(columns[0])
     if {*map(len, columns)} != {expected}:
         lengths = dict(zip(names, map(len, columns), strict=True))
@@ -358,7 +358,7 @@ def _check_length(
             what += "field"
         raise InvalidRows(what, lengths=lengths)
     if expected == 0:
-        raise InvalidRows("the columns have no rows to write: pass at least one")
+        raise InvalidRows("the columns have no rows to write: pass at least one row")
 
 
 def _column(name: str, column: Any) -> Sequence[Any] | Array:

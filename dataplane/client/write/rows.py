@@ -130,8 +130,8 @@ def check_groups(identity: Identity, group_size: int | None) -> None:
     if most > group_size:
         name = identity.group_names[group]
         raise GroupClosed(
-            f"nothing was put: group {name!r} has {most} rows in this put, but a group of this "
-            f"partition closes at {counted(group_size, 'row')}: use another group id for "
+            f"nothing was put: group {name!r} has {most} rows in this put, but groups in this "
+            f"partition close at {counted(group_size, 'row')}: use another group id for "
             "the remaining rows",
             groups=[name],
         )
@@ -328,7 +328,8 @@ def group_positions(table: Table, groups: Names) -> Index:
     if missing:
         known = few([repr(name) for name in here if name is not None], _SHOWN_GROUPS) or "none"
         raise InvalidRows(
-            f"group {missing[0]!r} is not in this batch: expected one of its groups ({known})",
+            f"group {missing[0]!r} is not in this batch: expected one of the batch's groups "
+            f"({known})",
             groups=missing,
         )
     index = column(table.rows.group_index, U4)

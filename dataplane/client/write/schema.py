@@ -99,7 +99,7 @@ def parsed(text: str) -> FieldForm:
     if len(parts) > MAX_RANK:
         raise InvalidCall(f"expected at most {MAX_RANK} dimensions, got {len(parts)}")
     if not all(p == "*" or re.fullmatch(r"\d{1,18}", p) for p in parts):
-        raise InvalidCall("expected a number in each dimension, or * for any length")
+        raise InvalidCall("expected a number, or * for any length, in each dimension")
     return FieldForm(dtype, tuple(None if part == "*" else int(part) for part in parts))
 
 

@@ -121,8 +121,8 @@ class DeviceChunkColumn(ChunkColumn):
 
     def cells(self, first: int, last: int) -> list[memoryview]:
         raise ProtocolError(
-            "expected arrays on the device, got Python objects. Install the same dataplane release "
-            "everywhere"
+            "a chunk on a device holds Python objects: expected arrays. Install the same dataplane "
+            "release everywhere"
         )
 
 

@@ -109,7 +109,9 @@ class OpenPools:
         try:
             pool = reader.reach(handle)
         except DeviceMissing as exc:
-            log.info("device %s: copying values through the host arena: %s", handle.device, exc)
+            log.info(
+                "device %s: copying values through the host arena, because %s", handle.device, exc
+            )
             return False
         base = self._bases[number - 1]
         self._reached.append(Opened(number, base, reader, pool, reached=True))
@@ -161,7 +163,7 @@ class OpenPools:
         if device is not None:
             device.close()
         name = self._handles[number - 1].device
-        log.warning("device %s: copying values through the host arena: %s", name, why)
+        log.warning("device %s: copying values through the host arena, because %s", name, why)
 
     def locate(self, values: Sequence[object]) -> tuple[Opened, list[Located]] | None:
         """Where these values lie, at least one, that are all arrays on one of these devices."""

@@ -136,8 +136,8 @@ def _sizes_in(told: Progress, count: int) -> list[_Sizes]:
     for at, (_, gone, dropped, _) in enumerate(found):
         if not 0 <= dropped <= gone:
             raise ProtocolError(
-                f"group {at} of the checkpoint has {counted(dropped, 'dropped row')}: expected 0 "
-                f"to {gone}, the number of its freed rows. Restore another checkpoint"
+                f"group {at} of the checkpoint has {counted(dropped, 'dropped row')}: expected a "
+                f"number from 0 to {gone}, its number of freed rows. Restore another checkpoint"
             )
     return found
 

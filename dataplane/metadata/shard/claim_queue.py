@@ -355,8 +355,8 @@ class ClaimQueue:
         left = counts.remaining
         if split := counts.outstanding - counts.to_come:
             had += (
-                " that is part of a complete group. Single rows were claimed from "
-                f"{counted(split, unit[:-1])}, which a claim of groups cannot return"
+                f" that is part of a complete group. Rows of {counted(split, unit[:-1])} were "
+                "claimed individually, so a claim for groups cannot return them"
             )
         elif left:
             one, many = f"other {unit[:-1]} remains", f"other {unit} remain"

@@ -163,11 +163,11 @@ class Permits:
         """Raise what a call can never get: InvalidCall, PartitionConflict or PartitionSealed."""
         slots = (max_lag + 1) * per_version
         if count < 1:
-            raise InvalidCall(f"admit({count}) is invalid: pass 1 group or more")
+            raise InvalidCall(f"admit({count}) is invalid: pass a count of at least 1")
         if max_lag < 0:
-            raise InvalidCall(f"max_lag={max_lag} is invalid: pass 0 or more")
+            raise InvalidCall(f"max_lag={max_lag} is invalid: pass a value of at least 0")
         if per_version < 1:
-            raise InvalidCall(f"per_version={per_version} is invalid: pass 1 or more")
+            raise InvalidCall(f"per_version={per_version} is invalid: pass a value of at least 1")
         if slots > MAX_SLOTS:
             raise InvalidCall(
                 f"max_lag={max_lag} and per_version={per_version} admit up to {slots} unfinished "

@@ -41,16 +41,19 @@ MAX_PLAN_ROWS = 1 << 20
 def check(shape: Shape, rank: int) -> None:
     """Raise ProtocolError for an impossible plan or rank."""
     if not 0 < shape.ranks <= MAX_RANKS:
-        raise ProtocolError(f"ranks={shape.ranks} is invalid for a plan: expected 1 to {MAX_RANKS}")
+        raise ProtocolError(
+            f"ranks={shape.ranks} is invalid for a plan: expected a value from 1 to {MAX_RANKS}"
+        )
     if not 0 <= rank < shape.ranks:
         raise ProtocolError(
-            f"rank={rank} is invalid for a plan with {counted(shape.ranks, 'rank')}: expected 0 to "
-            f"{shape.ranks - 1}"
+            f"rank={rank} is invalid for a plan with {counted(shape.ranks, 'rank')}: "
+            f"expected a value from 0 to {shape.ranks - 1}"
         )
     if not shape.ranks <= shape.ranks * shape.minibatches <= MAX_PLAN_PARTS:
         raise ProtocolError(
             f"minibatches={shape.minibatches} is invalid for a plan with "
-            f"{counted(shape.ranks, 'rank')}: expected 1 to {MAX_PLAN_PARTS // shape.ranks}"
+            f"{counted(shape.ranks, 'rank')}: expected a value from 1 to "
+            f"{MAX_PLAN_PARTS // shape.ranks}"
         )
 
 
@@ -253,9 +256,9 @@ def _finish_if_done(state: State, plan: Plan) -> dict[str, int]:
 
 
 def difference(begun: Shape | Definition, other: Shape | Definition) -> str:
-    """The differences of two shapes, such as `ranks=2 (now 4)`."""
+    """The differences of two shapes, such as `ranks=2 (this call: 4)`."""
     return ", ".join(
-        f"{name}={getattr(begun, name)!r} (now {getattr(other, name)!r})"
+        f"{name}={getattr(begun, name)!r} (this call: {getattr(other, name)!r})"
         for name in begun.__struct_fields__
         if getattr(begun, name) != getattr(other, name)
     )

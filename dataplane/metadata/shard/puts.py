@@ -242,8 +242,8 @@ def check_added(stage: Stage | None, parts: Sequence[tuple[Part, Pieces]]) -> No
         others = f" from a writer other than stage {stage.name!r}" if stage is not None else ""
         what = "add the values" if stage is not None else "store the values of release()"
         raise FieldExists(
-            f"{counted(count, 'row already has', 'rows already have')} a value for "
-            f"field {name!r}{others}, for example row {taken[0]!r}. Nothing was stored: "
+            f"{counted(count, 'row already has', 'rows already have')} a value for field {name!r}"
+            f"{others} (for example row {taken[0]!r}). Nothing was stored: "
             f"{what} under another field name",
             field=name,
             keys=taken,
@@ -280,10 +280,14 @@ def _check_new_rows(state: State, rows: RowsIn, new: Sequence[int], buried: bool
         dropped = [i for i in new if state.tombstones.dropped(rows.keys[i])]
         if dropped:
             keys = shown(rows.names, rows.keys, dropped)
-            said = counted(len(dropped), "row of this put was", "rows of this put were")
+            said = counted(
+                len(dropped),
+                f"row of this put (key {keys[0]!r}) was",
+                f"rows of this put (for example key {keys[0]!r}) were",
+            )
             raise RowsDropped(
-                f"{said} dropped earlier from partition {state.partition!r}, for "
-                f"example {keys[0]!r}. {_instead_of(len(dropped), rows.count, 'rows')}",
+                f"{said} dropped earlier from partition {state.partition!r}. "
+                f"{_instead_of(len(dropped), rows.count, 'rows')}",
                 keys=keys,
                 rows=len(dropped),
             )
@@ -386,10 +390,14 @@ def _check_new_groups(state: State, rows: RowsIn, made: Sequence[int]) -> None:
     dropped = [at for at in made if state.tombstones.dropped(of_group(rows.group_keys[at]))]
     if dropped:
         names = shown(rows.group_names, rows.group_keys, dropped)
-        said = counted(len(dropped), "group of this put was", "groups of this put were")
+        said = counted(
+            len(dropped),
+            f"group of this put ({names[0]!r}) was",
+            f"groups of this put (for example {names[0]!r}) were",
+        )
         given = len(rows.group_keys) + bool(rows.group and min(rows.group) < 0)
         raise RowsDropped(
-            f"{said} dropped earlier from partition {state.partition!r}, for example {names[0]!r}. "
+            f"{said} dropped earlier from partition {state.partition!r}. "
             f"{_instead_of(len(dropped), given, 'groups')}",
             groups=names,
         )

@@ -200,8 +200,8 @@ def find_rows(state: State, raw: bytes, names: Sequence[Name] | None = None) -> 
         shown_names = shown(names, keys, gone)
         raise RowsGone(
             f"{len(gone)} of {counted(len(keys), 'row is', 'rows are')} not in partition "
-            f"{state.partition!r}, for example {', '.join(map(repr, shown_names))}: each was never "
-            "put, or was freed, dropped or lost with a peer. part.lost() lists the lost rows",
+            f"{state.partition!r} (for example {', '.join(map(repr, shown_names))}): each was "
+            "never put, or was freed, dropped or lost with a peer. part.lost() lists the lost rows",
             keys=shown_names,
             dropped=shown(names, keys, dropped),
             rows=len(gone),

@@ -269,7 +269,8 @@ class State:
             self.progress = {field for field in every if PROGRESS in field}
         if new and len(new) + len(self.fields) + len(self.progress) > MAX_FIELDS:
             raise LimitExceeded(
-                f"cannot add {', '.join(map(repr, new)):.200}, because a partition can "
+                f"cannot add {'field' if len(new) == 1 else 'fields'} "
+                f"{', '.join(map(repr, new)):.200}, because a partition can "
                 f"have at most {MAX_FIELDS} fields, including those that release(values=…) "
                 "stores: use fewer fields",
                 limit=MAX_FIELDS,

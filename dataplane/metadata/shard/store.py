@@ -287,7 +287,7 @@ class Store(State):
         """Drop rows by key, by group or by filter, including leased ones. Return (rows, bytes)."""
         if (given := sum(one is not None for one in (rows, groups, where))) != 1:
             raise InvalidRows(
-                f"drop() takes one of rows, groups and a filter, but got {given}: pass exactly one"
+                f"drop() takes rows, groups or a filter, but got {given} of them: pass exactly one"
             )
         if groups is not None:
             dropped = drops.drop_groups(self, [hash_name(name) for name in groups])
@@ -409,13 +409,14 @@ def check_definition(partition: str, definition: Definition) -> None:
     """Raise LimitExceeded for an invalid definition."""
     if not 0 < len(partition.encode()) <= MAX_NAME_BYTES:
         raise LimitExceeded(
-            f"partition name {partition[:40]!r} has {len(partition.encode())} bytes: "
+            f"partition name {partition[:40]!r} is {len(partition.encode())} bytes long: "
             f"choose a name of 1 to {MAX_NAME_BYTES} bytes",
             limit=MAX_NAME_BYTES,
         )
     size = definition.group_size
     if size is not None and not 0 < size <= MAX_GROUP_ROWS:
         raise LimitExceeded(
-            f"group_size={size} of partition {partition!r} is invalid: pass 1 to {MAX_GROUP_ROWS}",
+            f"group_size={size} is invalid for partition {partition!r}: pass a value from 1 to "
+            f"{MAX_GROUP_ROWS}",
             limit=MAX_GROUP_ROWS,
         )

@@ -58,7 +58,7 @@ def rows_in(rows: Rows) -> RowsIn:
     keys: Keys = run_in(rows.keys) or keys_in(rows.keys)
     count = len(keys)
     if not count:
-        raise InvalidRows("this call has no rows: pass at least one")
+        raise InvalidRows("this call has no rows: pass at least one row")
     if count > MAX_ROWS_PER_MESSAGE:
         raise LimitExceeded(
             f"this message has {count} rows, over the limit of {MAX_ROWS_PER_MESSAGE}: split the "

@@ -42,7 +42,7 @@ def hash_name(name: Name) -> bytes:
         text = name.encode()
         if len(text) > MAX_NAME_BYTES:
             raise LimitExceeded(
-                f"the name {shown(name):.40}… has {len(text)} bytes, over the limit of "
+                f"the name {shown(name):.40}… is {len(text)} bytes long, over the limit of "
                 f"{MAX_NAME_BYTES}: use a shorter name",
                 size=len(text),
                 limit=MAX_NAME_BYTES,

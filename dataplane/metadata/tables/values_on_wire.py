@@ -257,7 +257,7 @@ def check_sizes(values: wire.Values, most_chunks: int = MAX_CHUNKS_PER_MESSAGE) 
     largest = max(map(len, values.layouts), default=0)
     if largest > MAX_LAYOUT_BYTES:
         raise LimitExceeded(
-            f"the layout of a chunk has {largest} bytes, over the limit of {MAX_LAYOUT_BYTES}: "
+            f"a chunk's layout is {largest} bytes long, over the limit of {MAX_LAYOUT_BYTES}: "
             "write fewer fields per call",
             limit=MAX_LAYOUT_BYTES,
         )

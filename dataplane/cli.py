@@ -121,7 +121,7 @@ def _add_trace(commands: Commands) -> None:
         "--output",
         metavar="FILE",
         required=True,
-        help="file for the trace, for example step.pftrace; an existing file is replaced",
+        help="file to write, for example step.pftrace; an existing file is overwritten",
     )
     _add_source(trace)
     trace.set_defaults(command=_in("cli_trace", "trace"))
@@ -138,7 +138,7 @@ def _add_record(commands: Commands) -> None:
         "--output",
         metavar="DIR",
         required=True,
-        help="directory for the recording, new or empty",
+        help="new or empty directory for the recording",
     )
     record.add_argument(
         "--steps", metavar="N", type=int, help="stop after N steps (default: when the run ends)"
@@ -176,7 +176,7 @@ def _add_watch(commands: Commands) -> None:
 
 def _add_rows(commands: Commands) -> None:
     rows = _command(commands, "rows", "list rows of a partition, without their values")
-    rows.add_argument("partition", help="a partition that `dataplane status` lists")
+    rows.add_argument("partition", help="name of a partition, as listed by `dataplane status`")
     rows.add_argument("--stage", metavar="NAME", help="show row states only for this stage")
     rows.add_argument(
         "--where",
@@ -194,8 +194,8 @@ def _add_rows(commands: Commands) -> None:
 
 def _add_get(commands: Commands) -> None:
     get = _command(commands, "get", "show one row: the dtype, shape and first values of each field")
-    get.add_argument("partition", help="a partition that `dataplane status` lists")
-    get.add_argument("key", help="a key that `dataplane rows PARTITION` lists")
+    get.add_argument("partition", help="name of a partition, as listed by `dataplane status`")
+    get.add_argument("key", help="key of a row, as listed by `dataplane rows PARTITION`")
     get.add_argument(
         "--field",
         metavar="NAME",
@@ -220,7 +220,7 @@ def _add_checkpoint(commands: Commands) -> None:
     )
     export.add_argument("directory", metavar="DIR", help="directory written by plane.checkpoint(…)")
     export.add_argument(
-        "output", metavar="OUT", help="directory for the Parquet files, new or empty"
+        "output", metavar="OUT", help="new or empty directory for the Parquet files"
     )
     export.add_argument(
         "--field",
@@ -236,7 +236,7 @@ def _add_clean(commands: Commands) -> None:
     clean = _command(commands, "clean", "end runs on this host that no client uses")
     clean.add_argument("--run", metavar="NAME", help="end only this run")
     clean.add_argument(
-        "--force", action="store_true", help=("also end runs that have clients or unread rows")
+        "--force", action="store_true", help="also end runs that still have clients or unread rows"
     )
     clean.set_defaults(command=_clean)
 

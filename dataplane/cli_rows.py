@@ -51,7 +51,7 @@ def rows(arguments: argparse.Namespace, find: Find) -> int:
     """List the first `--limit` rows of a partition that match `--where`."""
     partition, limit = arguments.partition, arguments.limit
     if not 0 < limit <= MAX_ROWS:
-        raise InvalidCall(f"--limit {limit} is out of range: use 1 to {MAX_ROWS}")
+        raise InvalidCall(f"--limit {limit} is out of range: use a value from 1 to {MAX_ROWS}")
     where = parsed_where(arguments.where)
     with Plane(visit(find()[1])) as plane:
         stats = _attached(plane, partition)
@@ -152,7 +152,7 @@ def show_rows(report: Report, stage: str | None, as_json: bool) -> int:
             raise StageUndefined(
                 f"partition {report['partition']!r} has no stage "
                 f"{stage!r}{did_you_mean(stage, known)}: use one of its stages "
-                f"{few([repr(one) for one in known], _NAMED)}"
+                f"({few([repr(one) for one in known], _NAMED)})"
             )
         for row in report["shown"]:
             row["states"] = {stage: row["states"][stage]}

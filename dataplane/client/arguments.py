@@ -34,7 +34,7 @@ def text(value: object, what: str, role: str = "the name of ") -> str:
         ) from None
     if nbytes > MAX_NAME_BYTES:
         raise LimitExceeded(
-            f"{role}{what} is {shown(value):.40}…, over the limit of {MAX_NAME_BYTES} bytes: use a "
+            f"{role}{what} ({shown(value):.40}…) is longer than {MAX_NAME_BYTES} bytes: use a "
             "shorter name",
             limit=MAX_NAME_BYTES,
         )

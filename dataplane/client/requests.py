@@ -119,9 +119,7 @@ class Demand(msgspec.Struct, eq=False):
             except Exception as exc:  # of the user's number
                 raise unreadable("the limit in budget=", amount, exc, InvalidCall) from exc
         if not 0 < limit <= sys.float_info.max:
-            raise InvalidCall(
-                f"budget={shown(given):.80}: expected a finite number above 0 as the sum"
-            )
+            raise InvalidCall(f"budget={shown(given):.80}: the sum must be a finite number above 0")
         arguments.text(tag, "a tag")
         kind: Literal["rows", "groups"] = "rows" if unit == "rows" else "groups"
         return Want(kind, 0, 0, where, tag, limit)
@@ -144,7 +142,9 @@ def shape_of(
     if ranks > MAX_RANKS:
         raise InvalidCall(f"ranks={ranks}: expected at most {MAX_RANKS} ranks in a plan")
     if rank >= ranks:
-        raise InvalidCall(f"rank={rank}: with ranks={ranks}, expected 0 to {ranks - 1}")
+        raise InvalidCall(
+            f"rank={rank}: expected a value from 0 to {ranks - 1}, because ranks={ranks}"
+        )
     minibatches = arguments.count(minibatches, "minibatches")
     if ranks * minibatches > MAX_PLAN_PARTS:
         raise InvalidCall(

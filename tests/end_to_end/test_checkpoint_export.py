@@ -185,8 +185,8 @@ def test_a_full_disk_is_told_and_nothing_is_left(plane: Plane, tmp_path: Path) -
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        f"dataplane: could not write {tmp_path}/out: File too large. Its files were removed; check "
-        "the disk, or choose another directory\n"
+        f"dataplane: could not write {tmp_path}/out: File too large. The files written so far were "
+        "removed; check the disk, or choose another directory\n"
     )
     assert os.listdir(tmp_path) == ["saved"]
 

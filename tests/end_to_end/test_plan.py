@@ -110,7 +110,7 @@ def test_what_cannot_be_is_said_in_one_sentence(alone: Cluster) -> None:
         part.seal()
         with pytest.raises(dataplane.InvalidRows, match="tag 'length'.*1 row has no such"):
             part.plan("train", rank=0, ranks=2, balance="length")
-        with pytest.raises(dataplane.InvalidCall, match="expected 0 to 1"):
+        with pytest.raises(dataplane.InvalidCall, match="expected a value from 0 to 1"):
             part.plan("train", rank=2, ranks=2)
         with pytest.raises(dataplane.InvalidCall, match="exceeds the limit of 262144 parts"):
             part.plan("train", rank=0, ranks=2, minibatches=10**9)

@@ -137,7 +137,7 @@ def test_a_padding_keeps_its_sign_and_a_length_of_any_size_is_answered(hosts: Ho
         for convert in (rows.torch, rows.tensordict):
             with pytest.raises(
                 dataplane.InvalidValue,
-                match="'x': padded to shape .* take [0-9.]+ TiB, but this process can have at most "
+                match="'x': padded to shape .* take [0-9.]+ TiB, but this process can use at most "
                 "[0-9.]+ GiB of memory: pass a smaller length=",
             ):
                 convert("x" if convert == rows.torch else ["x"], layout="padded", **wide)

@@ -57,7 +57,7 @@ def test_rows_are_looked_at_from_a_shell_and_stay_as_they_are(
         assert "no partition 'stp-12' (did you mean 'step-12'?)" in refused("rows", "stp-12")
         assert "no row with key 'k9'" in (told := refused("get", "step-12", "k9")) and "k0" in told
         assert "no row has a field 'scor'" in refused("get", "step-12", "k0", "--field", "scor")
-        assert "--limit 0 is out of range: use 1 to 1000" in refused(
+        assert "--limit 0 is out of range: use a value from 1 to 1000" in refused(
             "rows", "step-12", "--limit", "0"
         )
         batch.ack()

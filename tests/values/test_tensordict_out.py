@@ -234,8 +234,8 @@ MIXED = [np.zeros(2, np.float32), np.zeros(3, np.float32), np.zeros(2)]
 def test_rows_of_two_dtypes_are_one_error_in_every_layout(arena: Any, layout: Any) -> None:
     says = (
         r"field 'logp': row 2 is float64 \[2\] and row 0 is float32 \[2\], which differ in dtype, "
-        rf"so the rows do not form a {layout} tensor: put all rows in one dtype "
-        r"\(with fields={'logp': 'float32\[\*\]'} .*layout='list'"
+        rf"so the rows do not form a {layout} tensor: give all rows the same dtype "
+        r"\(if the partition is declared with fields={'logp': 'float32\[\*\]'}, .*layout='list'"
     )
     for call in (
         lambda: tensordict(arena, {"logp": MIXED}, layout=layout),

@@ -83,8 +83,8 @@ class Converting(Fetching):
           precision of that dtype. Raises InvalidValue if the dtype cannot represent it.
         - `side`, `length`, `multiple`: rows are padded on the "right" or "left", up to the length
           of the longest row, to `length`, or to the next multiple of `multiple`.
-        - `mask=True`: return a pair: the tensor, and a bool tensor [n, length] that is True at
-          values and False at padding.
+        - `mask=True`: return the pair (tensor, mask). The mask is a bool tensor [n, length] that is
+          True at values and False at padding.
         - `view=True`: return tensors over the shared, read-only memory. Writing to such a tensor
           crashes the process.
         - `device`: the device of the tensor. Copies to a GPU go through pinned memory, on torch's
@@ -120,8 +120,8 @@ class Converting(Fetching):
           becomes a NonTensorStack. "padded" and "jagged" change only fields whose rows may differ
           in length. "dense" and "list" apply to every field; they raise InvalidValue if
           the rows do not fit the layout.
-        - `padding`, `side`, `length`, `multiple`: as in `torch`. A single `padding` fills bool
-          fields with False.
+        - `padding`, `side`, `length`, `multiple`: as in `torch`. A single `padding` value does not
+          apply to bool fields, which are padded with False.
         - `mask`: the name of a bool tensor [n, length] to add, which is True at the values of
           padded fields. If the fields differ in length, pass a mapping from field to name.
         - `device`: as in `torch`.
@@ -259,7 +259,7 @@ class Batch(LeasedRows):
           removes it.
 
         Raises LeaseExpired if there are tags or values to store but the lease has ended. Raises
-        FieldExists if a row already has a field with the name of one of the values.
+        FieldExists if a row already has a field with one of these names.
         """
         await self._finish("release", timeout, tags, values)
 

@@ -38,8 +38,8 @@ class Loader:
 
     Advancing to the next batch acks the current one. Leaving the loop any other way (`break`, an
     exception, or leaving the `with` block) releases the current batch. `state_dict()` returns a
-    record of the rows handed out, so that a loader of a restored plane continues after them. Raises
-    InvalidCall inside a PyTorch DataLoader worker.
+    record of the rows handed out, so that a loader on a restored plane can continue after them.
+    Raises InvalidCall inside a PyTorch DataLoader worker.
     """
 
     _kind = "aio.Loader"
@@ -104,7 +104,7 @@ class Loader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a `state_dict`: rows that the state lists are acked instead of handed out.
+        """Resume from a `state_dict`: rows recorded in it are acked instead of being handed out.
         Call this before the loop starts. Raises InvalidCall if the state belongs to another
         partition or stage."""
         wanted = (STATE_VERSION, self._handle.name, self.stage)
@@ -171,7 +171,7 @@ class Loader:
 
 
 class LoaderLoop(AsyncIterator[Any]):
-    """One loop over a loader. At its end, it releases the batches that it still holds."""
+    """One loop over a loader. When the loop ends, it releases the batches that it still holds."""
 
     def __init__(self, loader: Loader) -> None:
         self.batch: Batch | None = None

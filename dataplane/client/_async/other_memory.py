@@ -24,8 +24,8 @@ _OFF_LOOP_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class OtherPart:
-    """The fields of a put that are stored in one pool other than the host arena, and in the host
-    arena if that pool is full. Implements `write.OtherMemory`."""
+    """The fields of a put that are stored in a pool other than the host arena, or in the host arena
+    if that pool is full. Implements `write.OtherMemory`."""
 
     fields: OnDevice
     units: Sequence[Unit]

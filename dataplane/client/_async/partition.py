@@ -103,7 +103,7 @@ class Partition:
         expect: Mapping[str, Scalar] | None = None,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """Set tags of rows. `expect`: set the tags only if the rows now have these tag values;
+        """Set tags on rows. `expect`: set the tags only if the rows now have these tag values;
         otherwise raise TagConflict."""
         await changes.tag(self._handle, keys, tags, expect, timeout)
 
@@ -127,9 +127,10 @@ class Partition:
     async def seal(self, *, short: str = "drop", timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
         """Seal the partition: it accepts no new rows from now on, only new fields of existing rows.
 
-        Without `group_size`, open groups close with the rows that they have. With `group_size`, an
-        open group is too short and is dropped. `stats()["short_groups"]` counts such groups, and a
-        later put of their rows raises RowsDropped. `short="keep"` keeps short groups.
+        Without `group_size`, open groups close with the rows that they have. With `group_size`,
+        any group that is still open is short, and is dropped. `stats()["short_groups"]` counts
+        these groups, and a later put of their rows raises RowsDropped. `short="keep"` keeps short
+        groups.
         """
         handle, deadline = self._handle, Deadline(timeout)
         if short not in ("drop", "keep"):
@@ -154,7 +155,7 @@ class Partition:
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> Dropped:
-        """Drop rows by key, group or filter, or the whole partition if none is given.
+        """Drop rows by key, group or filter. Without any of these, drop the whole partition.
 
         A later put of these rows raises RowsDropped. Returns the number of dropped rows and the
         approximate size of their values in bytes.
@@ -219,8 +220,8 @@ class Partition:
         it.
 
         - `batches`: end the loop after this many batches, and ack the last one.
-        - `timeout`: seconds to wait for each batch. Acks and releases use the same timeout,
-          limited to between 1 and 30 seconds.
+        - `timeout`: seconds to wait for each batch. Acks and releases use the same timeout, but at
+          least 1 and at most 30 seconds.
 
         The other arguments are those of `claim`.
         """
@@ -423,7 +424,7 @@ class Partition:
         """Iterate over items to put rows for: `async for prompt in part.producing(prompts):`.
 
         The loop ends without an error when no items are left, or when the partition accepts no new
-        rows because it was sealed or dropped, or because all its `groups=` have closed.
+        rows: it was sealed or dropped, or it has reached its limit of `groups=`.
 
         In the loop's body, put the item's rows through this partition object, in the same thread or
         task. If the partition stops accepting rows in the meantime, a put stores nothing and

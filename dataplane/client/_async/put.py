@@ -169,8 +169,8 @@ def _check_passed_over(work: Putting, field: str) -> None:
         freed = f" ({work.gone} of them freed since)" if work.gone else ""
         raise FieldExists(
             f"nothing was put: partition {partition!r} already has these fields for all "
-            f"{counted(n, 'row')} of this put{freed}, for example {keys[0]!r}. If this put is a "
-            "retry, the first attempt succeeded. Fields are written once; pass replace=True to "
+            f"{counted(n, 'row')} of this put{freed}, for example row {keys[0]!r}. If this put is "
+            "a retry, the first attempt succeeded. Fields are written once; pass replace=True to "
             "write new values",
             field=field,
             keys=keys,
@@ -180,9 +180,9 @@ def _check_passed_over(work: Putting, field: str) -> None:
     which += ", …" if len(groups or keys) > 1 else ""
     raise RowsGone(
         f"nothing was put into partition {partition!r}: all {counted(n, 'row')} of this put "
-        f"({which}) have already been put and acked by every stage. A restarted producer should "
-        "continue with its next rows. To put new rows with these keys or group ids, pass "
-        "reuse=True",
+        f"({which}) have already been stored, and every stage has acked them. A restarted "
+        "producer should continue with its next rows. To put new rows with these keys or group "
+        "ids, pass reuse=True",
         keys=keys,
         groups=groups,
     )

@@ -61,8 +61,8 @@ class Claiming:
         return self.claimed(self.call())
 
     def call(self, after: int | None = None) -> Call:
-        """Return the request; the handle must be attached. after: the lease that this client
-        finishes before it claims."""
+        """Return the request. The handle must be attached. after: the lease that this client
+        finishes just before the claim."""
         handle = self._handle
         if self._unit != handle.unit:  # it was attached since
             self._unit, self._want = handle.unit, self._demand.want(handle.unit)

@@ -98,7 +98,7 @@ class Added(msgspec.Struct, eq=False):
         return [name for name in names if name != UNUSED]
 
     def of(self, rows: int) -> list[Piece]:
-        """Return the pieces for only the rows that are also in `rows`, renumbered from 0."""
+        """Return the pieces with only the rows in `rows`, renumbered from 0."""
         if not self.rows & ~rows:
             return self.pieces
         return select(self.pieces, self._places(rows))
@@ -450,8 +450,8 @@ class Lease:
                 self.handle.session.keep(column(done.extents, EXTENT).tolist())
             if done.kept:
                 log.info(
-                    "partition %r, stage %r: kept values that an earlier lease of these rows "
-                    "stored (number of rows by field: %s)",
+                    "partition %r, stage %r: kept the values that were stored under an earlier "
+                    "lease of these rows (number of rows by field: %s)",
                     self.handle.name,
                     self.stage,
                     done.kept,

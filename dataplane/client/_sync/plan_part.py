@@ -47,7 +47,7 @@ SOUGHT = 1_024
 
 
 class Part(Lease):
-    """The lease of a plan. Positions are counted over all rows of the plan."""
+    """The lease of a plan. Its positions are indices into all rows of the plan."""
 
     def __init__(self, handle: Handle, stage: str, claimed: Claimed, rows: int) -> None:
         super().__init__(handle, stage, claimed.lease, rows)

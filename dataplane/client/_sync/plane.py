@@ -142,7 +142,7 @@ class Plane:
 
     @public
     def stats(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
-        """Return statistics of this peer as nested dicts, such as
+        """Return this peer's statistics as nested dicts, for example
         `stats()["arena"]["used_bytes"]`."""
         return queries.stats(self._session, timeout)
 

@@ -70,19 +70,19 @@ _chunks, _digest, _nbytes = attrgetter("chunks"), attrgetter("digest"), attrgett
 
 
 class OtherMemory(Protocol):
-    """The fields of a put whose values are stored in one memory other than the host arena, such as
-    a GPU's. Their rows are divided into the same units as those of the other fields."""
+    """The fields of a put whose values are stored outside the host arena, in one other memory (for
+    example a GPU's). Their rows are divided into the same units as those of the other fields."""
 
     @property
     def memory(self) -> int:
-        """The number of this memory in `Session.slabs`."""
+        """The index of this memory in `Session.slabs`."""
 
     @property
     def units(self) -> Sequence[Unit]:
         """The units of the put, with only these fields."""
 
     def upto(self, first: int, last: int) -> int:
-        """Return how many of the units from `first` to `last` fit in one run, at least one."""
+        """Return how many of the units from `first` to `last` fit in one run (at least 1)."""
 
     def write(
         self, handle: Handle, generation: int, which: slice, continuing: bool, until: Deadline
@@ -124,7 +124,7 @@ class Putting(msgspec.Struct, eq=False):
         needed = max(unit.nbytes for unit in units)
         if needed > cap:
             raise ValueTooLarge(
-                f"nothing was put: one row, or the rows of one group, need {sized(needed)}, but "
+                f"nothing was put: a single row or group needs {sized(needed)}, but "
                 f"peer {self.handle.session.peer!r} accepts at most {sized(cap)} at once. Put "
                 "fewer bytes at a time, or give the peer a larger arena (DATAPLANE_ARENA, --arena)",
                 needed_bytes=needed,

@@ -205,8 +205,8 @@ def failing(path: Path, reading: bool = False, what: str = "the checkpoint ") ->
         raise CheckpointFailed(
             f"could not read the checkpoint {path}: {why}. Check the disk, then try again"
             if reading
-            else f"could not write {what}{path}: {why}. Its files were removed; check the "
-            "disk, or choose another directory",
+            else f"could not write {what}{path}: {why}. The files written so far were "
+            "removed; check the disk, or choose another directory",
             path=str(path),
         ) from exc
 

@@ -184,7 +184,8 @@ class ColumnView(Sequence[Any]):
         )
 
     def equals(self, other: Sequence[Any]) -> bool:
-        """Return whether all values have equal types, dtypes, shapes and bytes. NaN equals NaN."""
+        """Return whether both columns have the same values: equal in type, dtype, shape and bytes.
+        NaN equals NaN."""
         return len(self) == len(other) and all(map(same, self, other))
 
     def lacking(self, row: int) -> FieldUnknown:
@@ -253,8 +254,8 @@ class ColumnView(Sequence[Any]):
     def ragged(self) -> Ragged | None:
         """How to join the rows along one axis: their dtype, their sizes before and after that axis,
         and the length of each row. None if the rows are single numbers, differ in dtype or rank,
-        differ in length along several axes, or are not all arrays. If all shapes are equal, the
-        axis is the variable one of their specs, or 0."""
+        differ in length along several axes, or are not all arrays. If all shapes are equal, rows
+        are joined along the axis that is variable in a spec, or along axis 0 if none is."""
         if not self.holds_arrays:
             return None
         dtype, *others = self.dtypes
@@ -300,7 +301,7 @@ class ColumnView(Sequence[Any]):
 
     def dense(self) -> Array | None:
         """Return all rows as one read-only array [n, ...]. None unless they are contiguous arrays
-        of one dtype and shape."""
+        with the same dtype and shape."""
         if self.uniform is None:
             return None
         dtype, shape = self.uniform
@@ -317,7 +318,7 @@ class ColumnView(Sequence[Any]):
 
 
 def arrays_of(view: ColumnView) -> ColumnView:
-    """Convert arrays that were stored as objects, because they differ in dtype or rank, to array
+    """Turn arrays that were stored as objects (because they differ in dtype or rank) into array
     rows. Return the view unchanged if it holds no such arrays, or if some row is not an array."""
     if view.holds_arrays:
         return view
@@ -341,7 +342,7 @@ def arrays_of(view: ColumnView) -> ColumnView:
 
 
 def stretches(rows: npt.NDArray[np.intp]) -> list[tuple[int, int]]:
-    """Return the stretches of consecutive rows, each as (first, last + 1)."""
+    """Split these rows into ranges of consecutive rows, each as (first, last + 1)."""
     if not len(rows):
         return []
     bounds = [0, *(np.flatnonzero(rows[1:] - rows[:-1] != 1) + 1).tolist(), len(rows)]
@@ -353,8 +354,8 @@ def stretches(rows: npt.NDArray[np.intp]) -> list[tuple[int, int]]:
 
 
 def cut(runs: Sequence[RowSpan], chosen: Iterable[tuple[int, int]]) -> list[RowSpan]:
-    """Return the runs of these stretches of rows, in the given order. Rows that are in no run lack
-    the field."""
+    """Return the runs that cover the chosen ranges of rows, in the given order. Rows that no run
+    covers lack the field."""
     ends = list(accumulate([run.last - run.first for run in runs]))
     found: list[RowSpan] = []
     for first, last in chosen:
@@ -400,7 +401,7 @@ def _shown(value: Any) -> str:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two values are equal bit by bit, with equal types, key order, dtypes and
+    """Return whether two values are equal bit by bit and have the same types, key order, dtypes and
     shapes."""
     if type(one) is not type(other):
         return False

@@ -194,9 +194,9 @@ def check_padded(
     most = min(allowed_memory_bytes() if on_host else sys.maxsize, sys.maxsize)
     if size > most:
         raise InvalidValue(
-            f"field {field!r}: padded to shape {list(shape)}, the rows take {sized(size)}, but "
-            f"this process can have at most {sized(most)} of memory: pass a smaller length= or "
-            "multiple=",
+            f"field {field!r}: padded to shape {list(shape)}, the rows would take {sized(size)}, "
+            f"but this process can use at most {sized(most)} of memory: pass a smaller length= "
+            "or multiple=",
             field=field,
             size=size,
         )
@@ -223,14 +223,14 @@ def unlike(
         (
             lambda one: one[0] != first[0],
             "which differ in dtype",
-            f"put all rows in one dtype (with fields={{{field!r}: {_form_text(first)!r}}} in the "
-            "partition's declaration, a put of another dtype fails)",
+            "give all rows the same dtype (if the partition is declared with "
+            f"fields={{{field!r}: {_form_text(first)!r}}}, a put with another dtype fails)",
         ),
         (
             lambda one: len(one[1]) != len(first[1]),
             "which differ in rank",
-            f"put rows of one rank (with fields={{{field!r}: {_form_text(first)!r}}} in the "
-            "partition's declaration, a put of another rank fails)",
+            "give all rows the same rank (if the partition is declared with "
+            f"fields={{{field!r}: {_form_text(first)!r}}}, a put with another rank fails)",
         ),
         (
             lambda one: one[1] != first[1],

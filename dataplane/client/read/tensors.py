@@ -124,8 +124,8 @@ def _check_dtypes(column: ColumnView) -> None:
     row = next(at for at, (dtype, _) in enumerate(forms) if dtype in lacking)
     raise InvalidValue(
         f"field {column.field!r}: row {row} has dtype {forms[row][0].name}, which torch "
-        f"does not support: use batch.numpy({column.field!r}), or put the values in another "
-        "dtype",
+        f"does not support: use batch.numpy({column.field!r}), or convert the values to "
+        "another dtype before the put",
         field=column.field,
         row=row,
     )

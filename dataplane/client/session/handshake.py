@@ -172,7 +172,7 @@ def peer_gone(session: Session) -> PeerLost:
         if welcome.alone
         else (
             "rows that were stored only on this host are lost, unless the peer moved them to "
-            "another host: part.lost() lists the lost rows. To read the other rows, call "
+            "another host; part.lost() lists the lost rows. To read the other rows, call "
             "dataplane.connect() again"
         )
     )
@@ -197,8 +197,9 @@ def is_without_descriptors(exc: OSError) -> bool:
 def no_descriptors() -> LimitExceeded:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return LimitExceeded(
-        f"this process cannot open a connection to its peer: it may open only {limit} file "
-        "descriptors. Raise its limit (ulimit -n), or close files and unused clients",
+        "this process cannot connect to its peer, because no file descriptor is free (limit: "
+        f"{limit} file descriptors). Raise the limit (ulimit -n), or close files and unused "
+        "clients",
         limit=limit,
     )
 

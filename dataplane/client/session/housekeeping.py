@@ -184,7 +184,7 @@ class Housekeeper:
                     self._tell_all(self._anchor, limit_s)
                 except DeadlineExceeded as exc:
                     log.info(
-                        "peer %r did not acknowledge some messages, which the client will resend: "
+                        "peer %r has not acknowledged some messages; the client will resend them: "
                         "%s",
                         self.session.peer,
                         exc,

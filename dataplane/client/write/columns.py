@@ -237,8 +237,8 @@ def named_once(columns: Any, named: Mapping[str, Any]) -> dict[str, Any]:
     given: Any = {} if columns is None else by_name(columns)
     if not isinstance(given, Mapping):
         raise InvalidCall(
-            f"{shown(given):.60}: expected a mapping of field names to columns with one entry per "
-            "row, such as {'reward': [1.0, 0.5]}"
+            "expected a mapping of field names to columns with one entry per row, such as "
+            f"{{'reward': [1.0, 0.5]}}, got {shown(given):.60}"
         )
     given = pairs_of("the mapping of columns", given, InvalidRows)
     if twice := given.keys() & named.keys():

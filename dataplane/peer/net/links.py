@@ -120,8 +120,8 @@ class KnownPeers:
         renamed = same and self.name(hello.address) != hello.name
         if taken.get(hello.name, hello.address) != hello.address or renamed:
             raise PeerNameTaken(
-                f"two peers of run {mine.plane!r} are named {hello.name!r}, at "
-                f"{taken.get(hello.name)} and at {hello.address}: give each its own --name",
+                f"two peers of run {mine.plane!r}, at {taken.get(hello.name)} and at "
+                f"{hello.address}, are both named {hello.name!r}: give each its own --name",
                 name=hello.name,
             )
 

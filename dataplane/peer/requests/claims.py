@@ -137,8 +137,8 @@ class Claims:
                     ) from exc
                 if gone >= ATTEMPTS:
                     log.warning(
-                        "%s: the granted rows were freed before their values arrived, %d "
-                        "times so far: %s",
+                        "%s: the granted rows were freed before their values arrived "
+                        "(%d times so far), claiming again: %s",
                         one,
                         gone,
                         exc,

@@ -436,6 +436,6 @@ def _runtime() -> Any:
     except ImportError as exc:
         raise DeviceMissing(
             f"GPU memory needs cupy, which cannot be imported ({exc}): run pip install "
-            "cupy-cuda13x (cupy-cuda12x with CUDA 12)"
+            "cupy-cuda13x (cupy-cuda12x for CUDA 12)"
         ) from exc
     return runtime

@@ -105,7 +105,7 @@ def started(*, timeout: float = START_S) -> Started:
 @dataclass(frozen=True, slots=True)
 class Started:
     """The peers of a Ray job, started by one of its processes. Keep a reference to this object:
-    once no process holds one, Ray kills the actor that started the peers."""
+    Ray kills the actor that started the peers when the last reference is gone."""
 
     starter: Any
 

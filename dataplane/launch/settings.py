@@ -427,7 +427,7 @@ class PeerConfig:
         seeds = ", ".join(self.seeds) or "none"
         if self.seeds and self.listen is None:
             raise InvalidConfig(
-                f"cannot tell which of the seeds ({seeds}) is the address of this peer: pass its "
+                f"cannot tell which of the seeds ({seeds}) is this peer's address: pass the "
                 "address with --listen tcp://host:port"
             )
         own = None if self.listen is None else values.endpoint(self.listen)

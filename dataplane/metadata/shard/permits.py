@@ -170,7 +170,7 @@ class Permits:
             raise InvalidCall(f"per_version={per_version} is invalid: pass a value of at least 1")
         if slots > MAX_SLOTS:
             raise InvalidCall(
-                f"max_lag={max_lag} and per_version={per_version} admit up to {slots} unfinished "
+                f"max_lag={max_lag} and per_version={per_version} allow up to {slots} unfinished "
                 f"groups, over the limit of {MAX_SLOTS}: lower max_lag or per_version"
             )
         if state.definition.group_size is None:

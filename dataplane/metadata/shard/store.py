@@ -139,7 +139,7 @@ class Store(State):
             if other:
                 raise TagConflict(
                     f"{counted(len(other), 'row does', 'rows do')} not have the expected tags "
-                    f"{dict(expect)} (for example {other[0]!r}): read the current tags, "
+                    f"{dict(expect)} (for example row {other[0]!r}): read the current tags, "
                     "then decide whether to retry",
                     keys=other[: puts.SHOWN_NAMES],
                     rows=len(other),

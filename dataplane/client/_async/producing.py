@@ -36,8 +36,8 @@ class Admission:
     block, and returns the unused ones at its end.
 
     `n` is the number of groups that may start. `version` is the trainer's version when the shard
-    granted the permits. Groups that start now sample from the weights of that version or
-    of a newer one.
+    granted the permits. Groups that start now sample from weights of that version or a
+    newer one.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ _LOOKED_AT = 64
 
 
 class RowSpan(NamedTuple):
-    """Rows `first` to `last` - 1 of a column of a chunk. column: None for rows that lack the
+    """Rows `first` to `last` - 1 of a chunk column. column: None for rows that lack the
     field."""
 
     column: ChunkColumn | None

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,7 +71,7 @@ async def _serve(
         loop.add_signal_handler(number, told, number)
     metrics = await _metrics(config)
     while True:
-        peer, why, keeping = Peer(config), None, None
+        peer, why = Peer(config), None
         if metrics is not None:
             metrics.show(peer)
         try:
@@ -91,13 +91,15 @@ async def _serve(
                 ready()
                 ready = None
             keeping = asyncio.create_task(_keep_files(lock, peer))
-            again = await peer.run(leave, stop)
+            try:
+                again = await peer.run(leave, stop)
+            finally:  # its thread may be writing the card
+                keeping.cancel()
+                await asyncio.wait([keeping])
             if not again:
                 why = _end(peer, lock.word() or " and ".join(signals))
                 lock.note(peer.host.rows, peer.directory.declared())
         finally:
-            if keeping is not None:
-                keeping.cancel()
             await peer.close(why)
             if metrics is not None:
                 metrics.hide()
@@ -127,14 +129,16 @@ async def _keep_files(lock: rundir.PeerLock, peer: Peer) -> None:
     failed = ""
     while True:
         await asyncio.sleep(FILES_S)
+        missing: list[str] = []
+        rows, declared = peer.host.rows, peer.directory.declared()
         try:
-            missing = lock.restore()
+            # In a thread: a busy disk takes long to replace a file.
+            await peer.host.threads.run(_restore, lock, missing, rows, declared)
             if peer.config.starter is not None:
                 _reopen_log(embedded.log_path(lock.folder, lock.name))
             if not peer.door.is_at(lock.socket_path):
                 missing.append(lock.socket_path.name)
                 peer.door.open(str(lock.socket_path))
-            lock.note(peer.host.rows, peer.directory.declared())
         except (OSError, DataplaneError) as exc:
             if str(exc) != failed:
                 log.warning(
@@ -147,6 +151,13 @@ async def _keep_files(lock: rundir.PeerLock, peer: Peer) -> None:
                 "peer %r: restored its deleted runtime files: %s", lock.name, ", ".join(missing)
             )
         failed = ""
+
+
+def _restore(lock: rundir.PeerLock, missing: list[str], rows: int, declared: Sequence[str]) -> None:
+    """Restore the peer's files other than its socket, add their names to `missing`, and bring its
+    card up to date."""
+    missing += lock.restore()
+    lock.note(rows, declared)
 
 
 def _reopen_log(path: Path) -> None:

@@ -106,8 +106,8 @@ async def _opened(session: Session, call: Call) -> Connection:
 
 
 def limit_beside(timeout_s: float | None) -> float:
-    """Return the timeout of acks and releases in a stream whose claims wait `timeout_s`: the same
-    number of seconds, but at least 1 and at most the default."""
+    """Return the timeout of requests that accompany calls with `timeout_s`, such as the acks of a
+    stream: the same number of seconds, but at least 1 and at most the default."""
     if timeout_s is None:
         return DEFAULT_TIMEOUT_S
     return min(max(timeout_s, ATTACH_S), DEFAULT_TIMEOUT_S)

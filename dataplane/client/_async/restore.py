@@ -19,7 +19,7 @@ import numpy as np
 from dataplane import progress
 from dataplane.client._async.attaching import attach, define
 from dataplane.client._async.backend import to_its_end
-from dataplane.client._async.calls import UNKNOWN, ask, expect, send
+from dataplane.client._async.calls import UNKNOWN, ask, expect, limit_beside, send
 from dataplane.client._async.save import filing, path_of, within
 from dataplane.client._async.write import give_back
 from dataplane.client.checkpoint.archive import Manifest, PartitionNote, directory_name, verified
@@ -46,7 +46,8 @@ log = logging.getLogger(__name__)
 PORTION_BYTES = 32 << 20
 """Bytes of values per message, and at most a quarter of the quota for new groups."""
 UNDO_S = 10.0
-"""Seconds that a failed or cancelled restore may take to drop the restored rows."""
+"""Seconds that a failed or cancelled restore waits at most, to drop the restored rows. With a
+shorter `timeout`, it waits that long again."""
 _WAITING = "waiting for space in the arena"
 _RESTORING = "the restore"
 
@@ -77,14 +78,17 @@ async def _restore(session: Session, path: Path, deadline: Deadline, bar: Bar) -
     except GeneratorExit:  # nobody carries out another step
         raise
     except BaseException as exc:  # cancelled and interrupted ones too
-        await to_its_end(partial(_undo, begun, exc))
+        limit_s = min(UNDO_S, limit_beside(deadline.timeout_s))
+        await to_its_end(partial(_undo, begun, exc, limit_s))
         raise
     return names
 
 
-async def _undo(begun: list[tuple[Handle, PartitionNote]], failure: BaseException) -> None:
+async def _undo(
+    begun: list[tuple[Handle, PartitionNote]], failure: BaseException, limit_s: float
+) -> None:
     """Drop what was restored so far, so that it can be restored again."""
-    deadline = Deadline(UNDO_S)
+    deadline = Deadline(limit_s)
     refused = isinstance(failure, DataplaneError) and not isinstance(failure, UNKNOWN)
     for handle, note in begun:
         try:

@@ -22,7 +22,7 @@ import numpy as np
 from dataplane import progress
 from dataplane.client._sync.attaching import attach, define
 from dataplane.client._sync.backend import to_its_end
-from dataplane.client._sync.calls import UNKNOWN, ask, expect, send
+from dataplane.client._sync.calls import UNKNOWN, ask, expect, limit_beside, send
 from dataplane.client._sync.save import filing, path_of, within
 from dataplane.client._sync.write import give_back
 from dataplane.client.checkpoint.archive import Manifest, PartitionNote, directory_name, verified
@@ -49,7 +49,8 @@ log = logging.getLogger(__name__)
 PORTION_BYTES = 32 << 20
 """Bytes of values per message, and at most a quarter of the quota for new groups."""
 UNDO_S = 10.0
-"""Seconds that a failed or cancelled restore may take to drop the restored rows."""
+"""Seconds that a failed or cancelled restore waits at most, to drop the restored rows. With a
+shorter `timeout`, it waits that long again."""
 _WAITING = "waiting for space in the arena"
 _RESTORING = "the restore"
 
@@ -80,14 +81,17 @@ def _restore(session: Session, path: Path, deadline: Deadline, bar: Bar) -> list
     except GeneratorExit:  # nobody carries out another step
         raise
     except BaseException as exc:  # cancelled and interrupted ones too
-        to_its_end(partial(_undo, begun, exc))
+        limit_s = min(UNDO_S, limit_beside(deadline.timeout_s))
+        to_its_end(partial(_undo, begun, exc, limit_s))
         raise
     return names
 
 
-def _undo(begun: list[tuple[Handle, PartitionNote]], failure: BaseException) -> None:
+def _undo(
+    begun: list[tuple[Handle, PartitionNote]], failure: BaseException, limit_s: float
+) -> None:
     """Drop what was restored so far, so that it can be restored again."""
-    deadline = Deadline(UNDO_S)
+    deadline = Deadline(limit_s)
     refused = isinstance(failure, DataplaneError) and not isinstance(failure, UNKNOWN)
     for handle, note in begun:
         try:

@@ -17,7 +17,7 @@ const PRODUCER = "rollout (puts)";
 const LABELS = 76, FULLEST = 8;
 
 const $ = id => document.getElementById(id);
-let view = null, received = 0, connected = false, chosen = 0, picture = null, cursors = {};
+let view = null, received = 0, connected = false, chosen = 0, picture = null, cursor = null;
 
 function el(tag, props, ...children) {
   const made = document.createElement(tag);
@@ -127,7 +127,7 @@ async function load() {
 $("bars").addEventListener("keydown", event => {
   if (!view || !view.steps.length) return;
   const at = view.steps.findIndex(step => step.number === shown()), last = view.steps.length - 1;
-  const to = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: last }[event.key];
+  const to = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: last, Escape: last }[event.key];
   if (to === undefined) return;
   event.preventDefault();
   choose(view.steps[Math.min(last, Math.max(0, to))].number);
@@ -142,26 +142,36 @@ function showLanes() {
     if (!stages.has(lane.stage)) stages.set(lane.stage, []);
     stages.get(lane.stage).push(lane);
   }
-  const holder = $("stages");
-  while (holder.children.length > 2 * stages.size) holder.lastChild.remove();
-  let n = 0;
+  const holder = $("stages"), focused = holder.contains(document.activeElement);
+  const drawn = new Map([...holder.querySelectorAll("canvas")].map(canvas => [canvas.stage, canvas]));
+  for (const one of [...holder.children]) if (!stages.has(one.stage)) one.remove();
+  if (!stages.size) holder.append(none("No worker has done anything yet."));
+  let before = null;
   for (const [stage, lanes] of stages) {
     lanes.sort((a, b) => byName(a.host, b.host));
-    if (!holder.children[2 * n]) {
-      const canvas = el("canvas", { tabIndex: 0, role: "img" });
-      canvas.addEventListener("keydown", event => steer(event, canvas));
-      canvas.addEventListener("pointermove", event => point(event, canvas));
-      holder.append(el("h3"), canvas);
+    const canvas = drawn.get(stage) || newPicture(stage), heading = canvas.heading;
+    if (canvas.previousElementSibling !== heading || heading.previousElementSibling !== before) {
+      if (before) before.after(heading, canvas);
+      else holder.prepend(heading, canvas);
     }
-    const canvas = holder.children[2 * n + 1];
+    before = canvas;
     canvas.lanes = lanes;
-    canvas.stage = stage;
-    holder.children[2 * n].textContent = `${stageName(stage)}: ${summary(lanes)}`;
-    canvas.setAttribute("aria-label", `${stageName(stage)} on ${lanes.length} hosts: ${summary(lanes)}`);
+    heading.textContent = `${stageName(stage)}: ${summary(lanes)}`;
+    canvas.setAttribute("aria-label", `${stageName(stage)} on ${lanes.length} host${lanes.length === 1 ? "" : "s"}: ${summary(lanes)}`);
     draw(canvas);
-    n++;
   }
-  if (!stages.size) holder.replaceChildren(none("No worker has done anything yet."));
+  if (focused && !holder.contains(document.activeElement)) (before || $("bars")).focus();
+  showCursor();
+}
+
+function newPicture(stage) {
+  // An application gets its keys from screen readers, which keep arrow keys of an image to themselves.
+  const canvas = el("canvas", { tabIndex: 0, role: "application", "aria-roledescription": "timeline", "aria-describedby": "lanes-keys" });
+  canvas.addEventListener("keydown", event => steer(event, canvas));
+  canvas.addEventListener("pointermove", event => point(event, canvas));
+  canvas.heading = el("h3");
+  canvas.stage = canvas.heading.stage = stage;
+  return canvas;
 }
 
 function summary(lanes) {
@@ -198,12 +208,13 @@ function draw(canvas) {
       from = to;
     }
   });
-  const at = cursors[canvas.stage];
-  if (at && at.y < canvas.lanes.length) {
-    const cell = room / canvas.lanes[at.y].cells.length;
-    paint.strokeStyle = colour("mark");
-    paint.lineWidth = 2;
-    paint.strokeRect(LABELS + at.x * cell - 1, at.y * row - 1, cell + 2, row + 1);
+  const at = cursorOf(canvas);
+  if (!at) return;
+  const cell = room / canvas.lanes[at.y].cells.length;
+  for (const [name, line] of [["paper", 6], ["ink", 2]]) {
+    paint.strokeStyle = colour(name);
+    paint.lineWidth = line;
+    paint.strokeRect(LABELS + at.x * cell, at.y * row + 1, Math.max(cell, 2), row - 3);
   }
 }
 
@@ -214,11 +225,13 @@ function clipped(paint, name) {
 }
 
 function steer(event, canvas) {
-  const at = cursors[canvas.stage] || { x: 0, y: 0 }, lanes = canvas.lanes, cells = lanes[0].cells.length;
+  const at = cursorOf(canvas), cells = canvas.lanes[0].cells.length;
+  if (event.key === "Escape") { cursor = null; showLanes(); return; }
   const step = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1], Home: [-cells, 0], End: [cells, 0] }[event.key];
   if (!step) return;
   event.preventDefault();
-  move(canvas, at.x + step[0], at.y + step[1]);
+  const from = at || { x: 0, y: 0 }, moves = at || Math.abs(step[0]) > 1;
+  move(canvas, from.x + (moves ? step[0] : 0), from.y + (moves ? step[1] : 0));
 }
 
 function point(event, canvas) {
@@ -228,11 +241,25 @@ function point(event, canvas) {
 
 function move(canvas, x, y) {
   const lanes = canvas.lanes, cells = lanes[0].cells.length;
-  const at = { x: Math.min(cells - 1, Math.max(0, x)), y: Math.min(lanes.length - 1, Math.max(0, y)) };
-  cursors = { [canvas.stage]: at };
+  cursor = {
+    stage: canvas.stage, partition: picture.partition,
+    x: Math.min(cells - 1, Math.max(0, x)), y: Math.min(lanes.length - 1, Math.max(0, y)),
+  };
   for (const one of $("stages").querySelectorAll("canvas")) draw(one);
-  const lane = lanes[at.y], state = STATES[lane.cells[at.x]] || "nothing known";
-  text("cursor", `${stageName(canvas.stage)} on ${lane.host}, after ${seconds(picture.seconds * at.x / cells)}: ${state}. Over the step: ${summary([lane])}.`);
+  showCursor();
+}
+
+// A cursor stays with the step in which it was set.
+function cursorOf(canvas) {
+  const is = cursor && cursor.partition === picture.partition && cursor.stage === canvas.stage;
+  return is && cursor.y < canvas.lanes.length ? cursor : null;
+}
+
+function showCursor() {
+  const canvas = [...$("stages").querySelectorAll("canvas")].find(cursorOf);
+  if (!canvas) { text("cursor", ""); return; }
+  const lane = canvas.lanes[cursor.y], cells = lane.cells.length, state = STATES[lane.cells[cursor.x]] || "nothing known";
+  text("cursor", `${stageName(canvas.stage)} on ${lane.host}, after ${seconds(picture.seconds * cursor.x / cells)}: ${state}. Over the step: ${summary([lane])}.`);
 }
 
 // figures of a step

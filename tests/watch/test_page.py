@@ -110,6 +110,87 @@ def test_by_keyboard_one_chooses_a_step_and_reads_a_lane(page: Page, browser: Br
 
 
 @pytest.mark.needs("chromium")
+@pytest.mark.parametrize("width", [390, 1200])
+def test_what_the_cursor_is_on_is_said_where_it_can_be_seen(
+    page: Page, browser: Browser, width: int
+) -> None:
+    """Though the pictures of 64 hosts are higher than the screen. It is said to screen readers
+    too, which leave the arrow keys to an application."""
+    opened(browser, page, width)
+    for n in range(3):
+        browser.tell(f"document.querySelectorAll('canvas')[{n}].focus()")
+        assert text(browser, "#cursor") == ""
+        press(browser, "ArrowRight")
+        assert " on host-0, after 0 s: " in text(browser, "#cursor")
+        box = "(r => [r.top, r.bottom, innerHeight])(said.getBoundingClientRect())"
+        top, bottom, screen = browser.tell(box)
+        assert 0 < top < bottom <= screen
+        press(browser, "ArrowRight")
+        assert " on host-0, after 0 s: " not in text(browser, "#cursor")
+        press(browser, "Escape")
+    nodes = browser.call("Accessibility.getFullAXTree")["nodes"]
+    roles = [node["role"]["value"] for node in nodes if not node["ignored"]]
+    assert roles.count("application") == 3
+    says = [property["value"]["value"] for node in nodes for property in node.get("properties", [])
+            if property["name"] == "live" and node["role"]["value"] == "status"]  # fmt: skip
+    assert says == ["polite", "polite"]
+    bars = next(node for node in nodes if node["role"]["value"] == "listbox")
+    told = {one["name"]: one["value"].get("value") for one in bars["properties"]}
+    assert told["orientation"] == "horizontal"
+
+
+@pytest.mark.needs("chromium")
+def test_the_cursor_belongs_to_its_step_and_escape_goes_back_to_the_newest(
+    page: Page, browser: Browser
+) -> None:
+    opened(browser, page)
+    browser.tell("document.querySelector('canvas').focus()")
+    press(browser, "End")
+    said = text(browser, "#cursor")
+    assert said
+    browser.tell("document.getElementById('bars').focus()")
+    press(browser, "Home")
+    until(lambda: text(browser, "#chosen").startswith("step-0 took"), "another step is shown")
+    assert text(browser, "#cursor") == ""
+    press(browser, "Escape")
+    until(lambda: bool(browser.tell("document.getElementById('follow').hidden")), "the newest is")
+    assert text(browser, "#cursor") == said
+
+
+@pytest.mark.needs("chromium")
+def test_a_step_that_has_just_begun_is_drawn_as_it_grows(browser: Browser) -> None:
+    """Its picture lacks the stages that have not begun, and the focus is not lost with them."""
+    history = History("run")
+    history.look(step("step-1", 1_000.0), stats(4), 1_040.0)
+    puts = [event for event in step("step-2", 1_040.0, 10_000) if event.kind == "put"]
+
+    def show(many: int, drawn: int) -> None:
+        """The page, after so many puts of the second step; drawn: the stages in its picture."""
+        later, events = History("run"), [*step("step-1", 1_000.0), *puts[:many]]
+        later.look(events, stats(4), events[-1].at)
+        page.show(later.view(events[-1].at, 2.0))
+        many_drawn = "document.querySelectorAll('canvas').length"
+        until(lambda: browser.tell(many_drawn) == drawn, f"{drawn} stages are drawn")
+
+    with served(history) as page:
+        page.show(history.view(1_040.0, 2.0))
+        opened(browser, page)
+        focused = "(e => e.id || e.getAttribute('aria-label'))(document.activeElement)"
+        for focus, many, drawn, then in (
+            (0, len(puts), 1, "rollout (puts) on "),
+            (2, len(puts), 1, "rollout (puts) on "),
+            (2, 1, 0, "bars"),
+        ):
+            browser.tell(f"document.querySelectorAll('canvas')[{focus}].focus()")
+            show(many, drawn)
+            assert browser.tell(focused).startswith(then)
+            show(0, 3)
+            assert browser.tell(focused).startswith(then)
+        assert browser.errors == []
+        browser.open("about:blank", 1200)
+
+
+@pytest.mark.needs("chromium")
 def test_the_page_says_when_what_it_shows_is_old(page: Page, browser: Browser) -> None:
     history = page.history
     opened(browser, page)

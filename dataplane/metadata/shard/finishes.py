@@ -46,7 +46,7 @@ def lease_of(state: State, number: int) -> Lease:
             state.leases.why_ended(number)
             or (
                 "this lease has already ended, because it was acked or released, or "
-                "because it timed out and its rows returned to the stage. This call "
+                "because it timed out and its rows were returned to the stage. This call "
                 "stored nothing: claim again"
             ),
             lease=number,

@@ -191,7 +191,7 @@ def end(state: State, member: Member, reason: Reason = Reason.DIED) -> int:
     state.leases.end_plan(
         plan,
         f"this plan has ended, because rank {member.rank} of {plan.shape.ranks} exited or "
-        "released the plan before it had acked. All rows returned to the stage: leave "
+        "released the plan before it had acked. All rows were returned to the stage: leave "
         "the loop on every rank and call part.plan(…) again",
     )
     return finishes.give_back(state, plan.lease, reason)

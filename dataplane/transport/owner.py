@@ -499,7 +499,7 @@ def checked_pieces(asked: Get, most: int) -> Records:
     nbytes = largest if largest > most else int(pieces["nbytes"].sum())
     if nbytes > most:
         raise LimitExceeded(
-            f"a request asks for {nbytes} bytes, over the limit of {most}: install the same "
+            f"received a request for {nbytes} bytes, over the limit of {most}: install the same "
             "dataplane release everywhere",
             size=nbytes,
             limit=most,

@@ -32,8 +32,8 @@ T = TypeVar("T")
 
 
 class Admission:
-    """The context manager of `part.admit(…)`. It waits for permits at the start of the `with`
-    block, and returns the unused ones at its end.
+    """The context manager that `part.admit(…)` returns. It waits for permits when the `with` block
+    starts, and returns any unused ones when the block ends.
 
     `n` is the number of groups that may start. `version` is the trainer's version when the shard
     granted the permits. Groups that start now sample from weights of that version or a

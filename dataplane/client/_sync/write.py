@@ -91,8 +91,8 @@ class OtherMemory(Protocol):
 
 
 class Putting(msgspec.Struct, eq=False):
-    """One put in progress. order: the rows of the put in the order of its units, or None if the
-    units keep the order of the rows."""
+    """One put in progress. order: the rows, sorted by unit; None if they are in that order
+    already."""
 
     handle: Handle
     generation: int
@@ -132,8 +132,8 @@ class Putting(msgspec.Struct, eq=False):
             )
 
     def put_units(self, units: list[Unit], row_cost: int) -> None:
-        """Send the units run by run. Raise PutIncomplete if a run fails after an earlier one took
-        effect."""
+        """Send the units, one run at a time. Raise PutIncomplete if a run fails after an earlier
+        one took effect."""
         done = 0
         others = [other.units for other in self.others]
         while done < len(units):

@@ -162,7 +162,7 @@ def columns_of(
         found.append(ChunkColumn(spec, rows, mine, bounds, memory, start))
     if end != len(memory):
         raise ProtocolError(
-            f"invalid chunk: expected {end} bytes, the size of its columns, got {len(memory)}. "
+            f"invalid chunk: expected {end} bytes (the size of its columns), got {len(memory)}. "
             "Install the same dataplane release everywhere"
         )
     return found

@@ -97,8 +97,8 @@ class TableReader:
         specs = layouts.decode(known[chunk.layout])
         if len(specs) != self._shape.used[number]:
             raise ProtocolError(
-                f"chunk {number} has {len(specs)} columns, but not every piece of the chunk names "
-                f"{len(specs)} fields. Install the same dataplane release everywhere"
+                f"chunk {number} has {len(specs)} columns, but one of its pieces lists a different "
+                "number of fields. Install the same dataplane release everywhere"
             )
         if not chunk.number:
             return columns_of(specs, chunk.rows, chunk.inline)

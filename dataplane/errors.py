@@ -220,15 +220,15 @@ class InvalidConfig(DataplaneError, ValueError):
 
 
 class PeerLost(ConnectError):
-    """The connection to the peer was lost during a call, which may have taken effect."""
+    """The connection to the peer was lost during a call. The call may have taken effect."""
 
     next_step = "Connect again, then repeat the call."
     retry: ClassVar[Retry] = "with keys"
 
 
 class PeerLeaves(PeerLost):
-    """The peer left during a call, which may have taken effect. Its rows are moving to other
-    hosts."""
+    """The peer left during a call. The call may have taken effect. The peer's rows are moving to
+    other hosts."""
 
     next_step = "Repeat the call at another peer."
 
@@ -288,7 +288,7 @@ class RosterMismatch(ProtocolError):
 
 
 class StaleEpoch(ProtocolError):
-    """The roster changed during the call, which may have taken effect."""
+    """The roster changed during the call. The call may have taken effect."""
 
     next_step = "Repeat the call."
     retry: ClassVar[Retry] = "with keys"

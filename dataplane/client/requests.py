@@ -77,7 +77,7 @@ class Demand(msgspec.Struct, eq=False):
         given = (self.rows is not None) + (self.groups is not None) + (self.budget is not None)
         if given != 1:
             raise InvalidCall(
-                "a claim takes exactly one of rows=, groups= and budget={tag: sum}, got "
+                "a claim takes exactly one of rows=, groups= and budget={tag: limit}, got "
                 f"{given or 'none'}: pass one of them"
             )
         where = arguments.filter_of(self.where)

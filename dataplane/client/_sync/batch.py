@@ -274,8 +274,8 @@ class Batch(LeasedRows):
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """Drop rows for every stage and free them: the rows of `groups`, the rows at the positions
-        `rows` in the batch, or all rows of the batch. The other rows stay leased."""
+        """Drop rows for every stage and free them: the rows of `groups`, those whose positions in
+        the batch are in `rows`, or all rows of the batch. The other rows stay leased."""
         self.lease.check()
         if rows is None and groups is None:
             self._finish("drop", timeout)

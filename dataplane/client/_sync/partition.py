@@ -183,7 +183,7 @@ class Partition:
         """Lease rows for a stage. Pass exactly one of `rows`, `groups` or `budget`.
 
         - `rows`, `groups`: how many rows or groups to claim. Groups are never split.
-        - `budget={tag: sum}`: claim at least one group, and more as long as the sum of this tag
+        - `budget={tag: limit}`: claim at least one group, and more as long as the sum of this tag
           stays within the budget. Without `group_size`, claim rows instead. Raises
           InvalidRows if the tag of a row is not a finite, non-negative number.
         - `unit`: "groups" or "rows", to choose what `budget` claims.
@@ -299,8 +299,8 @@ class Partition:
         - `rank`, `ranks`: the rank of this process, and the number of ranks. All processes of one
           tensor- or pipeline-parallel replica pass the same rank.
         - `minibatches`: the number of mini-batches per epoch.
-        - `budget={tag: sum}`: no micro-batch exceeds this sum of the tag, unless it is a single
-          row. None: one micro-batch per mini-batch.
+        - `budget={tag: limit}`: the tag's values in a micro-batch add up to at most this limit,
+          unless it is a single row. None: one micro-batch per mini-batch.
         - `balance`: the tag whose sums are made as equal as possible across ranks. Default: the
           tag of `budget`. Every rank gets the same number of rows or, if `unit="groups"`, the same
           number of groups.

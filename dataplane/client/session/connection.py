@@ -348,8 +348,8 @@ def not_encoded(request: Request, exc: Exception) -> InvalidValue:
 
 def peer_lost(peer: str) -> PeerLost:
     return PeerLost(
-        f"the connection to peer {peer!r} was lost during a call, which may have taken effect: "
-        "connect again with dataplane.connect() and repeat the call",
+        f"the connection to peer {peer!r} was lost during a call. The call may have taken effect: "
+        "connect again with dataplane.connect(), then repeat it",
         peer=peer,
     )
 

@@ -72,8 +72,8 @@ def canonical(fields: object) -> dict[str, str]:
         except InvalidCall as exc:
             raise InvalidCall(
                 f"fields[{name!r}]={shown(text):.80}: {exc.message}. Use a dtype with the shape "
-                "of one row ('int64[*]', 'float32[3,*]', 'bfloat16[...]'), a dtype alone for "
-                "single numbers ('float32'), or 'object'"
+                "of one row ('int64[*]', 'float32[3,*]', 'bfloat16[...]'), a dtype "
+                "without a shape for single numbers ('float32'), or 'object'"
             ) from exc
     return found
 

@@ -202,14 +202,14 @@ def key_there(state: State, name: Name) -> Done | DataplaneError | None:
         )
     if state.tombstones.dropped(key):
         return RowsDropped(
-            f"{row} was dropped, so it cannot appear: do not wait for it, "
+            f"{row} was dropped, so it will never appear: stop waiting for it, "
             "or put it again with reuse=True",
             keys=[name],
         )
     if state.sealed:
         return StreamEnd(
             f"partition {state.partition!r} is sealed and has no row "
-            f"{name!r}, so the row cannot appear: do not wait for it"
+            f"{name!r}, so the row will never appear: stop waiting for it"
         )
     return None
 

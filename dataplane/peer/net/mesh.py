@@ -352,8 +352,8 @@ class Mesh:
 
     def _went_away(self, address: str) -> str:
         return (
-            f"peer {self.others.name(address)} at {address} disconnected during a call, which may "
-            "have taken effect: repeat the call once the peer is back"
+            f"peer {self.others.name(address)} at {address} disconnected during a call. "
+            "The call may have taken effect: repeat it once the peer is back"
         )
 
     def part(self, address: str) -> None:

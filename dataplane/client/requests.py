@@ -96,7 +96,7 @@ class Demand(msgspec.Struct, eq=False):
         return Want(kind, count, least, where)
 
     def _budget(self, budget: Mapping[str, float], unit: str, where: list[Any] | None) -> Want:
-        given = arguments.mapping(budget, "budget", "{tag: sum}")
+        given = arguments.mapping(budget, "budget", "{tag: limit}")
         if len(given) != 1:
             raise InvalidCall(
                 f"budget={shown(given):.80}: expected one tag and a limit on the sum of its "

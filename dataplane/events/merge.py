@@ -23,7 +23,7 @@ class Event(msgspec.Struct, frozen=True, gc=False):
 
     - `at`: when the event happened or ended, in seconds on the monotonic clock of the client's
       host; comparable with `time.monotonic()` there.
-    - `uncertain`: the possible error of `at` relative to events of other peers, in seconds.
+    - `uncertain`: the possible error in `at` relative to events from other peers, in seconds.
     - `peer`: the peer that recorded the event.
     - `incarnation`: the incarnation of that peer, which changes if the peer restarts.
     - `number`: the event's position among the events of this incarnation, from 1; 0 while the event
@@ -31,10 +31,10 @@ class Event(msgspec.Struct, frozen=True, gc=False):
     - `offset`: how far the clock of `peer` is ahead of the client's clock, in seconds. `at` is
       already corrected for it.
     - `seconds`: the duration of the event; the duration so far if it is `going_on`.
-    - `client_s`: of a `put`, the seconds that its call had taken when the client sent it; of a
-      `lease_end`, those for which the client worked with the rows. 0: unknown.
+    - `client_s`: for a `put`, how long the call had been running when the client sent the request;
+      for a `lease_end`, how long the client worked with the rows. In seconds; 0 if unknown.
     - `worker`: the process that acted or waited; "" if unknown.
-    - `host`: the peer that this process is attached to.
+    - `host`: the peer that `worker` is attached to.
     """
 
     kind: Kind

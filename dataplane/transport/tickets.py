@@ -85,8 +85,8 @@ def verify(key: bytes, get: Get, owner: Owner, nonce: bytes) -> None:
     # One answer for every way to be a stranger: it tells nothing about the key.
     if not authentic or ticket.nonce != nonce or ticket.digest != digest:
         raise TicketRefused(
-            "the ticket is invalid, because it was made with the key of another run, or for "
-            "another connection or other ranges: start all peers with the same --run "
+            "the ticket is invalid: it was issued with the key of a different run, or for a "
+            "different connection or different ranges. Start all peers with the same --run "
             "and --token-file"
         )
     if (ticket.peer, ticket.incarnation) != (owner.peer, owner.incarnation):

@@ -25,7 +25,6 @@ from bench.report import Run, limits_of_links, others_cores, placement, steady
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = "docs/pictures/report.json"
-_PICTURES = ("hosts", "share", "memory")
 _BLOCK = re.compile(r"(<!-- bench: (\w+) -->\n).*?(<!-- bench: end -->)", re.DOTALL)
 _PAGES = ("README.md", "docs/performance.md", "docs/choosing.md")
 _UNSEEN = ("workers", "latency_ms", "messages", "moved", "step_starts", "step_ends")
@@ -61,8 +60,7 @@ def publish(root: Path, whole: Report) -> list[Path]:
     """Write report, pictures and blocks below `root`; returns what was written."""
     kept, told = root / KEPT, trimmed(whole)
     outputs.write(kept, json.dumps(told, separators=(",", ":")) + "\n")
-    found = [figure for figure in figures([told]) if figure.name in _PICTURES]
-    drawn = document.pictures(kept.parent, found)
+    drawn = document.pictures(kept.parent, figures([told]))
     made = blocks(told)
     for name in _PAGES:
         page = root / name
@@ -105,11 +103,11 @@ def _steps(runs: Sequence[Run]) -> str:
     """A line a job, a column a plane: the median of the steady steps, and their range."""
     timed = [run for run in runs if not run["memory_limit_bytes"]]
     planes = list(dict.fromkeys(run["plane"] for run in timed))
-    lines = []
-    for job in dict.fromkeys(map(_job, timed)):
-        here = {run["plane"]: run for run in timed if _job(run) == job}
-        lines.append([job, *(_step(here[p]) if p in here else "–" for p in planes)])
-    return _table(["steady step", *(CALLED.get(p, p) for p in planes)], lines)
+    lines: dict[str, dict[str, str]] = {}
+    for run in timed:
+        lines.setdefault(_job(run), dict.fromkeys(planes, "–"))[run["plane"]] = _step(run)
+    head = ["steady step", *(CALLED.get(p, p) for p in planes)]
+    return _table(head, [[job, *steps.values()] for job, steps in lines.items()])
 
 
 def _job(run: Run) -> str:

@@ -4,6 +4,7 @@ bench report` makes one of reports that other commands wrote."""
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Sequence
 from html import escape
@@ -21,8 +22,6 @@ from bench.report import Run, cells, label
 
 _FIRST = 3
 """Sentences of a headline that a reader sees first."""
-_LARGE = ("hosts", "memory", "share")
-"""Figures whose panels take the whole width."""
 _STYLE = Path(__file__).with_name("style.css")
 _PAGE = Template("""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
@@ -94,8 +93,7 @@ def _figure(figure: Figure) -> str:
     )
     return (
         f'<section id="{figure.name}"><h2>{escape(figure.title)}</h2>'
-        f"<p>{escape(figure.sentence)}</p>"
-        + f'<div class="panels{" large" * (figure.name in _LARGE)}">{panels}</div></section>'
+        f"<p>{escape(figure.sentence)}</p>" + f'<div class="panels">{panels}</div></section>'
     )
 
 
@@ -134,20 +132,16 @@ def _details(reports: Sequence[Report]) -> str:
                 error = f"<pre>{escape(attempt['error'])}</pre>"
                 parts.append(f"<details><summary>{escape(told)}</summary>{error}</details>")
     parts.append("<h2>Commands and machine</h2>")
-    for where, members in _by_machine(reports).items():
+    for where, members in itertools.groupby(reports, key=_where):
         parts += [f"<pre>{escape(report['command'])}</pre>" for report in members]
         parts.append(f"<p>{escape(where)}</p>")
     return f"<section>{''.join(parts)}</section>"
 
 
-def _by_machine(reports: Sequence[Report]) -> dict[str, list[Report]]:
-    """Reports by where they were made, and with which versions."""
-    found: dict[str, list[Report]] = {}
-    for report in reports:
-        versions = report["machine"]["packages"].items()
-        packages = ", ".join(f"{name} {version}" for name, version in versions)
-        found.setdefault(f"{_machine(report)}; {packages}", []).append(report)
-    return found
+def _where(report: Report) -> str:
+    """The machine of a report, and the versions on it."""
+    versions = report["machine"]["packages"].items()
+    return "; ".join([_machine(report), ", ".join(f"{name} {v}" for name, v in versions)])
 
 
 def _table(runs: Sequence[Run]) -> str:

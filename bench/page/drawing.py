@@ -12,7 +12,7 @@ import itertools
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -102,9 +102,7 @@ class Scale:
     """What an axis counts. `ticks`: just these, for what comes in sizes."""
 
     unit: str
-    ticks: Sequence[float] = field(default_factory=tuple)
-    low: float | None = None
-    high: float | None = None
+    ticks: Sequence[float] = ()
 
 
 def number(value: float) -> str:
@@ -159,7 +157,8 @@ def lines(
         _axis(ax.xaxis, x)
         _axis(ax.yaxis, y)
         ax.set_ylim(0, max(ax.get_ylim()[1], (limit[0] if limit else 0) * 1.12))
-        ax.set_xlim(x.low, x.high)
+        if x.ticks:
+            ax.margins(x=0.06)
         small: dict[str, Any] = {"color": theme["soft"], "fontsize": _LETTER - 1}
         ax.set_xlabel(x.unit, loc="right", **small)
         spot: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points"}

@@ -112,13 +112,6 @@ def _family(run: Run) -> str:
     )
 
 
-def _sizes(family: Sequence[Run]) -> Scale:
-    sizes = sorted({int(run["hosts"]) for run in family})
-    low, high = sizes[0], sizes[-1]
-    margin = (high - low) * 0.06
-    return Scale("hosts", ticks=sizes, low=low - margin, high=high + margin)
-
-
 def hosts(runs: Sequence[Run]) -> Figure | None:
     """Seconds of a step over hosts, each with as much work: medians, and bands of their ranges."""
     panels = []
@@ -141,7 +134,8 @@ def hosts(runs: Sequence[Run]) -> Figure | None:
             dashed, kind = name.endswith("off"), colour(members[0]["plane"])
             band = [(steady(r) or (s[0],) * 3)[1:] for r in members if (s := step(r))]
             drawn.append(Line(told, kind, points, dashed, True, cold, died, band))
-        panels.append(drawing.lines(_family(family[0]), drawn, _sizes(family), Scale("seconds")))
+        sizes = Scale("hosts", sorted({int(run["hosts"]) for run in family}))
+        panels.append(drawing.lines(_family(family[0]), drawn, sizes, Scale("seconds")))
     sentence = (
         "Each host brings the same work, so a flat line means that hosts share no bottleneck. "
         "Points are medians of steady steps, bands show the fastest and the slowest; each step has "
@@ -260,5 +254,4 @@ def _memory_sentence(runs: Sequence[Run]) -> str:
 def figures(reports: Sequence[Report]) -> list[Figure]:
     """All that can be drawn of the runs in these reports."""
     found = [run for report in reports for run in report["runs"]]
-    drawn = (draw(found) for draw in (hosts, memory, share))
-    return [figure for figure in drawn if figure]
+    return [figure for draw in (hosts, memory, share) if (figure := draw(found))]

@@ -1,12 +1,14 @@
 """The work of the workers, on any plane: rollout → reward and reference → trainer ranks (GRPO).
 
-Runs inside the worker processes. Each writes events: digests of what it wrote or read, so that
-the runner can compare the trainer's rows with what was put, and at the end a summary of its
-time.
+`python -m bench.flow JSON` is a worker's process. Each writes events: digests of what it wrote or
+read, so that the runner can compare the trainer's rows with what was put, and at the end a summary
+of its time.
 """
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
 import time
 from collections import defaultdict
@@ -19,11 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench import pace
-from bench.columns import rollout_fields
-from bench.media import Source, digest
+from bench.columns import Source, digest, rollout_fields
 from bench.pace import Pace
+from bench.planes import PLANES
 from bench.planes.base import Array, Batch, Columns, Endpoint, Job, Worker
-from bench.processes import emit
+from bench.processes import die_with, emit
 from bench.traces import Prompt
 
 _LOG_PROB_OF_TOKEN = np.float32(-1e-5)
@@ -131,9 +133,10 @@ def digests(values: Sequence[Array]) -> list[int]:
     return found
 
 
-def main(worker: Worker, endpoint: type[Endpoint]) -> None:
+def main(worker: Worker) -> None:
     """Run a worker: attach, wait for the start, work, and report."""
     roles = {"rollout": rollout, "reward": reward, "reference": reference, "train": train}
+    endpoint = PLANES[worker.job.plane].endpoint
     work = Work(worker, endpoint(worker), Pace(worker.job.pace))
     body = roles[worker.role](work)
     next(body)  # what it needs is made here, before the start
@@ -295,3 +298,15 @@ def advantages(rewards: NDArray[np.float32]) -> NDArray[np.float32]:
     centred: NDArray[np.float32] = rewards - rewards.mean()
     weights: NDArray[np.float32] = centred / (rewards.std() + np.float32(_NEVER_ZERO))
     return weights
+
+
+if __name__ == "__main__":
+    started = msgspec.json.decode(sys.argv[1], type=Worker)
+    die_with(started.job.parent)
+    main(started)
+    # An interpreter takes 40 to 80 ms of a core to take itself apart, while trainers are still at
+    # the last step. So a worker that is done is gone at once.
+    atexit._run_exitfuncs()  # of what a plane brought along: Ray says farewell to its own
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

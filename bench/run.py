@@ -257,7 +257,7 @@ class _Run:
         ]
         for worker in workers:
             spec = msgspec.json.encode(worker).decode()
-            argv = [sys.executable, "-m", "bench.worker", spec]
+            argv = [sys.executable, "-m", "bench.flow", spec]
             self._start(crew, Service(worker.name, argv, speaks=True, host=worker.host))
         names = {worker.name for worker in workers}
         self._listen(crew, "the workers to attach", lambda: self._ready.keys() >= names)

@@ -168,7 +168,7 @@ def _lead(nodes: Nodes, address: str, node: subprocess.Popen[bytes]) -> None:
     """The first host's part: the actors, until the job is over."""
     import ray
 
-    from bench.planes.ray_board import Board
+    from bench.planes.ray_store import Board
 
     _connected(nodes, address, node)
     actor = ray.remote(Board).options(name=BOARD, num_cpus=0)

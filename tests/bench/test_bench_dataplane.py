@@ -53,7 +53,7 @@ def test_a_killed_peer_ends_the_run_with_an_error_and_nobody_stays(
         if killed:
             return
         running = [(p, p.cmdline()) for p in psutil.Process().children()]
-        if any("bench.worker" in command for _, command in running):
+        if any("bench.flow" in command for _, command in running):
             peer = next(process for process, command in running if "peer" in command)
             killed.append(peer.pid)
             peer.kill()

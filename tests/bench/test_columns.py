@@ -5,8 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bench.columns import group_bytes, rollout_fields, shape_of, stage_fields, value_bytes
-from bench.media import Source
+from bench.columns import (
+    Source,
+    group_bytes,
+    rollout_fields,
+    shape_of,
+    stage_fields,
+    value_bytes,
+)
 from bench.traces import TASKS, generate
 
 

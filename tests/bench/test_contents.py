@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bench.columns import rollout_fields
-from bench.media import BLOCK_BYTES, TOKEN_IDS, Source, digest, fill
+from bench.columns import BLOCK_BYTES, TOKEN_IDS, Source, digest, fill, rollout_fields
 from bench.traces import TASKS, Prompt, Sample, Turn
 
 PROMPT = Prompt(3, 0, 120, tuple(Sample((Turn(n),)) for n in (50, 2500, 50, 1)))

@@ -13,8 +13,7 @@ from bench.machine import memory_bytes
 from bench.planes import PLANES
 from bench.planes.base import Job
 from bench.planes.dataplane_plane import DataplanePlane
-from bench.planes.ray_board import Board
-from bench.planes.ray_store import nodes_of, shareable
+from bench.planes.ray_store import Board, nodes_of, shareable
 from bench.run import execute, prepared
 
 LIMIT_S = 200

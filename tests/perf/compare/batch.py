@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from bench.media import fill
+from bench.columns import fill
 from bench.traces import PATCH_VALUES
 
 Array = NDArray[Any]

@@ -66,7 +66,7 @@ def _children(pid: int) -> list[int]:
 
 
 class Sampler:
-    """Records the curve and the peak of every process, of the arenas and of their sum."""
+    """Records the curve and the peak of every process and arena."""
 
     def __init__(
         self, pids: Callable[[], dict[str, int]], limits: Sequence[HostLimit] = ()
@@ -74,14 +74,13 @@ class Sampler:
         self._pids = pids
         self._limits = limits
         self._stop = threading.Event()
-        self._looking = threading.Lock()
+        self._looking = threading.Lock()  # `sample` is also called by others
         self._thread = threading.Thread(target=self._run, name="memory", daemon=True)
         self._points: list[tuple[float, dict[str, int], list[int]]] = []
         self._latest: dict[str, int] = {}
         self._processes_due = 0.0
         self._interval_s = INTERVAL_S
         self.peak_bytes: dict[str, int] = {}
-        self.peak_total_bytes = 0
         self.peak_host_bytes = [0] * len(limits)
         self.sampling_seconds = 0.0  # of a processor
 
@@ -120,21 +119,18 @@ class Sampler:
     def sample(self, processes: bool = True) -> None:
         """Sample the hosts' counters and, unless told not to, all processes."""
         with self._looking:
-            self._sample(processes)
-
-    def _sample(self, processes: bool) -> None:
-        held = [limit.held_bytes() for limit in self._limits]
-        self.peak_host_bytes = [max(pair) for pair in zip(held, self.peak_host_bytes, strict=True)]
-        if processes:
-            start = time.monotonic()
-            self._look()
-            end = time.monotonic()
-            # Walking the page tables of many gigabytes takes time that belongs to the run.
-            self._processes_due = end + _REST * (end - start)
-        self._points.append((time.monotonic(), self._latest, held))
-        if len(self._points) > _MAX_POINTS:
-            self._points = self._points[::2]
-            self._interval_s *= 2
+            held = [limit.held_bytes() for limit in self._limits]
+            self.peak_host_bytes = list(map(max, held, self.peak_host_bytes))
+            if processes:
+                start = time.monotonic()
+                self._look()
+                end = time.monotonic()
+                # Walking the page tables of many gigabytes takes time that belongs to the run.
+                self._processes_due = end + _REST * (end - start)
+            self._points.append((time.monotonic(), self._latest, held))
+            if len(self._points) > _MAX_POINTS:
+                self._points = self._points[::2]
+                self._interval_s *= 2
 
     def _look(self) -> None:
         """Every process, with all below it under its name."""
@@ -148,7 +144,6 @@ class Sampler:
                     arenas.setdefault(arena, (f"arena of {name}", nbytes))
         for owner, nbytes in arenas.values():
             now[owner] = now.get(owner, 0) + nbytes
-        self.peak_total_bytes = max(self.peak_total_bytes, sum(now.values()))
         self._latest = now
         for name, nbytes in now.items():
             self.peak_bytes[name] = max(nbytes, self.peak_bytes.get(name, 0))

@@ -164,9 +164,8 @@ class _Run:
         self.killed: dict[str, Any] | None = None
         self.endings: list[str] = []  # of processes, before the runner ended the others
         self._rollouts_done: Counter[int] = Counter()  # by step
-        self._trainers_done: Counter[int] = Counter()
         self._step_starts: dict[int, float] = {}  # of the first rollout worker
-        self._last_ends: dict[int, float] = {}  # of the trainers that have finished a step
+        self._trained: dict[int, list[float]] = defaultdict(list)  # when each trainer finished
         self._step_ends: list[float] = []
         self._cpu_seconds: dict[str, float] = {}  # of services, the runner, everybody
         self._counted_s = 0.0  # in which those were counted
@@ -301,10 +300,9 @@ class _Run:
     def _stepped(self, crew: Crew, event: dict[str, Any]) -> None:
         """A trainer has finished a step; after the last of them the next policy is out."""
         step = int(event["step"])
-        self._trainers_done[step] += 1
-        self._last_ends[step] = max(event["at"], self._last_ends.get(step, 0.0))
-        if self._trainers_done[step] == self._job.trainers:
-            ended = self._last_ends.pop(step)
+        self._trained[step].append(event["at"])
+        if len(self._trained[step]) == self._job.trainers:
+            ended = max(self._trained[step])
             self._step_ends.append(ended - (self._started or 0.0))
             for rank in range(self._job.hosts):
                 crew.tell(f"rollout-{rank}", f"policy {step + 1} {ended}")
@@ -322,9 +320,7 @@ class _Run:
             "bytes_unique": self._unique_bytes(),
             "bytes_moved": self._moved.total,
             "moved": {
-                k: v
-                for k, v in msgspec.structs.asdict(self._moved).items()
-                if k not in ("pulled", "sent")
+                way: getattr(self._moved, way) for way in ("copied_in", "across", "copied_out")
             },
             "pulled_bytes": self._moved.pulled,  # by host
             "seconds": seconds,
@@ -336,12 +332,10 @@ class _Run:
             "recorded_step_seconds": recorded_seconds(job) / job.steps,
             "full_step": self._full_step(),
             "messages": self._messages,
-            "cpu_ms_per_group": self._cpu_ms_per_group(),
             "step_starts": [at for _, at in sorted(self._step_starts.items())],
             "step_ends": self._step_ends,
             **self._paced(seconds),
             "peak_memory_bytes": sampler.peak_bytes,
-            "peak_total_bytes": sampler.peak_total_bytes,
             "peak_host_bytes": sampler.peak_host_bytes,
             "memory_limit_bytes": job.memory_limit_bytes or None,
             "memory_curve": sampler.curve(self._started or self._opened),
@@ -358,20 +352,11 @@ class _Run:
             ),
         }
 
-    def _groups(self) -> int:
-        return self._ledger.trained_rows // self._job.samples
-
-    def _cpu_ms_per_group(self) -> float | None:
-        """Processor time of the plane's own processes in a trained group's life."""
-        told = self._done.get("controller", {}).get("cpu_seconds", {}) | self._cpu_seconds
-        spent = sum(told[name] for name in told if name not in ("runner", "machine"))
-        return 1e3 * spent / self._groups() if self._cpu_seconds and self._groups() else None
-
     def _per_group(self, before: Counts | None, after: Counts | None) -> dict[str, Any] | None:
         """Messages by kind in a trained group's life, where the plane counts them."""
         if before is None or after is None:
             return None
-        groups = max(1, self._groups())
+        groups = max(1, self._ledger.trained_rows // self._job.samples)
         return {
             where: {k: n / groups for k in counts if (n := counts[k] - before[where].get(k, 0))}
             for where, counts in after.items()

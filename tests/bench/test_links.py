@@ -56,7 +56,6 @@ def test_what_crosses_hosts_crosses_their_links(plane: str, rate: str, tmp_path:
         assert busiest["busy_share"] > 0.5
     else:  # peers count their messages by kind
         assert run["messages"]["local"]["Claimed"] > 0 and run["messages"]["between"]
-        assert run["cpu_ms_per_group"] > 0
 
 
 SMALL = ("--planes", "controller", "--prompts", "1", "--hosts", "2", "--steps", "1")

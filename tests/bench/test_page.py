@@ -51,7 +51,7 @@ def run(plane: str, **changes: Any) -> dict[str, Any]:
         "plane": plane, "trace": "video", "status": "ok", "error": "", "rows": 128,
         "rows_expected": 128, "bytes_unique": 1_770_000_000, "bytes_moved": 2_400_000_000,
         "seconds": 3.1, "peak_memory_bytes": {"arena of host0": 1 << 30, "train-0": 30 << 20},
-        "peak_total_bytes": 2 << 30, "peak_host_bytes": [1 << 30, 900 << 20], "steps": 1,
+        "peak_host_bytes": [1 << 30, 900 << 20], "steps": 1,
         "step_seconds": [3.0], "trainers": 2, "seed": 0, "pace": 0.0,
         "memory_limit_bytes": 3 << 30, "killed": None, "dedup": True,
         "hosts": 2, "prompts": 16, "samples": 8, "staleness": 0, "link": None, "apart": False,

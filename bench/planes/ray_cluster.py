@@ -1,17 +1,15 @@
 """A Ray cluster for one run: a node a host, and an actor that knows what is where.
 
-Each host has a service (`python -m bench.planes.ray_cluster JSON`); its node's processes, object
-store and actors are below it and end with it. Without links of their own, "hosts" are raylets at
-different loopback addresses. Each has an object store of its own, and objects cross between them as
-between machines, over TCP.
+Each host has a node as a service; its processes, object store and actors are below it and end with
+it. On the first host `python -m bench.planes.ray_cluster JSON` is the driver that makes the actors.
+Without links of their own, "hosts" are raylets at different loopback addresses. Each has an object
+store of its own, and objects cross between them as between machines, over TCP.
 Ray is imported where it is used, so that the bench runs without it.
 """
 
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
 import sys
 import threading
 import time
@@ -48,85 +46,42 @@ class Nodes(msgspec.Struct, frozen=True, kw_only=True):
     groups: list[int] = []  # of each step of the job; without steps it runs until it is killed
     storage_units: int = 0
     port: int = 0
-    host: int = 0  # whose node this process is about; the first also has the actors
     linked: bool = False  # whether hosts have links of their own
 
     def place(self, host: int) -> str:
         """A host's address. Of loopback 127.0.0.1 is none: Ray replaces it."""
         return links.address(host) if self.linked else f"127.0.0.{host + 2}"
 
+    @property
+    def address(self) -> str:
+        """The cluster's."""
+        return f"{self.place(0)}:{self.port}"
+
 
 def services(nodes: Nodes, env: dict[str, str] | None = None) -> list[Service]:
-    """A service a host. The first, `ray`, says when the cluster stands and when the job is over."""
-    whole = msgspec.structs.replace(nodes, port=free_ports(1)[0])
+    """A node a host, and `ray`, which says when the cluster stands and when the job is over."""
+    nodes = msgspec.structs.replace(nodes, port=free_ports(1)[0])
     settings = ENVIRONMENT | (env or {})
-    started = []
-    for host in range(nodes.hosts):
-        spec = msgspec.json.encode(msgspec.structs.replace(whole, host=host)).decode()
-        argv = [sys.executable, "-m", "bench.planes.ray_cluster", spec]
-        name = f"ray-host{host}" if host else "ray"
-        started.append(Service(name, argv, settings, speaks=host == 0, host=host))
-    return started
-
-
-def _node(nodes: Nodes, address: str) -> subprocess.Popen[bytes]:
-    argv = [
-        sys.executable,
-        "-m",
-        "ray.scripts.scripts",
-        "start",
-        "--block",
-        "--disable-usage-stats",
+    spec = msgspec.json.encode(nodes).decode()
+    driver = [sys.executable, "-m", "bench.planes.ray_cluster", spec]
+    started = [
+        Service(f"ray-host{host}", leashed(_node(nodes, host)), settings, host=host)
+        for host in range(nodes.hosts)
     ]
-    argv += [f"--node-ip-address={nodes.place(nodes.host)}", f"--num-cpus={_CPUS}"]
-    argv += [f"--object-store-memory={nodes.object_store_bytes}"]
+    return [*started, Service("ray", driver, settings, speaks=True)]
+
+
+def _node(nodes: Nodes, host: int) -> list[str]:
+    argv = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
+    argv += [f"--node-ip-address={nodes.place(host)}", f"--num-cpus={_CPUS}"]
+    argv += [f"--object-store-memory={nodes.object_store_bytes}", "--disable-usage-stats"]
     # Of its own: nodes that start at once in one folder may take the same name for their sockets.
-    argv += [f"--temp-dir={nodes.folder}/ray{nodes.host}"]
+    argv += [f"--temp-dir={nodes.folder}/ray{host}"]
     # Its own choice goes up to 19,999, and it refuses a head's port that lies among them.
     argv += [f"--max-worker-port={FIRST - 1}"]
-    if nodes.host == 0:
-        argv += ["--head", f"--port={nodes.port}", "--include-dashboard=false"]
-    else:
-        argv += [f"--address={address}"]
-    # This process's stdout is for events; what a node says there is advice. Errors go to the log.
-    quiet = subprocess.DEVNULL
-    return subprocess.Popen(leashed(argv), stdin=quiet, stdout=quiet)
-
-
-def _connected(nodes: Nodes, address: str, node: subprocess.Popen[bytes]) -> None:
-    """Wait until all nodes are alive; this process is a driver from the first on."""
-    import ray
-
-    deadline = time.monotonic() + _START_S
-    _await_port(nodes, deadline, node)
-    _init(address, nodes.place(0))
-    while sum(one["Alive"] for one in ray.nodes()) < nodes.hosts:
-        if time.monotonic() > deadline or node.poll() is not None:
-            raise RuntimeError(
-                f"{nodes.hosts} Ray nodes did not start within "
-                f"{_START_S:.0f} s: use fewer hosts, or end other programs"
-            )
-        time.sleep(_PAUSE_S)
-
-
-def _await_port(nodes: Nodes, deadline: float, node: subprocess.Popen[bytes] | None = None) -> None:
-    """Until the cluster's first process listens. RuntimeError at the deadline, or if it ended."""
-    place, port = nodes.place(0), nodes.port
-    while True:
-        try:
-            socket.create_connection((place, port), timeout=1).close()
-            return
-        except OSError as exc:
-            where = f"before listening on {place}:{port}"
-            if node and node.poll() is not None:
-                raise RuntimeError(
-                    f"Ray's head node ended with exit code {node.returncode} {where}"
-                ) from exc
-            if time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"Ray's head node was not listening on {place}:{port} within {_START_S:.0f} s"
-                ) from exc
-        time.sleep(_PAUSE_S)
+    if host:
+        return [*argv, f"--address={nodes.address}"]
+    return [*argv, "--head", f"--port={nodes.port}", "--include-dashboard=false"]
 
 
 def attach(address: dict[str, Any]) -> Any:
@@ -151,26 +106,20 @@ def _init(address: str, place: str) -> None:
 
 
 def main(nodes: Nodes) -> None:
-    """A service's life: a node; on the first host also the board and perhaps TransferQueue."""
-    address = f"{nodes.place(0)}:{nodes.port}"
-    if nodes.host:
-        _await_port(nodes, time.monotonic() + _START_S)
-        raise SystemExit(_node(nodes, address).wait())
-    node = _node(nodes, address)
-    try:
-        _lead(nodes, address, node)
-    finally:
-        node.kill()  # what is below a node has asked the kernel to end with it
-        node.wait()
-
-
-def _lead(nodes: Nodes, address: str, node: subprocess.Popen[bytes]) -> None:
-    """The first host's part: the actors, until the job is over."""
+    """The driver's life: the board and perhaps TransferQueue, until the job is over."""
     import ray
 
     from bench.planes.ray_store import Board
 
-    _connected(nodes, address, node)
+    deadline = time.monotonic() + _START_S
+    _init(nodes.address, nodes.place(0))
+    while sum(one["Alive"] for one in ray.nodes()) < nodes.hosts:
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"{nodes.hosts} Ray nodes did not start within "
+                f"{_START_S:.0f} s: use fewer hosts, or end other programs"
+            )
+        time.sleep(_PAUSE_S)
     actor = ray.remote(Board).options(name=BOARD, num_cpus=0)
     board = actor.remote(nodes.groups)
     ray.get(board.ready.remote())
@@ -180,7 +129,7 @@ def _lead(nodes: Nodes, address: str, node: subprocess.Popen[bytes]) -> None:
 
         backend = {"SimpleStorage": {"num_data_storage_units": nodes.storage_units}}
         transfer_queue.init(OmegaConf.create({"backend": backend}))
-    emit("ready", cluster=address)
+    emit("ready", cluster=nodes.address)
     ray.get(board.finished.remote())
     emit("done")
     threading.Event().wait()  # workers still say goodbye; the runner ends this after them

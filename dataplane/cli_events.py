@@ -25,7 +25,7 @@ def gathered(arguments: argparse.Namespace, find: Find) -> tuple[list[Event], li
     known = steps(events)
     if step is None:
         return events, known[-last:]
-    if step not in known:
+    if step not in known and not any(e.partition == step for e in events):
         shown = few([repr(name) for name in known[::-1]], SHOWN)
         raise InvalidCall(
             f"--step {step!r}: no peer has recorded events for a partition with this name. "

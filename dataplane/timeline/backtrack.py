@@ -263,7 +263,7 @@ class Backtrack:
         if len(step.puts) < 2 or self._is_putting():
             return False
         ready = {e.group for e in step.ready if e.stage == wait.stage}
-        return {put.group for put in step.puts} - step.open_groups.keys() <= ready
+        return {put.group for put in step.puts} - step.open_groups.keys() - step.gone <= ready
 
     def _is_putting(self) -> bool:
         """Return whether more rows may come: the partition is not sealed, and its producers have
@@ -282,6 +282,8 @@ class Backtrack:
         its workers claimed or held rows."""
         step, rows = self.step, Counter[str]()
         for e in step.events:
+            if e.group in step.gone:
+                continue
             if e.kind is Kind.READY:
                 rows[e.stage] += e.rows
             elif e.kind is Kind.LEASE_END and e.reason in (Reason.ACK, Reason.DROP):

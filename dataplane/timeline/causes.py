@@ -177,7 +177,8 @@ class _Causes:
                 ended.append(one)
                 done |= one.groups if one.reason is Reason.ACK else set()
         came = {e.group for e in step.ready if e.stage == stage and e.at <= longest.end}
-        because = f"because {_groups(len(came - done - {''}), 0)} waited for {stage}, and "
+        many = len(came - done - step.gone - {""})
+        because = f"because {_groups(many, 0)} waited for {stage}, and "
         if not ended:
             return f"{because}no worker had claimed from it"
         last = max(ended, key=lambda one: one.ended)

@@ -302,7 +302,7 @@ class Recorder:
             case Kind.DROP:
                 self._group(step, event).dropped += event.rows
             case Kind.LOST:
-                step.wrong = step.wrong or f"{counted(event.rows, 'row')} were lost with a peer"
+                step.wrong = step.wrong or "rows were lost with a peer"
 
     def _group(self, step: _OpenStep, event: Event) -> _OpenGroup:
         group = step.groups.get(event.group)

@@ -41,6 +41,8 @@ class Lease(msgspec.Struct, eq=False):
     is_open: bool = True
     plan: bool = False
     partition: str = ""
+    gone: int = 0
+    """at most so many of the rows that are left were dropped by others, or lost"""
 
     @property
     def seconds(self) -> float:
@@ -63,6 +65,7 @@ class Step:
         self.ready = self._of(Kind.READY)
         self.waits = self._of(Kind.CLAIM_WAIT)
         self.seals = self._of(Kind.SEAL)
+        self.losses = self._of(Kind.LOST)
         self.served_by = self.puts[-1].peer if self.puts else ""
         """the peer that has the partition's metadata"""
         self.leases = leases(self.events, self.now)
@@ -115,6 +118,24 @@ class Step:
         return min([e.at for e in self.ready if e.stage == stage], default=self.end)
 
     @cached_property
+    def gone(self) -> set[Name]:
+        """The groups whose rows were all dropped or lost, and not put again."""
+        came, gone = defaultdict[Name, Counter[str]](Counter), set[Name]()
+        for e in self.events:
+            if e.group == "":
+                continue
+            if e.kind in (Kind.PUT, Kind.READY):
+                came[e.group][e.stage] += e.rows
+                gone.discard(e.group)
+            elif e.kind in (Kind.DROP, Kind.LOST) or e.reason is Reason.DROP:
+                rows = came[e.group]
+                rows.subtract(dict.fromkeys(rows, e.rows))
+                if e.kind is Kind.LOST or max(rows.values(), default=0) <= 0:
+                    gone.add(e.group)
+                    del came[e.group]
+        return gone
+
+    @cached_property
     def open_groups(self) -> dict[Name, int]:
         """The rows of each group of which no stage got any and that has fewer than others."""
         taken = {e.group for e in self.events if e.kind is Kind.LEASE_BEGIN} | {""}
@@ -125,7 +146,7 @@ class Step:
                 came[e.stage, e.group] += e.rows
         for (_, group), rows in came.items():
             found[group] = max(rows, found.get(group, 0))
-        most = max(found.values(), default=0)
+        most, taken = max(found.values(), default=0), taken | self.gone
         return {group: n for group, n in found.items() if n < most and group not in taken}
 
     @cached_property
@@ -182,7 +203,8 @@ class Step:
         return dict(sorted(Counter(lag for _, lag in self.lags).items()))
 
     def missing(self) -> list[str]:
-        """Return the peers that did not answer, or whose events begin after the step did."""
+        """Return the peers that did not answer, whose events begin after the step did, or with
+        which rows of the step were lost."""
         first = min([self.begin, *(e.began for e in self.events)])
         return sorted(
             {
@@ -191,6 +213,7 @@ class Step:
                 if e.kind is Kind.MISSING
                 and (e.reason is Reason.SILENT or e.at > first - self.near_s)
             }
+            | {e.by for e in self.losses}
         )
 
 
@@ -203,6 +226,7 @@ def leases(events: Iterable[Event], now: float, partly: bool = False) -> list[Le
     """Return the leases whose begin is among these events. partly: also those of which only a later
     event is, which says how long they have lasted."""
     found = dict[tuple[str, int, str, int], Lease]()
+    of_group = defaultdict[tuple[str, int, Name], list[Lease]](list)
     for e in events:
         key = e.stage, e.lease, e.partition, e.generation
         begins = e.kind is Kind.LEASE_BEGIN and not e.going_on
@@ -212,18 +236,22 @@ def leases(events: Iterable[Event], now: float, partly: bool = False) -> list[Le
             lease = found.setdefault(key, lease)
         if begins:
             lease.groups.add(e.group)
+            of_group[e.partition, e.generation, e.group].append(lease)
             lease.rows += e.rows
             lease.left += e.rows
         elif e.kind is Kind.LEASE_END and key in found:
             lease = found[key]
             lease.left -= e.rows
             lease.reason = e.reason
-            if lease.left <= 0:
+            if lease.left <= lease.gone:
                 lease.ended, lease.is_open = e.at, False
         elif is_whole_drop(e):
             for (_, _, *of), lease in found.items():
                 if lease.is_open and of == [e.partition, e.generation]:
                     lease.ended, lease.is_open, lease.reason = e.at, False, Reason.DROP
+        elif e.kind in (Kind.DROP, Kind.LOST):
+            for lease in of_group[e.partition, e.generation, e.group]:
+                lease.gone += e.rows if lease.is_open else 0
     return _of_plans(list(found.values()))
 
 

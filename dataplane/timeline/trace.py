@@ -25,7 +25,7 @@ from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import (
 
 from dataplane.errors import counted, duration
 from dataplane.events.merge import Event
-from dataplane.timeline.step import NEAR_S, Step
+from dataplane.timeline.step import NEAR_S, Step, is_whole_drop
 from dataplane.timeline.why import Why, explain
 from dataplane.wire.events import Kind, Reason
 from dataplane.wire.tables import Name
@@ -183,6 +183,10 @@ class _Trace:
             self._add("peer", e.peer, "", _slice(e))
         elif e.kind in _AT_PEER:
             self._add("peer", e.peer, "", _instant(e))
+            if is_whole_drop(e):
+                for (partition, *_), lease in self.leases.items():
+                    if partition == e.partition and lease.slice.end is None:
+                        lease.slice.end = e.at
 
     def _add(self, kind: str, host: str, name: str, slice: _Slice) -> _Slice:
         self.threads[kind, host, name].append(slice)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import msgspec
 
-from dataplane.errors import duration, nearest
+from dataplane.errors import counted, duration, nearest
 from dataplane.events.merge import Event
 from dataplane.timeline.backtrack import Backtrack
 from dataplane.timeline.causes import NAMED_SHARE, Cause, Links, Share, shares, slow_at_the_end
@@ -17,6 +17,8 @@ from dataplane.timeline.step import Step
 from dataplane.timeline.waits import PRODUCER, waits
 from dataplane.wire.events import Kind
 
+_OF_ROWS = {Kind.PUT, Kind.READY, Kind.LEASE_BEGIN, Kind.LOST}
+"""Not only puts, whose events may be lost with the peer that served the partition."""
 IDLE_SHARE = 0.1
 """A stage that is idle for less than this share of the step is the bottleneck of the step."""
 MAX_LINKS = 64
@@ -31,6 +33,7 @@ class Why(msgspec.Struct, frozen=True):
       the others, each sorted by size.
     - `finished`: the step is over.
     - `missing`: peers whose events are missing.
+    - `lost`: how many of its rows were lost, by the peer with which they were.
     - `slow_end`: the first of the shares is a slow worker of the last stage itself.
     """
 
@@ -42,6 +45,7 @@ class Why(msgspec.Struct, frozen=True):
     shares: tuple[Share, ...] = ()
     missing: tuple[str, ...] = ()
     slow_end: bool = False
+    lost: dict[str, int] = {}
 
     @property
     def cause(self) -> Cause:
@@ -70,14 +74,18 @@ class Why(msgspec.Struct, frozen=True):
 
     @property
     def _incomplete(self) -> str:
+        said = "".join(
+            f"; {counted(many, 'row was', 'rows were')} lost with peer {peer}"
+            for peer, many in self.lost.items()
+        )
         if not self.missing:
-            return ""
-        return f" (events of {', '.join(self.missing)} are missing, so this may be wrong)"
+            return said
+        return f"{said} (events of {', '.join(self.missing)} are missing, so this may be wrong)"
 
 
 def steps(events: Iterable[Event]) -> list[str]:
-    """Return the partitions that got rows, in the order of their first put."""
-    return list(dict.fromkeys(e.partition for e in events if e.kind is Kind.PUT))
+    """Return the partitions that got rows, in the order of the first event of rows."""
+    return list(dict.fromkeys(e.partition for e in events if e.kind in _OF_ROWS))
 
 
 def explain(step: Step) -> Why:
@@ -95,7 +103,10 @@ def explain(step: Step) -> Why:
         slow = None
     found = [*([slow] if slow else []), *found]
     of = step.partition, seconds, step.last, idle_s, step.finished
-    return Why(*of, tuple(found), tuple(step.missing()), slow is not None)
+    lost = Counter[str]()
+    for e in step.losses:
+        lost[e.by] += e.rows
+    return Why(*of, tuple(found), tuple(step.missing()), slow is not None, dict(lost))
 
 
 def figures(events: Sequence[Event], partition: str) -> dict[str, float | str]:

@@ -46,7 +46,7 @@ class Kind(enum.StrEnum):
     DROP = "drop"
     """Rows, or the partition, were dropped."""
     LOST = "lost"
-    """`rows` rows were lost with the peer `by`."""
+    """`rows` rows of a group were lost with the peer `by`."""
     ADVANCE = "advance"
     """The trainer advanced to `version`."""
     STALL = "stall"

@@ -130,14 +130,15 @@ def test_a_group_that_is_closed_by_name_or_seal_is_noted_without_a_field() -> No
 
 def test_drops_losses_and_versions_are_noted() -> None:
     s, records = noted(group_size=2)
-    put(s, ["a", "b", "c", "d"], ["g", "g", "h", "h"])
+    put(s, ["a", "b", "c", "d", "e", "f"], ["g", "g", "h", "h", "i", "i"])
     records.clear()
     s.drop(groups=["g", "nobody"])
     s.lost(OWNERS[0])
     s.advance(3)
     assert [(r.kind, r.group, r.rows, r.by, r.version) for r in records] == [
         ("drop", "g", 2, "", 0),
-        ("lost", "", 2, "a", 0),
+        ("lost", "h", 2, "a", 0),
+        ("lost", "i", 2, "a", 0),
         ("advance", "", 0, "", 3),
     ]
 

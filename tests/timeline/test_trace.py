@@ -214,6 +214,23 @@ def test_what_goes_on_does_not_end() -> None:
     assert lease.category == "lease"
 
 
+def test_a_lease_ends_with_its_partition() -> None:
+    """Its holder is not told before it acks, and no event says that the lease ended."""
+    of = {"peer": "a", "partition": STEP, "generation": 1}
+    lease = of | {"stage": "reward", "worker": "pid 7", "host": "a", "lease": 1}
+    events = [
+        Event(Kind.PUT, 1.0, **of, group="g", rows=2),
+        Event(Kind.LEASE_BEGIN, 2.0, **lease, group="g", rows=2),
+        Event(Kind.DROP, 3.0, **of, rows=2, nbytes=64),
+    ]
+    found = traced(events)
+    (held,) = found.of("lease")
+    (dropped,) = found.of("drop")
+    assert held.end == dropped.begin
+    (open_yet,) = traced(events[:2]).of("lease")
+    assert open_yet.end is None
+
+
 def test_what_overlaps_on_a_thread_has_threads_of_its_own() -> None:
     pulls = [
         Event(Kind.PULL, 10.0 + n, "a", seconds=2.5, by="b", nbytes=1, transport="tcp")

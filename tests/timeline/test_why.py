@@ -299,6 +299,45 @@ def test_a_lease_ends_with_its_partition() -> None:
     assert "4 groups waited for reward, and no worker had claimed from it" in found.sentence
 
 
+def test_a_lease_ends_though_its_rows_were_dropped_or_lost_meanwhile() -> None:
+    """Its holder acks what is left of it, which is nothing."""
+    for kind in (Kind.DROP, Kind.LOST):
+        begun, ended = stage("train", 1.2, 2.0, "g", "pid 7")
+        gone = happened(kind, 1.5, rows=8, group="g")
+        other = happened(kind, 1.5, rows=8, group="h")
+        nothing = msgspec.structs.replace(ended, rows=0, group="")
+        (lease,) = leases([begun, gone, nothing], 20.0)
+        assert (lease.is_open, lease.ended) == (False, 2.0)
+        for yet in ([begun, gone], [begun, other, nothing]):
+            assert leases(yet, 20.0)[0].is_open
+
+
+def test_groups_that_were_dropped_or_lost_are_not_waited_for() -> None:
+    """Unless they were put again. Rows that were lost are said to be."""
+    events = [*rolled(4), *stage("reward", 1.2, 1.4, "rollout0", "pid 7", reason=Reason.DROP)]
+    events += [happened(Kind.DROP, 1.5, rows=8, group="rollout1")]
+    events += [happened(Kind.LOST, 1.6, rows=8, group=f"rollout{nth}", by="c") for nth in (2, 3)]
+    again = {"rows": 8, "group": "rollout3", "worker": "rollout", "host": "a"}
+    events += [happened(Kind.PUT, 1.7, **again), happened(Kind.DROP, 1.5, rows=3, group="rollout3")]
+    events += [happened(Kind.READY, 1.7, **again, stage="reward", field="x")]
+    found = explained([*events, waits(1.0, 20.0, Reason.FIELD)])
+    assert found.cause is Cause.TOO_FEW_WORKERS
+    assert "because 1 group waited for reward, and " in found.sentence
+    assert "; 16 rows were lost with peer c (events of c are missing" in found.sentence
+    assert found.lost == {"c": 16}
+
+
+def test_a_step_whose_puts_died_with_the_peer_that_served_it_is_explained() -> None:
+    events = [happened(Kind.LOST, 2.0, rows=8, group="g", by="c", peer="b")]
+    events += [waits(1.0, 20.0, Reason.FIELD)]
+    assert steps(events) == [STEP]
+    said = explained(events).sentence
+    assert said.startswith(f"{STEP} has taken 19 s; train has been idle 19 s of it, 19 s for a ")
+    assert said.endswith(
+        "; 8 rows were lost with peer c (events of c are missing, so this may be wrong)"
+    )
+
+
 def test_a_group_that_lacks_rows_is_named() -> None:
     of = {"rows": 3, "group": "short", "worker": "rollout", "host": "a"}
     events = [*put(1.1, "g0", "rollout"), *put(1.2, "g1", "rollout"), happened(Kind.PUT, 1.3, **of)]

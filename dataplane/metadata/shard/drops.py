@@ -52,13 +52,12 @@ def lose(state: State, owner: Owner) -> int:
     still_open = [group for group in groups if not group.closed]
     for stage in state.stages.values():
         stage.lost += sum([(bits & ~stage.of(block).acked).bit_count() for block, bits in parts])
+    state.happened_to(parts, Record(Kind.LOST, by=owner.peer))
     state.remove(parts)
     state.remove_groups(still_open)
     state.forget_owner(owner)
     state.answers.forget(owner)
     state.tell(Lost(owner))
-    if hit.parts:
-        state.happened(Record(Kind.LOST, rows=len(rows), by=owner.peer))
     return len(keys) // KEY_BYTES
 
 

@@ -166,12 +166,12 @@ def _transfers(placements: list[list[Run]]) -> str:
     """How long a steady step's data takes through each plane; what has no figure, and why."""
     first = placements[0][0]
     link = f"with {links.rated(first['link'])} links" if first["link"] else "over loopback"
-    dedup = "" if first["dedup"] else ", dedup off"
-    said = f"One {first['trace']} step on {first['hosts']} hosts {link}{dedup}."
+    dedup = "" if first["dedup"] else ", without dedup"
+    said = f"The benchmark runs one {first['trace']} step on {first['hosts']} hosts {link}{dedup}."
     timed = [[run for run in same if _steady(run)] for same in placements]
     figures = _figures(timed, lambda run: _seconds(_steady(run)), "{} through {}")
     for same, (told, are_named) in zip(placements, figures, strict=True):
-        takes = ", a step's data takes " if are_named else ": "
+        takes = ", the step's data takes " if are_named else ": "
         said += f" If {_placed(same[0])}{takes + told if told else ', no plane has a figure'}."
     for run in (run for same in placements for run in same if not _steady(run)):
         said += f" {_called(run).capitalize()} has no figure if {_placed(run)}: {_why(run)}."
@@ -279,7 +279,7 @@ def _memory(runs: list[Run]) -> str:
         return f"Memory was not measured: {limited[0]['error']}."
     limit = limited[0]["memory_limit_bytes"] / (1 << 30)
     prompts = limited[0]["prompts"]
-    said = f"{prompts} video prompts with {limit:g} GiB of memory a host."
+    said = f"A step of {prompts} video prompts runs with {limit:g} GiB of memory a host."
     for dedup in (True, False):
         same = [run for run in limited if run["dedup"] is dedup]
         told = []
@@ -289,7 +289,7 @@ def _memory(runs: list[Run]) -> str:
             when = [f" ({fate} if no stage overlaps rollout)" for fate in fates]
             told.append(f"{_called(run)} {_fate(run)}{''.join(when)}")
         if told:
-            said += f" Dedup {'on' if dedup else 'off'}: {_listed(told)}."
+            said += f" {'With' if dedup else 'Without'} dedup, {_listed(told)}."
     return said
 
 

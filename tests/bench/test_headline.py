@@ -42,9 +42,10 @@ APART = [
 def test_transfers_are_told_for_each_plane_apart_first_with_medians() -> None:
     transfers, shares, computed, faster = sentences([*TOGETHER, *APART])
     assert transfers == (
-        "One video step on 6 hosts with 400 Mbit/s links. If rollout has its own hosts, a step's "
-        "data takes 5 s through dataplane, 6 s through a streaming controller and 7 s through a "
-        "controller with barriers. If every host runs every stage: 0.4 s, 10 s and 22 s."
+        "The benchmark runs one video step on 6 hosts with 400 Mbit/s links. If rollout has its "
+        "own hosts, the step's data takes 5 s through dataplane, 6 s through a streaming "
+        "controller and 7 s through a controller with barriers. If every host runs every stage: "
+        "0.4 s, 10 s and 22 s."
     )
     assert shares == (
         "In the trace, rollout and training of the step take 30 s. Moving data is 14% (dataplane), "
@@ -68,7 +69,7 @@ def test_small_transfers_hardly_matter() -> None:
 def test_other_traces_follow_the_first_and_memory() -> None:
     math = [{**one, "trace": "math"} for one in TOGETHER]
     told = sentences([*TOGETHER, *math])
-    moved = [said.split()[1] for said in told if "a step's data takes" in said]
+    moved = [said.split()[4] for said in told if "the step's data takes" in said]
     assert moved == ["video", "math"]
 
 
@@ -80,8 +81,9 @@ def test_transfer_queue_is_in_a_comparison_in_which_nobody_has_dedup() -> None:
     told = sentences([*TOGETHER, *queued])
     assert told[:2] == sentences(TOGETHER)[:2]
     assert told[-2] == (
-        "One video step on 4 hosts with 400 Mbit/s links, dedup off. If rollout has its own "
-        "hosts, a step's data takes 2 s through dataplane and 20 s through TransferQueue."
+        "The benchmark runs one video step on 4 hosts with 400 Mbit/s links, without dedup. If "
+        "rollout has its own hosts, the step's data takes 2 s through dataplane and 20 s through "
+        "TransferQueue."
     )
 
 
@@ -128,9 +130,10 @@ def test_memory_is_told_by_dedup_with_the_fate_of_each_plane() -> None:
         run("dataplane", "video", 2, [1.0], **limit, **needed, **{"phased": True}),
     ]
     assert sentences(runs)[0] == (
-        "16 video prompts with 3 GiB of memory a host. Dedup on: dataplane needed 2 GiB (2 GiB if "
-        "no stage overlaps rollout) and a controller with barriers needed 2 GiB. Dedup off: "
-        "dataplane needed 2 GiB and a controller with barriers was killed by the kernel."
+        "A step of 16 video prompts runs with 3 GiB of memory a host. With dedup, dataplane needed "
+        "2 GiB (2 GiB if no stage overlaps rollout) and a controller with barriers needed 2 GiB. "
+        "Without dedup, dataplane needed 2 GiB and a controller with barriers was killed by the "
+        "kernel."
     )
     unmeasured = [{**one, "status": "not run", "error": "no cgroup"} for one in runs]
     assert sentences(unmeasured)[0] == "Memory was not measured: no cgroup."
@@ -153,7 +156,7 @@ def test_a_plane_that_failed_is_named_beside_those_that_finished() -> None:
 def test_planes_are_named_again_if_others_finished_on_the_other_placement() -> None:
     failed = {**TOGETHER[1], "status": "oom", "step_seconds": []}
     told = sentences([*APART, TOGETHER[0], failed, TOGETHER[2]])[0]
-    taken = "a step's data takes 0.4 s through dataplane and 22 s through a controller with"
+    taken = "the step's data takes 0.4 s through dataplane and 22 s through a controller with"
     assert f"If every host runs every stage, {taken} barriers." in told
     shares = sentences([*APART, TOGETHER[0], failed, TOGETHER[2]])[1]
     assert shares.endswith(": 1% (dataplane) and 42% (a controller with barriers).")

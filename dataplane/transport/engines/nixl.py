@@ -181,7 +181,7 @@ class NixlTransport(Transport):
             return [self._reads]
         with self._lock:
             if self._beside is None:
-                self._beside = NixlReads(self._another, self._memory, "nixl-beside")
+                self._beside = NixlReads(self._another, self._memory, "nixl-second")
                 self._beside.start()
         return [reads for reads in self._all() if reads.ready or reads is self._reads]
 
@@ -191,7 +191,7 @@ class NixlTransport(Transport):
 
     def _another(self) -> Any:
         self._own.bind()
-        agent = _agent(f"{self._name}-beside")
+        agent = _agent(f"{self._name}-second")
         self._register(agent)
         return agent
 

@@ -26,7 +26,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- $needed := add $arena (include "dataplane.mebibytes" .Values.overhead | int64) -}}
 {{- $limit := dig "limits" "memory" (printf "%dMi" $needed) .Values.resources -}}
 {{- if lt (include "dataplane.mebibytes" $limit | int64) $needed -}}
-{{- fail (printf "resources.limits.memory is %s; an arena of %s counts towards it and needs %s beside it: give at least %dMi, or a smaller arena" $limit .Values.arena .Values.overhead $needed) -}}
+{{- fail (printf "resources.limits.memory is %s; an arena of %s counts towards it, and the peer needs %s more: give at least %dMi, or a smaller arena" $limit .Values.arena .Values.overhead $needed) -}}
 {{- end -}}
 {{- $limit -}}
 {{- end -}}

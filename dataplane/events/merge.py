@@ -98,17 +98,19 @@ def merged(pages: Sequence[EventsDone], silent: Iterable[str] = ()) -> list[Even
 
 
 def _names(pages: Sequence[EventsDone]) -> dict[str, str]:
-    """Return the name of each peer by address. Embedded peers of one host share a name, so
-    theirs gets the address too."""
+    """Return the name of each peer by address, also of those that have ended. Embedded peers of
+    one host share a name, so theirs gets the address too."""
     names = {page.address: page.name for page in pages}
     many = Counter(names.values())
-    return {a: name if many[name] == 1 else f"{name} at {a}" for a, name in names.items()}
+    former = {owner.peer: name for page in pages for name, owner in page.former.items()}
+    return former | {a: name if many[name] == 1 else f"{name} at {a}" for a, name in names.items()}
 
 
 def _hosts(pages: Sequence[EventsDone], names: Mapping[str, str]) -> dict[int, str]:
     """Return the peer of each client that a record names, which the client's session number
     tells."""
-    peers = {Owner(page.address, page.incarnation): names[page.address] for page in pages}
+    peers = {owner: name for page in pages for name, owner in page.former.items()}
+    peers |= {Owner(page.address, page.incarnation): names[page.address] for page in pages}
     workers = {one.worker for page in pages for one in (*page.records, *page.going_on)} - {0}
     return {w: name for w in workers for peer, name in peers.items() if peer.has_session(w)}
 

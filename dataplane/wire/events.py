@@ -12,9 +12,11 @@ from typing import Annotated
 
 import msgspec
 
-from dataplane.wire.tables import Body, Name
+from dataplane.wire.tables import Body, Name, Owner
 
 MAX_RECORDS_PER_MESSAGE = 4_096
+MAX_FORMER = 64
+"""A page names this many peers that have ended, the latest ones."""
 
 
 class Kind(enum.StrEnum):
@@ -136,6 +138,9 @@ class Record(msgspec.Struct, array_like=True, gc=False):
 Records = Annotated[list[Record], msgspec.Meta(max_length=MAX_RECORDS_PER_MESSAGE)]
 
 
+Former = Annotated[dict[str, Owner], msgspec.Meta(max_length=MAX_FORMER)]
+
+
 class Events(Body, tag=57):
     """What happened at a peer. address: which peer, "" the one that is asked. since: only what
     happened after that, on the clock of the peer that a client asks. after: only records with a
@@ -154,7 +159,7 @@ class EventsDone(Body, tag=58):
 
     now: the peer's clock as it answered. offset: by how much it is ahead of the clock of the peer
     that the client asked, give or take `uncertain`. workers: what people call the clients.
-    members: the peers of the plane."""
+    members: the peers of the plane. former: the last incarnation of peers that ended, by name."""
 
     address: str
     name: str
@@ -169,3 +174,4 @@ class EventsDone(Body, tag=58):
     members: list[str]
     offset: float = 0.0
     uncertain: float = 0.0
+    former: Former = {}

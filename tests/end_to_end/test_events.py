@@ -19,7 +19,7 @@ from dataplane.events.merge import Event
 from dataplane.timeline.causes import Cause
 from dataplane.timeline.step import Step
 from dataplane.timeline.why import explain
-from tests.end_to_end.conftest import Cluster, line, until
+from tests.end_to_end.conftest import Cluster, in_sync, line, until
 
 
 def of(events: list[Event], kind: str) -> list[Event]:
@@ -266,3 +266,67 @@ def test_why_names_a_lease_that_is_never_acked() -> None:
             held.add(reward=[1.0, 2.0])
             held.ack()
             thread.join()
+
+
+def is_said(plane: dataplane.Plane, name: str, text: str) -> bool:
+    return text in explain(Step(plane.events(), name, time.monotonic())).sentence
+
+
+def test_rows_that_died_with_a_peer_are_told_by_group_and_why_says_so(cluster: Cluster) -> None:
+    """Some of the partitions were served by the peer that is killed. It has two groups of each."""
+    cluster.start("a", "b", "c")
+    served = dict[str, str]()
+    with contextlib.ExitStack() as stack:
+        here, there = (stack.enter_context(cluster.connect(name)) for name in "ab")
+        gone = cluster.connect("c")
+        while len(set(served.values())) < 2:  # the peer that keeps the roster serves none
+            name = f"step-{len(served)}"
+            stages = {"reward": ["x"], "train": ["x", "reward"]}
+            here.partition(name, stages=stages, group_size=2, groups=4)
+            for plane, groups in ((here, "g"), (there, "h"), (gone, "ij")):
+                for group in groups:
+                    plane.partition(name).put({"x": [np.zeros(9_000)] * 2}, group=group)
+            served[name] = of(here.events(), "put")[-1].peer
+        names = list(served)
+        in_sync(here)
+
+        def train(name: str) -> None:
+            with contextlib.suppress(dataplane.PartitionGone):
+                there.partition(name).claim("train", groups=4).ack()
+
+        threads = [threading.Thread(target=train, args=[name]) for name in names]
+        for thread in threads:
+            thread.start()
+
+        def wait() -> bool:
+            waits = [e for e in of(here.events(), "claim_wait") if e.going_on]
+            return sorted(e.partition for e in waits) == sorted(names)
+
+        until(wait, "a trainer waits for each")
+        cluster.kill("c")
+        until(lambda: len(of(here.events(), "lost")) == 2 * len(names), "all losses are told")
+        for plane in (here, there):
+            lost = of(plane.events(), "lost")
+            told = {(e.partition, e.group, e.rows, e.by, e.peer) for e in lost}
+            assert told == {(name, group, 2, "c", "b") for name in names for group in "ij"}
+        puts = of(here.events(), "put")
+        hosts = {(e.partition, e.group): e.host for e in puts}
+        for name in names:
+            found = explain(Step(here.events(), name))
+            assert found.lost == {"c": 4}
+            assert "; 4 rows were lost with peer c (events of c are missing" in found.sentence
+            if served[name] == "b":
+                assert [hosts[name, group] for group in "ghij"] == ["a", "b", "c", "c"]
+                text = (
+                    "because 2 groups waited for reward, and no worker had claimed from it; 4 rows"
+                )
+                until(functools.partial(is_said, here, name, text), f"{name}: {text}")
+        asked = [sys.executable, "-m", "dataplane", "why", "--run", here.name, "--last", "99"]
+        said = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+        assert {line.partition(" ")[0] for line in said.splitlines()} == set(names)
+        for name in names:
+            here.partition(name).drop()
+        for thread in threads:
+            thread.join()
+        with contextlib.suppress(dataplane.DataplaneError):
+            gone.close()

@@ -13,6 +13,7 @@ from dataplane.events.ring import LEAST_WAIT_S, Ring
 from dataplane.wire import frames
 from dataplane.wire.events import EventsDone, Kind, Reason, Record
 from dataplane.wire.messages import Reply
+from dataplane.wire.tables import Owner
 
 
 class Clock:
@@ -88,6 +89,18 @@ def test_peers_of_one_name_are_told_apart() -> None:
     first, second = page("a", Record(Kind.PUT, 1.0)), page("a", Record(Kind.PUT, 2.0))
     second.address = "tcp://other:1"
     assert [e.peer for e in merged([first, second])] == ["a at tcp://a:1", "a at tcp://other:1"]
+
+
+def test_a_peer_that_has_ended_keeps_its_name_in_earlier_events() -> None:
+    """So do its clients. A peer that listens at its address now has a name of its own."""
+    ended = Owner("tcp://c", 7)
+    lost = Record(Kind.LOST, 1.0, by="tcp://c", worker=ended.first_session + 1)
+    (event,) = merged([page("a", lost), page("b", former={"c": ended})])
+    assert (event.by, event.host) == ("c", "c")
+    now = page("d", former={"c": ended})
+    now.address = "tcp://c"
+    (event,) = merged([page("a", lost), now])
+    assert (event.by, event.host) == ("d", "c")
 
 
 def test_what_is_missing_is_an_event() -> None:

@@ -31,6 +31,7 @@ from dataplane.peer.net.streams import Stream
 from dataplane.peer.operations import OPERATIONS
 from dataplane.peer.tasks import in_time
 from dataplane.wire import limits, peering
+from dataplane.wire.events import MAX_FORMER
 from dataplane.wire.messages import Body, Failed
 from dataplane.wire.peering import PeerHello, PeerReply
 from dataplane.wire.tables import Owner
@@ -54,6 +55,8 @@ class KnownPeers:
         self.host = host
         self._bulk = bulk
         self._met: dict[str, PeerHello] = {}
+        self.former: dict[str, Owner] = {}
+        """by name, the last incarnation of peers that ended, for events that they are in"""
 
     def name(self, address: str) -> str:
         """The name of the peer at an address, as far as it is known."""
@@ -79,6 +82,8 @@ class KnownPeers:
         """Check the identity of another peer. Raise VersionMismatch, RosterMismatch or
         PeerNameTaken to refuse it."""
         self._check(hello)
+        if self.incarnation(hello.address) not in (None, hello.incarnation):
+            self.forget(hello.address)
         self._met[hello.address] = hello
 
     def incarnation(self, address: str) -> int | None:
@@ -92,7 +97,11 @@ class KnownPeers:
 
     def forget(self, address: str) -> None:
         """Forget a peer that is no longer a member, so that its name is free."""
-        self._met.pop(address, None)
+        if (hello := self._met.pop(address, None)) is not None:
+            self.former.pop(hello.name, None)
+            self.former[hello.name] = Owner(address, hello.incarnation)
+            if len(self.former) > MAX_FORMER:
+                del self.former[next(iter(self.former))]
 
     def _check(self, hello: PeerHello) -> None:
         """Compare what must be equal; the first difference names both sides."""

@@ -106,6 +106,7 @@ class Timeline:
             going_on,
             named,
             list(host.roster.members),
+            former=dict(self.mesh.others.former),
         )
 
     def _name(self, worker: int) -> str:

@@ -17,9 +17,9 @@ from typing import Any
 
 import msgspec
 
-from bench import links
+from bench.machine import memory_bytes
 from bench.peers import FIRST, free_ports
-from bench.planes.base import Service
+from bench.planes.base import Job, Service
 from bench.processes import die_with, emit, leashed
 
 NAMESPACE = "bench"
@@ -34,54 +34,49 @@ ENVIRONMENT = {
 }
 """Of every process here."""
 _PAUSE_S = 0.05
+_SMALLEST_STORE = 80 << 20  # Ray takes no less than 75 MiB
+_OWN_SHARE = 0.3  # of a host's memory: what Ray's store takes by itself
 
 
-class Nodes(msgspec.Struct, frozen=True, kw_only=True):
-    """What cluster to start. `storage_units`: TransferQueue's, 0 for a cluster without it."""
-
-    hosts: int
-    object_store_bytes: int
-    folder: str
-    parent: int
-    groups: list[int] = []  # of each step of the job; without steps it runs until it is killed
-    storage_units: int = 0
-    port: int = 0
-    linked: bool = False  # whether hosts have links of their own
-
-    def place(self, host: int) -> str:
-        """A host's address. Of loopback 127.0.0.1 is none: Ray replaces it."""
-        return links.address(host) if self.linked else f"127.0.0.{host + 2}"
-
-    @property
-    def address(self) -> str:
-        """The cluster's."""
-        return f"{self.place(0)}:{self.port}"
+def place(job: Job, host: int) -> str:
+    """A host's address. Of loopback 127.0.0.1 is none: Ray replaces it."""
+    return job.address_of(host) if job.link else f"127.0.0.{host + 2}"
 
 
-def services(nodes: Nodes, env: dict[str, str] | None = None) -> list[Service]:
-    """A node a host, and `ray`, which says when the cluster stands and when the job is over."""
-    nodes = msgspec.structs.replace(nodes, port=free_ports(1)[0])
+def store_bytes(job: Job) -> int:
+    """Of each node's object store. Under a limit as much as a peer's arena, which has to do with
+    that too; else as much as Ray would take on a host that has its share of this machine. What does
+    not fit is spilled to disk by Ray."""
+    if job.memory_limit_bytes:
+        return max(_SMALLEST_STORE, job.arena_bytes)
+    return max(int(_OWN_SHARE * memory_bytes()) // job.hosts, job.arena_bytes)
+
+
+def services(job: Job, units: int = 0, env: dict[str, str] | None = None) -> list[Service]:
+    """A node a host, and `ray`, which says when the cluster stands and when the job is over. units:
+    storage units of TransferQueue, 0 for a cluster without it."""
+    port = free_ports(1)[0]
     settings = ENVIRONMENT | (env or {})
-    spec = msgspec.json.encode(nodes).decode()
-    driver = [sys.executable, "-m", "bench.planes.ray_cluster", spec]
+    spec = msgspec.json.encode(job).decode()
+    driver = [sys.executable, "-m", "bench.planes.ray_cluster", spec, str(port), str(units)]
     started = [
-        Service(f"ray-host{host}", leashed(_node(nodes, host)), settings, host=host)
-        for host in range(nodes.hosts)
+        Service(f"ray-host{host}", leashed(_node(job, host, port)), settings, host=host)
+        for host in range(job.hosts)
     ]
     return [*started, Service("ray", driver, settings, speaks=True)]
 
 
-def _node(nodes: Nodes, host: int) -> list[str]:
+def _node(job: Job, host: int, port: int) -> list[str]:
     argv = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
-    argv += [f"--node-ip-address={nodes.place(host)}", f"--num-cpus={_CPUS}"]
-    argv += [f"--object-store-memory={nodes.object_store_bytes}", "--disable-usage-stats"]
+    argv += [f"--node-ip-address={place(job, host)}", f"--num-cpus={_CPUS}"]
+    argv += [f"--object-store-memory={store_bytes(job)}", "--disable-usage-stats"]
     # Of its own: nodes that start at once in one folder may take the same name for their sockets.
-    argv += [f"--temp-dir={nodes.folder}/ray{host}"]
+    argv += [f"--temp-dir={job.folder}/ray{host}"]
     # Its own choice goes up to 19,999, and it refuses a head's port that lies among them.
     argv += [f"--max-worker-port={FIRST - 1}"]
     if host:
-        return [*argv, f"--address={nodes.address}"]
-    return [*argv, "--head", f"--port={nodes.port}", "--include-dashboard=false"]
+        return [*argv, f"--address={place(job, 0)}:{port}"]
+    return [*argv, "--head", f"--port={port}", "--include-dashboard=false"]
 
 
 def attach(address: dict[str, Any]) -> Any:
@@ -105,37 +100,37 @@ def _init(address: str, place: str) -> None:
     )
 
 
-def main(nodes: Nodes) -> None:
+def main(job: Job, port: int, units: int) -> None:
     """The driver's life: the board and perhaps TransferQueue, until the job is over."""
     import ray
 
     from bench.planes.ray_store import Board
 
-    deadline = time.monotonic() + _START_S
-    _init(nodes.address, nodes.place(0))
-    while sum(one["Alive"] for one in ray.nodes()) < nodes.hosts:
+    deadline, address = time.monotonic() + _START_S, f"{place(job, 0)}:{port}"
+    _init(address, place(job, 0))
+    while sum(one["Alive"] for one in ray.nodes()) < job.hosts:
         if time.monotonic() > deadline:
             raise RuntimeError(
-                f"{nodes.hosts} Ray nodes did not start within "
+                f"{job.hosts} Ray nodes did not start within "
                 f"{_START_S:.0f} s: use fewer hosts, or end other programs"
             )
         time.sleep(_PAUSE_S)
     actor = ray.remote(Board).options(name=BOARD, num_cpus=0)
-    board = actor.remote(nodes.groups)
+    board = actor.remote([len(job.of_step(step)) for step in range(job.steps)])
     ray.get(board.ready.remote())
-    if nodes.storage_units:
+    if units:
         import transfer_queue
         from omegaconf import OmegaConf
 
-        backend = {"SimpleStorage": {"num_data_storage_units": nodes.storage_units}}
+        backend = {"SimpleStorage": {"num_data_storage_units": units}}
         transfer_queue.init(OmegaConf.create({"backend": backend}))
-    emit("ready", cluster=nodes.address)
+    emit("ready", cluster=address)
     ray.get(board.finished.remote())
     emit("done")
     threading.Event().wait()  # workers still say goodbye; the runner ends this after them
 
 
 if __name__ == "__main__":
-    given = msgspec.json.decode(sys.argv[1], type=Nodes)
+    given = msgspec.json.decode(sys.argv[1], type=Job)
     die_with(given.parent)
-    main(given)
+    main(given, *map(int, sys.argv[2:]))

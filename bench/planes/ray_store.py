@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 import msgspec
 
 from bench.columns import DEDUP
-from bench.machine import memory_bytes
 from bench.planes import ray_cluster
 from bench.planes.base import (
     Array,
@@ -25,15 +24,11 @@ from bench.planes.base import (
     Columns,
     Endpoint,
     Group,
-    Job,
     Moved,
     Plane,
     Service,
     Worker,
 )
-
-_SMALLEST_STORE = 80 << 20  # Ray takes no less than 75 MiB
-_OWN_SHARE = 0.3  # of a host's memory: what Ray's store takes by itself
 
 
 @dataclass(slots=True)
@@ -130,28 +125,6 @@ class Board:
         return prompt, places, sum(places[name][0] for name, _ in new)
 
 
-def store_bytes(job: Job) -> int:
-    """Of each node. Under a limit as much as a peer's arena, which has to do with that too; else
-    as much as Ray would take on a host that has its share of this machine. What does not fit is
-    spilled to disk by Ray."""
-    if job.memory_limit_bytes:
-        return max(_SMALLEST_STORE, job.arena_bytes)
-    return max(int(_OWN_SHARE * memory_bytes()) // job.hosts, job.arena_bytes)
-
-
-def nodes_of(job: Job, storage_units: int = 0) -> ray_cluster.Nodes:
-    """The cluster that a job needs."""
-    return ray_cluster.Nodes(
-        hosts=job.hosts,
-        object_store_bytes=store_bytes(job),
-        folder=job.folder,
-        parent=job.parent,
-        groups=[len(job.of_step(step)) for step in range(job.steps)],
-        storage_units=storage_units,
-        linked=bool(job.link),
-    )
-
-
 class RayPlane(Plane):
     """The runner's side of whatever runs on a Ray cluster."""
 
@@ -159,14 +132,14 @@ class RayPlane(Plane):
     _cluster = ""
 
     def services(self) -> list[Service]:
-        return ray_cluster.services(nodes_of(self.job))
+        return ray_cluster.services(self.job)
 
     def reachable(self, ready: Mapping[str, dict[str, Any]]) -> bool:
         self._cluster = ready.get("ray", {}).get("cluster", "")
         return bool(self._cluster)
 
     def address(self, host: int) -> dict[str, Any]:
-        return {"cluster": self._cluster, "place": nodes_of(self.job).place(host)}
+        return {"cluster": self._cluster, "place": ray_cluster.place(self.job, host)}
 
     def moved(self, done: Mapping[str, dict[str, Any]]) -> Moved:
         """Every process counts what it copied."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from bench.planes import ray_cluster
 from bench.planes.base import Array, Columns, Moved, Service, Worker
-from bench.planes.ray_store import BoardEndpoint, RayPlane, nodes_of
+from bench.planes.ray_store import BoardEndpoint, RayPlane
 
 UNITS_A_HOST = 2
 
@@ -88,8 +88,7 @@ class TransferQueuePlane(RayPlane):
     can_dedup = False
 
     def services(self) -> list[Service]:
-        units = UNITS_A_HOST * self.job.hosts
-        return ray_cluster.services(nodes_of(self.job, units), environment())
+        return ray_cluster.services(self.job, UNITS_A_HOST * self.job.hosts, environment())
 
 
 def _tensor(values: Sequence[Array]) -> Any:

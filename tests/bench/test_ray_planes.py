@@ -13,7 +13,8 @@ from bench.machine import memory_bytes
 from bench.planes import PLANES
 from bench.planes.base import Job
 from bench.planes.dataplane_plane import DataplanePlane
-from bench.planes.ray_store import Board, nodes_of, shareable
+from bench.planes.ray_cluster import store_bytes
+from bench.planes.ray_store import Board, shareable
 from bench.run import execute, prepared
 
 LIMIT_S = 200
@@ -68,7 +69,7 @@ async def test_a_dropped_group_reaches_no_later_stage_and_nobody_waits_for_it() 
 def test_a_store_has_what_a_peer_has_under_a_limit_and_else_what_ray_would_take() -> None:
     def store(**told: Any) -> int:
         job = Job(plane="ray-store", trace="video", dedup=False, prompts=2, **told)
-        return nodes_of(prepared(job, Path("/nowhere"))).object_store_bytes
+        return store_bytes(prepared(job, Path("/nowhere")))
 
     gigabyte = 1 << 30
     assert store(memory_limit_bytes=12 * gigabyte) == 3 * gigabyte

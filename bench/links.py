@@ -29,7 +29,6 @@ _TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter"
 _BRIDGE = "dp-br"
 _NET = "10.77.0"
 _FIRST = 10
-_START_S = 20.0
 _BURST = "1mb"
 _QUEUE = "50ms"
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -163,11 +162,14 @@ class Network:
         return [counted[_port(host)] for host in range(self.hosts)]
 
     def _plug_in(self, host: int) -> None:
+        waiting = ["unshare", "--net", "--", "sh", "-c", "echo && exec sleep infinity"]
         holder = subprocess.Popen(
-            leashed(["unshare", "--net", "--", "sleep", "infinity"]), stdin=subprocess.DEVNULL
+            leashed(waiting), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
         )
         self._holders.append(holder)
-        _await_namespace(holder)
+        assert holder.stdout is not None
+        if not holder.stdout.readline():  # it says when it has a namespace of its own
+            raise NoNamespaces("could not create the network namespace of a host: run as root")
         port = _port(host)
         _run("ip", "link", "add", port, "type", "veth", "peer", "eth0", "netns", str(holder.pid))
         _run("ip", "link", "set", port, "master", _BRIDGE, "up")
@@ -186,7 +188,7 @@ class Network:
             subprocess.run(["ip", "link", "del", _port(host)], capture_output=True)
         for holder in self._holders:
             holder.kill()
-            holder.wait()
+            holder.communicate()
         self._holders.clear()
         subprocess.run(["ip", "link", "del", _BRIDGE], capture_output=True)
 
@@ -241,16 +243,6 @@ class Traffic:
 
 def _port(host: int) -> str:
     return f"dp{host}"
-
-
-def _await_namespace(holder: subprocess.Popen[bytes]) -> None:
-    """Until the process has a namespace of its own."""
-    ours = Path("/proc/self/ns/net").readlink()
-    deadline = time.monotonic() + _START_S
-    while Path(f"/proc/{holder.pid}/ns/net").readlink() == ours:
-        if holder.poll() is not None or time.monotonic() > deadline:
-            raise NoNamespaces("could not create the network namespace of a host: run as root")
-        time.sleep(0.005)
 
 
 def _run(*argv: str) -> None:

@@ -120,9 +120,6 @@ class Crew:
     def __enter__(self) -> Crew:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.end()
-
     def start(
         self,
         name: str,
@@ -219,7 +216,7 @@ class Crew:
         member.done |= any(event["event"] == "done" for _, event in said)
         return said
 
-    def end(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """End all processes: first ask services that never write events, then kill every
         session."""
         running = [m for m in self.members.values() if m.process.returncode is None]

@@ -21,7 +21,7 @@ from bench.bounds import Impossible
 from bench.headline import CALLED, OURS
 from bench.page import document
 from bench.page.runs import Report, figures, gib
-from bench.report import Run, limits_of_links, others_cores, placement, steady
+from bench.report import Run, grouped, limits_of_links, others_cores, placement, steady
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = "docs/pictures/report.json"
@@ -132,18 +132,17 @@ def _savings(runs: Sequence[Run]) -> str:
     """
     full = [run for run in runs if run["status"] == "ok" and run.get("full_step")]
     planes = list(dict.fromkeys(run["plane"] for run in full))
-    jobs: dict[tuple[str, bool, int], dict[str, Run]] = {}
-    for run in full:
-        jobs.setdefault((run["trace"], run["apart"], run["hosts"]), {})[run["plane"]] = run
-    lines: dict[tuple[str, bool], list[str]] = {}
-    for (trace, apart, _), here in sorted(jobs.items(), key=lambda job: job[0][2]):
-        if len(here) == len(planes) > 1 and OURS in here:
-            lines[trace, apart] = _saved([here[p] for p in planes])
+    lines = []
+    for placed in grouped(full, ("trace", "apart")):
+        jobs = [{run["plane"]: run for run in same} for same in grouped(placed, ("hosts",))]
+        complete = [job for job in jobs if len(job) == len(planes) > 1 and OURS in job]
+        if complete:
+            most = max(complete, key=lambda job: int(job[OURS]["hosts"]))
+            lines.append(_saved([most[plane] for plane in planes]))
     rates = {f"{run['full_step']['link_bits_per_second'] / 1e9:g} Gbit/s" for run in full}
     head = f"full step, {' or '.join(sorted(rates))} a host"
     head_row = [head, "rollout and training", *(CALLED.get(p, p) for p in planes), "saved"]
-    in_order = dict.fromkeys((trace, apart) for trace, apart, _ in jobs)
-    return _table(head_row, [lines[job] for job in in_order if job in lines])
+    return _table(head_row, lines)
 
 
 def _saved(runs: Sequence[Run]) -> list[str]:

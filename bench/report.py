@@ -167,10 +167,8 @@ def first_line(error: str) -> str:
 @contextmanager
 def progress(console: Console, label: str, unit: str = "rows") -> Iterator[Report]:
     """Show a bar on a terminal, and nothing elsewhere."""
-    if not console.is_terminal:
-        yield lambda rows, expected: None
-        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TextColumn(unit), TimeElapsedColumn(), console=console) as bar:
+    more: Any = {"console": console, "disable": not console.is_terminal}
+    with Progress(*columns, TextColumn(unit), TimeElapsedColumn(), **more) as bar:
         task = bar.add_task(label, total=None)
         yield lambda rows, expected: bar.update(task, completed=rows, total=expected)

@@ -107,7 +107,8 @@ class ControllerEndpoint(Endpoint):
             frame, nbytes = receive_table(self._sock)
             if frame.kind == "end":
                 return
-            room = receive_into(self._sock, self._landing.reuse(nbytes))
+            self._landing.rewind()  # the batch before is done with
+            room = receive_into(self._sock, self._landing.keep(nbytes))
             batch = Group(unpack(frame, room))
             yield batch
             if batch.dropped:

@@ -77,12 +77,6 @@ class Landing:
         room, self._free = self._free[:nbytes], self._free[nbytes:]
         return room
 
-    def reuse(self, nbytes: int) -> Buffer:
-        """Room that the next call overwrites."""
-        if nbytes > self._free.size:
-            self._free = _mapped(nbytes)
-        return self._free[:nbytes]
-
 
 def _mapped(nbytes: int, touch: bool = True) -> Buffer:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (0 if touch else _MAP_NORESERVE)

@@ -124,7 +124,7 @@ def read(folder: Path) -> Recording:
     workers = _replayed(steps, had, hosts)
     made, number, folded, untrained = list[list[Prompt]](), 0, dict[str, None](), 0
     for at, step in enumerate(steps):
-        _, others = _roles(step)
+        others = [stage for stage in step.stages if _role(step, stage) == "reference"]
         folded |= dict.fromkeys(others if len(others) > 1 else [])
         path = folder / f"step-{step.number:06}.parquet"
         _, found = read_rows(path, list[_Group], "record again with this version")
@@ -204,17 +204,13 @@ def _starts(steps: Sequence[_Step], staleness: int, optimiser: Sequence[float]) 
     return starts
 
 
-def _roles(step: _Step) -> tuple[str, list[str]]:
-    """(the stage that is replayed as `reward`, those that are replayed as `reference`)."""
-    others = [stage for stage in step.stages if stage != step.last_stage]
-    reward = next((stage for stage in others if "reward" in stage), next(iter(others), ""))
-    return reward, [stage for stage in others if stage != reward]
-
-
 def _role(step: _Step, stage: str) -> str:
+    """The role in which a stage is replayed."""
     if stage == step.last_stage:
         return "train"
-    return "reward" if stage == _roles(step)[0] else "reference"
+    others = [one for one in step.stages if one != step.last_stage]
+    reward = next((one for one in others if "reward" in one), next(iter(others), ""))
+    return "reward" if stage == reward else "reference"
 
 
 def _workers(steps: Sequence[_Step]) -> dict[str, int]:

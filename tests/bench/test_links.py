@@ -107,7 +107,7 @@ def test_however_a_run_ends_nothing_is_left(ended: signal.Signals, tmp_path: Pat
 
 
 def _works(runner: int) -> bool:
-    return any("worker" in _told(process) for process in psutil.Process(runner).children())
+    return any("bench.flow" in _told(process) for process in psutil.Process(runner).children())
 
 
 def _told(process: psutil.Process) -> str:

@@ -11,7 +11,15 @@ import pytest
 
 from dataplane.client.read.column_view import ColumnView, same
 from dataplane.client.read.table import TableReader
-from dataplane.client.write.chunks import Chunk, Piece, Unit, chunks_of, order_of, pieces_of, plan
+from dataplane.client.write.chunks import (
+    NewChunk,
+    NewPiece,
+    Unit,
+    chunks_of,
+    order_of,
+    pieces_of,
+    plan,
+)
 from dataplane.client.write.columns import ValueColumn, prepare
 from dataplane.client.write.copying import copy_chunks
 from dataplane.client.write.message import MessageValues, values_of
@@ -69,7 +77,7 @@ class FakeArena:
         assert self.used <= self.memory.nbytes, "the arena is too small for this test"
         return granted
 
-    def write(self, chunks: Sequence[Chunk], extents: np.ndarray | None = None) -> None:
+    def write(self, chunks: Sequence[NewChunk], extents: np.ndarray | None = None) -> None:
         """Copy the chunks that have no space yet."""
         new = [chunk for chunk in chunks if chunk.offset < 0 and not chunk.is_inline]
         if not new:
@@ -81,12 +89,12 @@ class FakeArena:
             chunk.offset = offset
         copy_chunks(new, Writes(self.memory))  # type: ignore[arg-type]
 
-    def views(self, pieces: Sequence[Piece]) -> dict[str, ColumnView]:
+    def views(self, pieces: Sequence[NewPiece]) -> dict[str, ColumnView]:
         """The values of these pieces, as the peer answers a claim of them."""
         reader = self.reader(pieces)
         return {f: reader.view(f) for f in reader.fields}
 
-    def reader(self, pieces: Sequence[Piece]) -> TableReader:
+    def reader(self, pieces: Sequence[NewPiece]) -> TableReader:
         """What arrives where all rows of these pieces are read."""
         said = said_of(pieces)
         places = np.zeros(len(said.values.chunks), EXTENT)
@@ -142,7 +150,7 @@ def planned(
     return plan(columns, groups, inline)[0], order
 
 
-def said_of(pieces: Sequence[Piece]) -> MessageValues:
+def said_of(pieces: Sequence[NewPiece]) -> MessageValues:
     """What a message says of these pieces."""
     return values_of(PEER, pieces)
 

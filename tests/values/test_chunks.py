@@ -16,7 +16,7 @@ from dataplane.client.write.chunks import (
     DEDUP_BYTES,
     INLINE_BLOCK_BYTES,
     SHARED_COLUMN_BYTES,
-    Piece,
+    NewPiece,
     Unit,
     chunks_of,
     pieces_of,
@@ -369,11 +369,11 @@ def test_chunks_that_the_peer_has_come_behind_those_that_are_new(arena: Any) -> 
     pieces = pieces_of(plan(prepare(columns))[0])
     arena.write(chunks_of(pieces))
     first = chunks_of(pieces)[0]
-    first.range = 3 << 32 | 7
+    first.number = 3 << 32 | 7
     said = said_of(pieces)
     assert first not in said.chunks and said.shared == [first]
     assert said.values.pieces[0].chunk == len(said.chunks)
-    assert said.values.chunks[len(said.chunks)].number == first.range
+    assert said.values.chunks[len(said.chunks)].number == first.number
 
 
 # dedup
@@ -383,7 +383,7 @@ def picture(seed: int, nbytes: int = 5000) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, nbytes).astype(np.uint8)
 
 
-def written(arena: Any, prepared: list[ValueColumn], group: Any = None) -> list[Piece]:
+def written(arena: Any, prepared: list[ValueColumn], group: Any = None) -> list[NewPiece]:
     units, _ = planned(prepared, group)
     pieces = pieces_of(units)
     arena.write(chunks_of(pieces))

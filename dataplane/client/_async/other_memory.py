@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dataplane.client._async.backend import offload
-from dataplane.client._async.write import give_back, needed, room_for
+from dataplane.client._async.space import give_back, needed, room_for
 from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
 from dataplane.client.session.session import Session
-from dataplane.client.write.chunks import Chunk, Piece, Unit, spaces_of
+from dataplane.client.write.chunks import NewChunk, NewPiece, Unit, spaces_of
 
 if TYPE_CHECKING:
     from dataplane.gpu.client.puts import OnDevice
@@ -25,17 +25,18 @@ _OFF_LOOP_BYTES = 64 << 20
 @dataclass(frozen=True, slots=True)
 class OtherPart:
     """The fields of a put that are stored in a pool other than the host arena, or in the host arena
-    if that pool is full. Implements `write.OtherMemory`."""
+    if that pool is full. Its units have the same rows as those of the other fields."""
 
     fields: OnDevice
     units: Sequence[Unit]
 
     @property
     def memory(self) -> int:
+        """The number of this memory in `Session.slabs`."""
         return self.fields.memory
 
     def upto(self, first: int, last: int) -> int:
-        """See `OtherMemory.upto`."""
+        """Return how many of the units from `first` to `last` fit in one run. At least one does."""
         most, nbytes = self.fields.most_bytes, 0
         for stop in range(first, last):
             nbytes += self.units[stop].nbytes
@@ -45,8 +46,8 @@ class OtherPart:
 
     async def write(
         self, handle: Handle, generation: int, which: slice, continuing: bool, until: Deadline
-    ) -> list[Piece]:
-        """See `OtherMemory.write`."""
+    ) -> list[NewPiece]:
+        """Reserve space for the values of these units, and copy the values into it."""
         run = self.units[which]
         units = needed(run)
         done = 0
@@ -65,7 +66,7 @@ class OtherPart:
             raise
         return [piece for unit in run for piece in unit.pieces]
 
-    async def _copy(self, session: Session, chunks: list[Chunk], until: Deadline) -> None:
+    async def _copy(self, session: Session, chunks: list[NewChunk], until: Deadline) -> None:
         """Copy the values, and return once the copies have finished. After a failure, the space is
         freed once nothing writes into it."""
         copies = self.fields.copies(chunks, session.writes)

@@ -22,15 +22,15 @@ import numpy as np
 from dataplane.client import arguments
 from dataplane.client._sync.attaching import attach
 from dataplane.client._sync.calls import UNKNOWN, ask, expect, send
-from dataplane.client._sync.write import give_back, land, named_again, write_columns
+from dataplane.client._sync.space import give_back, land, named_again, write_columns
 from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
 from dataplane.client.read.selection import positions
 from dataplane.client.session.outgoing import Call
 from dataplane.client.session.session import Abandoned
 from dataplane.client.write.chunks import (
-    Chunk,
-    Piece,
+    NewChunk,
+    NewPiece,
     chunks_of,
     room_of,
     select,
@@ -90,20 +90,20 @@ class Added(msgspec.Struct, eq=False):
     lease."""
 
     rows: int
-    pieces: list[Piece]
+    pieces: list[NewPiece]
 
     @property
     def fields(self) -> list[str]:
         names = dict.fromkeys([field for piece in self.pieces for field in piece.fields])
         return [name for name in names if name != UNUSED]
 
-    def of(self, rows: int) -> list[Piece]:
+    def of(self, rows: int) -> list[NewPiece]:
         """Return the pieces with only the rows in `rows`, renumbered from 0."""
         if not self.rows & ~rows:
             return self.pieces
         return select(self.pieces, self._places(rows))
 
-    def needs(self, chunks: Collection[Chunk], rows: int) -> bool:
+    def needs(self, chunks: Collection[NewChunk], rows: int) -> bool:
         """Return whether any of these rows has a value in one of these chunks."""
         return bool(select([p for p in self.pieces if p.chunk in chunks], self._places(rows)))
 
@@ -235,7 +235,7 @@ class Lease:
             self._give_back(one.pieces, kept)
             one.pieces = kept
 
-    def _give_back(self, pieces: Sequence[Piece], kept: Sequence[Piece] = ()) -> None:
+    def _give_back(self, pieces: Sequence[NewPiece], kept: Sequence[NewPiece] = ()) -> None:
         """Of these pieces, the chunks that no message has named, and that `kept` does not need."""
         still = {*chunks_of(kept)}
         unused = [chunk for chunk in chunks_of(pieces) if chunk not in still]
@@ -248,7 +248,7 @@ class Lease:
         order: list[int] | None,
         groups: list[int] | None,
         n: int,
-    ) -> list[Piece]:
+    ) -> list[NewPiece]:
         """Copy values of some rows into the arena. The columns have n rows; order: which of them
         these are, None: all in their order. groups: of each of these rows."""
         check, began = self._check_told, time.monotonic()
@@ -258,7 +258,7 @@ class Lease:
         self.handle.session.tally.added(self.stage, nbytes)
         return pieces
 
-    def _check_told(self, pieces: list[Piece]) -> None:
+    def _check_told(self, pieces: list[NewPiece]) -> None:
         """InvalidRows where one ack cannot tell of all that was added, and of these pieces."""
         added = [piece for one in self._added for piece in one.pieces]
         chunks = chunks_of([*added, *pieces])
@@ -457,7 +457,9 @@ class Lease:
                     done.kept,
                 )
 
-    def _send_with(self, body: Finish, rows: int, pieces: list[Piece], deadline: Deadline) -> Body:
+    def _send_with(
+        self, body: Finish, rows: int, pieces: list[NewPiece], deadline: Deadline
+    ) -> Body:
         """Values that are stored without an ack. Once more where the shard has no space for what is
         inline. rows: those that it finishes."""
         brought = values_of(self.handle.session.owner, pieces)
@@ -502,7 +504,7 @@ class Lease:
             want_bytes=self.handle.session.slabs[0].ahead(room_of(brought.chunks)),
         )
 
-    def _land(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
+    def _land(self, pieces: Sequence[NewPiece], deadline: Deadline) -> None:
         generation = attach(self.handle, deadline)
         land(self.handle, generation, pieces, True, deadline)
 
@@ -601,7 +603,7 @@ class Lease:
             give_back(session, self._unsent())
             self._added = []
 
-    def _unsent(self) -> list[Chunk]:
+    def _unsent(self) -> list[NewChunk]:
         """Chunks that no message has named, when the lease ends."""
         chunks = chunks_of([piece for one in self._added for piece in one.pieces])
         doubt, self._doubt = self._doubt, None

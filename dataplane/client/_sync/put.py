@@ -1,7 +1,8 @@
 """put: check the arguments, plan the messages, send them, and return a `Ref` of the rows.
 
 A put checks all of its arguments before it sends the first message. A later error would leave rows
-that a second put without keys would store twice.
+that a second put without keys would store twice. It sends its units in runs: as many units as fit
+one message and the space that the peer reserves.
 
 
 Generated from dataplane/client/_async/put.py: change that.
@@ -12,35 +13,70 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from dataplane.client._sync.attaching import attach, comes_too_late
 from dataplane.client._sync.backend import offload
+from dataplane.client._sync.calls import expect, send
 from dataplane.client._sync.other_memory import OtherPart
-from dataplane.client._sync.write import Putting, row_cost
+from dataplane.client._sync.space import (
+    give_back,
+    land,
+    named_again,
+    needed,
+    run_end,
+    write_chunks,
+)
 from dataplane.client.arguments import flag, texts
 from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
 from dataplane.client.ref import Ref
+from dataplane.client.session.outgoing import Call
 from dataplane.client.session.slabs import AHEAD_BYTES
 from dataplane.client.write import schema
-from dataplane.client.write.chunks import UNIT_BYTES, Unit, order_of, plan
+from dataplane.client.write.chunks import (
+    UNIT_BYTES,
+    NewPiece,
+    Unit,
+    chunks_of,
+    order_of,
+    pieces_of,
+    plan,
+)
 from dataplane.client.write.columns import ValueColumn, by_name, prepare
+from dataplane.client.write.message import MessageValues, values_of
 from dataplane.client.write.rows import (
+    Identity,
+    Index,
     Names,
     TagValues,
     check_groups,
     check_names,
+    group_names,
     identify,
     name_list,
     row_names,
     tag_columns,
+    take_tags,
 )
-from dataplane.errors import DataplaneError, FieldExists, InvalidRows, RowsGone, counted
-from dataplane.wire.foreign import pairs_of
-from dataplane.wire.tables import Name
+from dataplane.errors import (
+    DataplaneError,
+    FieldExists,
+    PutIncomplete,
+    RowsGone,
+    ShardFull,
+    ValueTooLarge,
+    counted,
+    sized,
+)
+from dataplane.wire.messages import Put, PutDone
+from dataplane.wire.records import EXTENT, KEY, column
+from dataplane.wire.tables import Name, Scalar
 
 if TYPE_CHECKING:
     from dataplane.gpu.client.puts import OnDevice
@@ -49,6 +85,7 @@ log = logging.getLogger(__name__)
 
 SHOWN_NAMES = 8
 """An error lists at most this many keys and group ids."""
+_chunks, _digest, _nbytes = attrgetter("chunks"), attrgetter("digest"), attrgetter("nbytes")
 
 
 def put(
@@ -92,9 +129,6 @@ def _put(
     """Write rows, run by run; PutIncomplete where some runs are in and one failed."""
     session, deadline, began = handle.session, Deadline(timeout), time.monotonic()
     columns = by_name(columns)
-    if isinstance(columns, (dict, Mapping)):
-        # its own way to iterate may be another one
-        columns = pairs_of("the mapping of columns", columns, InvalidRows)
     dedup = texts(dedup, "dedup")
     replace, reuse = flag(replace, "replace"), flag(reuse, "reuse")
     names = None if key is None else name_list(key, "key")
@@ -205,7 +239,7 @@ def _prepare(
     def check_time() -> None:
         deadline.check("put")
 
-    if session.pools is None or not isinstance(columns, Mapping):
+    if session.pools is None:
         return prepare(columns, n, dedup, fields, check_time=check_time), []
     others, rest = session.pools.take(columns, n, dedup)
     for one in others:
@@ -213,3 +247,192 @@ def _prepare(
         n = one.columns[0].count
     host = prepare(rest, n, dedup, fields, check_time=check_time) if rest or not others else []
     return host, others
+
+
+class Putting(msgspec.Struct, eq=False):
+    """One put in progress. order: the rows, sorted by unit; None if they are in that order
+    already."""
+
+    handle: Handle
+    generation: int
+    identity: Identity
+    tags: dict[str, list[Scalar]]
+    replace: bool
+    deadline: Deadline
+    began: float
+    """when the caller called put()"""
+    reuse: bool = False
+    order: Index | None = None
+    gone: int = 0
+    """rows that the peer skipped, because they were put before and have been freed"""
+    there: int = 0
+    """rows that the peer skipped, because they exist with all of these fields"""
+    committed: list[tuple[int, int]] = []
+    """the first row of each message that took effect, and the row after its last, in the order of
+    the units"""
+    others: Sequence[OtherPart] = ()
+    continuing: bool = False
+    """whether this client put or leased the first group or row of the put before"""
+
+    def __post_init__(self) -> None:
+        known = self.identity.continued_keys()[: KEY.itemsize]
+        self.continuing = self.handle.session.known_keys.knows(self.generation, known)
+
+    def check_units(self, units: list[Unit]) -> None:
+        """Raise ValueTooLarge if a unit can never fit."""
+        cap = self.handle.session.share_bytes[int(self.continuing)]
+        needed = max(unit.nbytes for unit in units)
+        if needed > cap:
+            raise ValueTooLarge(
+                f"nothing was put: a single row or group needs {sized(needed)}, but "
+                f"peer {self.handle.session.peer!r} accepts at most {sized(cap)} at once. Put "
+                "fewer bytes at a time, or give the peer a larger arena (DATAPLANE_ARENA, --arena)",
+                needed_bytes=needed,
+                cap_bytes=cap,
+            )
+
+    def put_units(self, units: list[Unit], row_cost: int) -> None:
+        """Send the units, one run at a time. Raise PutIncomplete if a run fails after an earlier
+        one took effect."""
+        done = 0
+        others = [other.units for other in self.others]
+        while done < len(units):
+            stop = run_end(self.handle, units, done, row_cost, others)
+            try:
+                done += self._run(units, done, stop)
+            except Exception as exc:
+                if not self.committed:
+                    raise
+                raise self._incomplete(exc) from exc
+
+    def _run(self, units: list[Unit], done: int, stop: int) -> int:
+        """One message; the number of units that it committed."""
+        for other in self.others:
+            stop = done + other.upto(done, stop)
+        handle, generation, until = self.handle, self.generation, self.deadline
+        session = handle.session
+        chunks, pin = needed(units[done:stop]), 0
+        if any(chunks):
+            count, pin = write_chunks(handle, generation, chunks, self.continuing, until)
+            stop = done + count
+        here = slice(done, stop)
+        pieces = pieces_of(units[here])
+        first, last = units[done].first, units[stop - 1].last
+        try:
+            for other in self.others:
+                pieces += other.write(handle, generation, here, self.continuing, until)
+            ahead = [self._want(0, units, here)]
+            if self.others:
+                ahead += [0] * (len(session.slabs) - 1)
+            for other in self.others:
+                ahead[other.memory] = self._want(other.memory, other.units, here)
+            index = None
+            if self.order is not None or last - first < len(self.identity):
+                index = whole(self._rows(first, last), len(self.identity))
+        except BaseException:
+            give_back(session, chunks_of(pieces))
+            session.pinned(pin)
+            raise
+        self._send(pieces, first, pin, index, ahead)
+        self.committed.append((first, last))
+        return stop - done
+
+    def _rows(self, first: int, last: int) -> Index:
+        """Which rows of the put these are."""
+        return np.arange(first, last) if self.order is None else self.order[first:last]
+
+    def _send(
+        self,
+        pieces: list[NewPiece],
+        first: int,
+        pin: int,
+        index: Index | None,
+        ahead: list[int],
+    ) -> None:
+        """The message of the rows at `index`; once more where the shard has no space for what is
+        inline. first: which row of the units is its first."""
+        brought = values_of(self.handle.session.owner, pieces, first)
+        try:
+            self._tell(brought, pin, index, ahead)
+        except ShardFull as full:
+            if not full.details.get("values"):  # it has none for rows
+                raise
+            self.handle.shard_is_full()
+            held, pin = named_again(self.handle.session, brought, full, pin)
+            land(self.handle, self.generation, pieces, self.continuing, self.deadline)
+            brought = values_of(self.handle.session.owner, pieces, first)
+            self._tell(brought, pin, index, ahead)
+            del held  # the values have another holder now
+
+    def _tell(
+        self, brought: MessageValues, pin: int, index: Index | None, ahead: list[int]
+    ) -> None:
+        """The message of the rows at `index`, and what its answer grants. ahead: bytes that are
+        asked for, by memory."""
+        session, call = self.handle.session, None
+        try:
+            body = Put(
+                self.handle.name,
+                self.generation,
+                self.identity.wire(index),
+                brought.values,
+                take_tags(self.tags, index),
+                pin,
+                self.replace,
+                ahead[0],
+                continuing=self.continuing,
+                reuse=self.reuse,
+                want_in_pools=ahead[1:],
+                client_s=time.monotonic() - self.began,
+            )
+            self.deadline.check("put")
+            call = Call(body, self.deadline)
+            reply = expect(send(session, call), PutDone, body)
+        except BaseException:
+            session.pinned(pin)  # nobody keeps it, so it is released
+            if call is None or not call.in_flight:
+                give_back(session, brought.chunks)
+            raise
+        if reply.extents:
+            session.keep(column(reply.extents, EXTENT).tolist())
+        brought.committed()
+        for chunk in brought.shared:  # the pin was for this message
+            chunk.number = None
+        self.gone += reply.gone
+        self.there += reply.there
+        rows = len(self.identity) if index is None else len(index)
+        session.tally.put(rows, brought.nbytes, brought.copied_bytes)
+
+    def _want(self, memory: int, units: Sequence[Unit], here: slice) -> int:
+        """How much to ask for ahead: what comes next in this put, else as much as this time."""
+        following = units[here.stop : 2 * here.stop - here.start] or units[here]
+        nbytes = sum(map(_nbytes, following))
+        if not nbytes or any(map(_digest, chain.from_iterable(map(_chunks, following)))):
+            return 0
+        return self.handle.session.slabs[memory].ahead(nbytes)
+
+    def _incomplete(self, exc: Exception) -> PutIncomplete:
+        rows = np.concatenate([self._rows(*rows) for rows in self.committed])
+        there = self.identity.wire(rows)
+        message = exc.message if isinstance(exc, DataplaneError) else str(exc)
+        return PutIncomplete(
+            f"the put failed ({type(exc).__name__}: {message}) after {len(rows)} of "
+            f"{len(self.identity)} rows were stored in partition {self.handle.name!r}. "
+            "Repeat the put with the same keys to store the other rows",
+            committed=row_names(there),
+            committed_groups=group_names(there),
+            rows=rows.tolist(),
+        )
+
+
+def whole(rows: Index, n: int) -> Index | None:
+    """Return None if these are all n rows in order."""
+    return None if len(rows) == n and (n == 1 or np.array_equal(rows, np.arange(n))) else rows
+
+
+def row_cost(identity: Identity) -> int:
+    """Return about how many bytes each row adds to a message, without its values."""
+    cost = 64
+    if identity.names is not None:
+        cost += sum(len(n) for n in identity.names if isinstance(n, str)) // len(identity.names)
+    return cost

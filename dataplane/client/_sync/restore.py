@@ -24,13 +24,13 @@ from dataplane.client._sync.attaching import attach, define
 from dataplane.client._sync.backend import to_its_end
 from dataplane.client._sync.calls import UNKNOWN, ask, expect, limit_beside, send
 from dataplane.client._sync.save import filing, path_of, within
-from dataplane.client._sync.write import give_back
+from dataplane.client._sync.space import give_back
 from dataplane.client.checkpoint.archive import Manifest, PartitionNote, directory_name, verified
 from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
 from dataplane.client.session.outgoing import Call
 from dataplane.client.session.session import Session
-from dataplane.client.write.chunks import Chunk, chunks_of
+from dataplane.client.write.chunks import NewChunk, chunks_of
 from dataplane.client.write.message import values_of
 from dataplane.errors import DataplaneError, PartitionConflict, counted
 from dataplane.memory.placement import placed
@@ -185,7 +185,7 @@ def _put(handle: Handle, reader: PartReader, portion: Portion, deadline: Deadlin
 
 
 def _fill(
-    session: Session, reader: PartReader, chunks: list[Chunk], sources: dict[Chunk, int]
+    session: Session, reader: PartReader, chunks: list[NewChunk], sources: dict[NewChunk, int]
 ) -> None:
     for chunk in chunks:
         if chunk.nbytes:

@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from dataplane.client.checkpoint.archive import FILES, corrupt, failing
 from dataplane.client.checkpoint.arrow_out import TABLES, UNKNOWN
-from dataplane.client.write.chunks import Chunk, Piece, room_of, select
+from dataplane.client.write.chunks import NewChunk, NewPiece, room_of, select
 from dataplane.errors import ProtocolError
 from dataplane.metadata.tables.bits import in_bytes, rows_of
 from dataplane.metadata.tables.names import format_minted
@@ -46,10 +46,10 @@ class Portion:
     bytes.bin."""
 
     rows: Rows
-    pieces: list[Piece]
+    pieces: list[NewPiece]
     tags: dict[str, list[Scalar]]
     progress: Progress
-    sources: dict[Chunk, int]
+    sources: dict[NewChunk, int]
 
 
 class PartReader:
@@ -117,10 +117,10 @@ class _Batch:
             raise ValueError(
                 f"a row has group number {number}, but its batch has {self.n_groups} groups"
             )
-        self.sources: dict[Chunk, int] = {}
+        self.sources: dict[NewChunk, int] = {}
         for one in chunks.to_pylist():
             space = aligned(one["nbytes"]) or ALIGNMENT_BYTES
-            chunk = Chunk((), one["rows"], one["nbytes"], space, one["layout"])
+            chunk = NewChunk((), one["rows"], one["nbytes"], space, one["layout"])
             chunk.beside = one["lengths"] or b""
             if one["offset"] + chunk.nbytes > nbytes:
                 raise ValueError(
@@ -131,7 +131,7 @@ class _Batch:
         every = list(self.sources)
         self.pieces = [self._piece(one, every) for one in pieces.to_pylist()]
 
-    def _piece(self, one: dict[str, Any], chunks: list[Chunk]) -> Piece:
+    def _piece(self, one: dict[str, Any], chunks: list[NewChunk]) -> NewPiece:
         if one["chunk"] >= len(chunks):
             raise ValueError(
                 f"a piece refers to chunk {one['chunk']}, but its batch has only "
@@ -146,7 +146,7 @@ class _Batch:
         rows = rows_of(given << one["base"])
         fields = tuple([UNUSED if field is None else field for field in one["fields"]])
         at = column(one["at"], U4, len(rows)).tolist() if one["at"] else None
-        return Piece(chunks[one["chunk"]], fields, rows, one["first"], at)
+        return NewPiece(chunks[one["chunk"]], fields, rows, one["first"], at)
 
     def portions(self, most_bytes: int) -> Iterator[Portion]:
         """Each of groups, or rows without one, whose chunks take about so many bytes."""
@@ -154,11 +154,11 @@ class _Batch:
         single = self.n - int(counts.sum())
         ends = [0, *np.cumsum(np.concatenate([counts, np.ones(single, np.int64)])).tolist()]
         unit_of = np.repeat(np.arange(len(ends) - 1), np.diff(ends)).tolist()
-        used: list[list[Chunk]] = [[] for _ in ends[1:]]
+        used: list[list[NewChunk]] = [[] for _ in ends[1:]]
         for piece in self.pieces:
             for unit in range(unit_of[piece.rows[0]], unit_of[piece.rows[-1]] + 1):
                 used[unit].append(piece.chunk)
-        bounds, nbytes, pieces, here = [0], 0, 0, set[Chunk]()
+        bounds, nbytes, pieces, here = [0], 0, 0, set[NewChunk]()
         for unit, chunks in enumerate(used):
             new = {*chunks} - here
             more = room_of(new)

@@ -187,7 +187,7 @@ class _Part:
         places = []
         for number, (chunk, at) in enumerate(zip(chunks, starts, strict=True), 1):
             reader.read(portion.sources[chunk], memory.data[at : at + chunk.nbytes])
-            chunk.range = number  # it does not go with the message
+            chunk.number = number  # it does not go with the message
             places.append((at, chunk.nbytes))
         values = values_of(_OWNER, portion.pieces).values
         table = Table(portion.rows, values, places=np.array(places, U8).tobytes())

@@ -58,11 +58,11 @@ _field, _spec, _lengths = attrgetter("field"), attrgetter("spec"), attrgetter("l
 _nbytes, _space, _chunk = attrgetter("nbytes"), attrgetter("space"), attrgetter("chunk")
 
 
-class Chunk(msgspec.Struct, eq=False):
+class NewChunk(msgspec.Struct, eq=False):
     """What is stored as one: some rows of some columns.
 
     It goes with the message (`is_inline`), or has no space yet, or is at `offset` in space of this
-    client, or the peer knows it as `range`. columns: with just its rows. space: what it takes in
+    client, or the peer knows it as `number`. columns: with just its rows. space: what it takes in
     the arena. head: the lengths of its rows, which are before the values, but for device memory.
     beside: what goes with the message: the lengths of one for device memory, all of an inline one.
     data: the bytes of one that is, or was, inline. digest: the name of a deduplicated one.
@@ -79,7 +79,7 @@ class Chunk(msgspec.Struct, eq=False):
     is_inline: bool = False
     digest: bytes = b""
     offset: int = -1
-    range: int | None = None
+    number: int | None = None
 
     def land(self) -> None:
         """It does not go with the message any more: the bytes of an inline chunk need space."""
@@ -108,14 +108,14 @@ class Chunk(msgspec.Struct, eq=False):
         return places
 
 
-class Piece(msgspec.Struct, eq=False):
+class NewPiece(msgspec.Struct, eq=False):
     """Which rows have their values in a chunk.
 
     fields: per column of the chunk. rows: ascending, numbered through the write in the order of its
     units. Their values are in the chunk's rows from `first` on, or in those that `at` names.
     """
 
-    chunk: Chunk
+    chunk: NewChunk
     fields: tuple[str, ...]
     rows: Sequence[int]
     first: int = 0
@@ -123,7 +123,7 @@ class Piece(msgspec.Struct, eq=False):
 
 
 class Unit(msgspec.Struct, eq=False):
-    """Rows that are reserved and committed whole."""
+    """Rows `first` to `last` - 1, which are reserved and committed whole."""
 
     first: int
     last: int
@@ -133,22 +133,22 @@ class Unit(msgspec.Struct, eq=False):
     """the first row of its block"""
     inline_bytes: int = 0
     """about what goes with the message"""
-    pieces: list[Piece] = []
+    pieces: list[NewPiece] = []
     """of all other columns"""
-    chunks: list[Chunk] = []
+    chunks: list[NewChunk] = []
     """those that this unit is the first to need"""
-    repeats: list[Chunk] = []
+    repeats: list[NewChunk] = []
     """deduplicated ones that an earlier unit has too"""
     nbytes: int = 0
     """what its chunks take in the arena"""
 
 
-def room_of(chunks: Iterable[Chunk]) -> int:
+def room_of(chunks: Iterable[NewChunk]) -> int:
     """What these chunks take in the arena."""
     return sum(map(_space, chunks))
 
 
-def spaces_of(chunks: Iterable[Chunk]) -> list[Extent]:
+def spaces_of(chunks: Iterable[NewChunk]) -> list[Extent]:
     """Where these chunks are in the arena, each with its padding; neighbours are joined."""
     spaces: list[Extent] = []
     start = end = -1
@@ -313,10 +313,10 @@ class _Planner:
     """Fills units. Equal values of deduplicated fields have one chunk in all of them."""
 
     def __init__(self) -> None:
-        self._chunks: dict[bytes, Chunk] = {}
+        self._chunks: dict[bytes, NewChunk] = {}
         """by digest"""
         self._hashed: dict[tuple[int, int], bytes] = {}
-        self._here: set[Chunk] = set()
+        self._here: set[NewChunk] = set()
         """deduplicated ones of the unit"""
 
     def fill(self, unit: Unit, columns: Sequence[ValueColumn], on_device: bool = False) -> None:
@@ -347,17 +347,17 @@ class _Planner:
         large = [row for row in range(column.count) if column.size_of(row) >= DEDUP_BYTES]
         if not large:
             return None
-        users: dict[Chunk, list[int]] = {}
+        users: dict[NewChunk, list[int]] = {}
         for row in large:
             chunk = self._once(unit, chunk_of([column.part(row, row + 1)]))
             users.setdefault(chunk, []).append(unit.first + row)
         for chunk, rows in users.items():
             at = [0] * len(rows) if len(rows) > 1 else None
-            unit.pieces.append(Piece(chunk, (column.field,), rows, 0, at))
+            unit.pieces.append(NewPiece(chunk, (column.field,), rows, 0, at))
         apart = {*large}
         return [row for row in range(column.count) if row not in apart]
 
-    def _once(self, unit: Unit, chunk: Chunk) -> Chunk:
+    def _once(self, unit: Unit, chunk: NewChunk) -> NewChunk:
         """The chunk of these bytes: this one, or the one that has them already."""
         digest = self._digest(chunk)
         found = self._chunks.setdefault(digest, chunk)
@@ -372,7 +372,7 @@ class _Planner:
         self._here.add(found)
         return found
 
-    def _digest(self, chunk: Chunk) -> bytes:
+    def _digest(self, chunk: NewChunk) -> bytes:
         """Of its bytes and its layout. The same memory is hashed once."""
         (column,) = chunk.columns
         buffers = column.buffers()
@@ -404,7 +404,7 @@ def _add(
     """A chunk for each of these groups of columns. rows: of each."""
     chunks = [chunk_of(group, on_device) for group in groups]
     unit.chunks += chunks
-    unit.pieces += map(Piece, chunks, map(fields_of, groups), rows)
+    unit.pieces += map(NewPiece, chunks, map(fields_of, groups), rows)
 
 
 def _add_cut(unit: Unit, column: ValueColumn, rows: Sequence[int], on_device: bool) -> None:
@@ -425,7 +425,7 @@ def fields_of(columns: Sequence[ValueColumn]) -> tuple[str, ...]:
     return tuple(map(_field, columns))
 
 
-def chunk_of(columns: Sequence[ValueColumn], on_device: bool = False) -> Chunk:
+def chunk_of(columns: Sequence[ValueColumn], on_device: bool = False) -> NewChunk:
     """A chunk of these columns."""
     head, beside = b"".join(map(_lengths, columns)), b""
     if on_device:
@@ -435,12 +435,12 @@ def chunk_of(columns: Sequence[ValueColumn], on_device: bool = False) -> Chunk:
         end = (end + _UP & _DOWN) + column.nbytes
     space = (end + _UP & _DOWN) or ALIGNMENT_BYTES
     layout = layouts.encode(tuple(map(_spec, columns)))
-    return Chunk(columns, columns[0].count, end, space, layout, head, beside)
+    return NewChunk(columns, columns[0].count, end, space, layout, head, beside)
 
 
-def pieces_of(units: Sequence[Unit]) -> list[Piece]:
+def pieces_of(units: Sequence[Unit]) -> list[NewPiece]:
     """The pieces of neighbouring units. The small columns of a block become one inline chunk."""
-    pieces: list[Piece] = []
+    pieces: list[NewPiece] = []
     begin, nbytes = units[0], 0
     for unit, following in zip(units, [*units[1:], None], strict=True):
         pieces += unit.pieces
@@ -452,19 +452,19 @@ def pieces_of(units: Sequence[Unit]) -> list[Piece]:
         if unit.inline:
             rows = range(begin.first, unit.last)
             columns = _parts(unit.inline, begin.first, unit.last)
-            pieces.append(Piece(_inline(columns), fields_of(columns), rows))
+            pieces.append(NewPiece(_inline(columns), fields_of(columns), rows))
         begin, nbytes = following or begin, 0
     return pieces
 
 
-def _inline(columns: Sequence[ValueColumn]) -> Chunk:
+def _inline(columns: Sequence[ValueColumn]) -> NewChunk:
     chunk = chunk_of(columns)
     chunk.data = chunk.beside = b"".join(chunk.image())
     chunk.is_inline = True
     return chunk
 
 
-def _of_rows(chunk: Chunk, rows: Sequence[int]) -> Chunk:
+def _of_rows(chunk: NewChunk, rows: Sequence[int]) -> NewChunk:
     """An inline chunk of just these rows of one: the shard keeps no others."""
     columns, data = [], chunk.data or b""
     for column, start in chunk.places():
@@ -479,7 +479,7 @@ def _of_rows(chunk: Chunk, rows: Sequence[int]) -> Chunk:
     return _inline(columns)
 
 
-def select(pieces: Iterable[Piece], rows: Sequence[int]) -> list[Piece]:
+def select(pieces: Iterable[NewPiece], rows: Sequence[int]) -> list[NewPiece]:
     """What of these pieces belongs to `rows`, which ascend: they are numbered from 0 on."""
     selected = []
     for piece in pieces:
@@ -499,24 +499,24 @@ def select(pieces: Iterable[Piece], rows: Sequence[int]) -> list[Piece]:
             chunk = piece.chunk
             if chunk.is_inline and len(at) < chunk.rows:
                 chunk, at = _of_rows(chunk, at), [*range(len(at))]
-            one = Piece(chunk, piece.fields, numbers, at[0])
+            one = NewPiece(chunk, piece.fields, numbers, at[0])
             if at != [*range(at[0], at[0] + len(at))]:
                 one.first, one.at = 0, at
             selected.append(one)
     return selected
 
 
-def without(pieces: Iterable[Piece], fields: Collection[str]) -> list[Piece]:
+def without(pieces: Iterable[NewPiece], fields: Collection[str]) -> list[NewPiece]:
     """These pieces without some fields."""
     left = []
     for piece in pieces:
         kept = tuple([UNUSED if field in fields else field for field in piece.fields])
         if any(kept):
-            left.append(Piece(piece.chunk, kept, piece.rows, piece.first, piece.at))
+            left.append(NewPiece(piece.chunk, kept, piece.rows, piece.first, piece.at))
     return left
 
 
-def chunks_of(pieces: Iterable[Piece]) -> list[Chunk]:
+def chunks_of(pieces: Iterable[NewPiece]) -> list[NewChunk]:
     """The chunks that these pieces are in, each once."""
     return list(dict.fromkeys(map(_chunk, pieces)))
 
@@ -527,7 +527,7 @@ def _memory(source: Buffer) -> tuple[int, int]:
     return source.__array_interface__["data"][0], source.nbytes
 
 
-def _equal(one: Chunk, other: Chunk) -> bool:
+def _equal(one: NewChunk, other: NewChunk) -> bool:
     if (one.layout, one.nbytes) != (other.layout, other.nbytes):
         return False
     images = one.image(), other.image()

@@ -174,12 +174,6 @@ def prepare(
     schema.
     """
     columns = by_name(columns)
-    if not isinstance(columns, (dict, Mapping)):  # an ABC is slow to tell
-        raise InvalidRows(
-            "columns must be a mapping of field names to columns with one entry per row, "
-            f"such as {{'tokens': [[1, 2], [3]]}}, not {shown(columns):.60}"
-        )
-    columns = pairs_of("the mapping of columns", columns, InvalidRows)
     names, given = tuple(columns), list(columns.values())
     plain = {*map(type, names)} <= {str}  # others may have a hash that raises
     names = checked_names(names) if plain else tuple(map(checked_name, names))
@@ -207,15 +201,23 @@ def prepare(
     return made
 
 
-def by_name(columns: Any) -> Any:
-    """A TensorDict as a mapping of names to columns: nested keys are joined with ".", data that are
-    no tensors keep their Python types. Other columns are returned as they are.
+def by_name(columns: Any) -> dict[str, Any]:
+    """The columns of a mapping or a TensorDict, by field. Nested keys of a TensorDict are joined
+    with ".", and its data that are no tensors keep their Python types. A field of a tensorclass
+    that is None is left out.
 
-    InvalidRows for one without a batch size, with a "." in a key, or whose rows have different
-    keys. A field of a tensorclass that is None is not put.
+    InvalidRows for what is neither, and for a TensorDict without a batch size, with a "." in a key,
+    or whose rows have different keys.
     """
-    if type(columns) is dict or not objects.is_tensordict(columns):
+    if type(columns) is dict:
         return columns
+    if not objects.is_tensordict(columns):
+        if not isinstance(columns, Mapping):
+            raise InvalidRows(
+                "columns must be a mapping of field names to columns with one entry per row, "
+                f"such as {{'tokens': [[1, 2], [3]]}}, not {shown(columns):.60}"
+            )
+        return pairs_of("the mapping of columns", columns, InvalidRows)
     if not columns.batch_size:
         raise InvalidRows(
             "a TensorDict with batch_size [] has no rows: set batch_size to [number of rows]"
@@ -234,13 +236,7 @@ def by_name(columns: Any) -> Any:
 def named_once(columns: Any, named: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a call that takes them in a mapping and by name. InvalidCall if a field
     is in both."""
-    given: Any = {} if columns is None else by_name(columns)
-    if not isinstance(given, Mapping):
-        raise InvalidCall(
-            "expected a mapping of field names to columns with one entry per row, such as "
-            f"{{'reward': [1.0, 0.5]}}, got {shown(given):.60}"
-        )
-    given = pairs_of("the mapping of columns", given, InvalidRows)
+    given = {} if columns is None else by_name(columns)
     if twice := given.keys() & named.keys():
         raise InvalidCall(
             f"field {min(twice)!r} was passed both in the mapping and as a keyword argument: pass "

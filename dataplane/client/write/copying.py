@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from dataplane.client.write.chunks import Chunk, spaces_of
+from dataplane.client.write.chunks import NewChunk, spaces_of
 from dataplane.client.write.parallel import SHARED_BYTES, Copy, carry_out, populate
 from dataplane.memory.extents import Extent
 from dataplane.memory.mapping import ByteArray, WriteMaps
@@ -23,7 +23,7 @@ JOINED_VALUE_BYTES = 512
 """So are values that are smaller than this on average."""
 
 
-def copy_chunks(chunks: Sequence[Chunk], writes: WriteMaps) -> None:
+def copy_chunks(chunks: Sequence[NewChunk], writes: WriteMaps) -> None:
     """Copy these chunks to their places in the arena."""
     spaces = spaces_of(chunks)
     nbytes = sum([length for _, length in spaces])
@@ -31,7 +31,9 @@ def copy_chunks(chunks: Sequence[Chunk], writes: WriteMaps) -> None:
     carry_out(_copies(chunks, spaces, writes), nbytes)
 
 
-def _copies(chunks: Sequence[Chunk], spaces: Sequence[Extent], writes: WriteMaps) -> Iterator[Copy]:
+def _copies(
+    chunks: Sequence[NewChunk], spaces: Sequence[Extent], writes: WriteMaps
+) -> Iterator[Copy]:
     """Small ones are carried out here; large ones are handed over. spaces: as `spaces_of` has
     them."""
     following = iter(chunks)
@@ -48,7 +50,7 @@ def _copies(chunks: Sequence[Chunk], spaces: Sequence[Extent], writes: WriteMaps
             at += chunk.space
 
 
-def _copy_columns(memory: memoryview, chunk: Chunk) -> Iterator[Copy]:
+def _copy_columns(memory: memoryview, chunk: NewChunk) -> Iterator[Copy]:
     written = len(chunk.head)
     memory[:written] = chunk.head
     for column, start in chunk.places():
@@ -80,7 +82,7 @@ def _copy(memory: memoryview, buffers: list[Buffer]) -> Iterator[Copy]:
         at += nbytes
 
 
-def is_stored(chunk: Chunk, stored: ByteArray) -> bool:
+def is_stored(chunk: NewChunk, stored: ByteArray) -> bool:
     """Whether these are the bytes of a deduplicated chunk."""
     at = 0
     for buffer in chunk.image():

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.client.write.chunks import Chunk, Piece, chunks_of
+from dataplane.client.write.chunks import NewChunk, NewPiece, chunks_of
 from dataplane.metadata.tables.bits import all_of, bits_of, bytes_of
 from dataplane.metadata.tables.pieces import UNUSED
 from dataplane.metadata.tables.references import ids_of
@@ -27,7 +27,7 @@ from dataplane.wire.tables import INLINE, Owner, Values
 Records = npt.NDArray[Any]
 _rows, _nbytes, _layout = attrgetter("rows"), attrgetter("nbytes"), attrgetter("layout")
 _beside, _offset, _digest = attrgetter("beside"), attrgetter("offset"), attrgetter("digest")
-_is_inline, _range = attrgetter("is_inline"), attrgetter("range")
+_is_inline, _number = attrgetter("is_inline"), attrgetter("number")
 _chunk, _at = attrgetter("chunk"), attrgetter("at")
 _use = attrgetter("fields", "rows", "first", "at")
 CHUNK_COST_BYTES = 64
@@ -42,8 +42,8 @@ class MessageValues(msgspec.Struct, eq=False):
     message."""
 
     values: Values
-    chunks: list[Chunk]
-    shared: list[Chunk]
+    chunks: list[NewChunk]
+    shared: list[NewChunk]
     copied_bytes: int
 
     @property
@@ -57,18 +57,18 @@ class MessageValues(msgspec.Struct, eq=False):
             chunk.offset = -1
         if ranges is not None:
             for chunk, known in zip(self.chunks, ids_of(ranges).tolist(), strict=False):
-                chunk.range = known
+                chunk.number = known
 
 
-def values_of(owner: Owner, pieces: Sequence[Piece], base: int = 0) -> MessageValues:
+def values_of(owner: Owner, pieces: Sequence[NewPiece], base: int = 0) -> MessageValues:
     """What a message says of these pieces. owner: the peer of this host. base: the row of the
     write that is the first one of the message."""
     chunks = sorted(chunks_of(pieces), key=_is_inline)
     placed = len(chunks) - sum(map(_is_inline, chunks))
     own, inline = chunks[:placed], chunks[placed:]
-    shared = list(filter(_range, own))
+    shared = list(filter(_number, own))
     if shared:
-        own = [chunk for chunk in own if chunk.range is None]
+        own = [chunk for chunk in own if chunk.number is None]
         chunks = [*own, *shared, *inline]
     numbers = dict(zip(chunks, range(len(chunks)), strict=True))
     form = _form if _are_alike(pieces) else _form.__wrapped__
@@ -84,7 +84,7 @@ def values_of(owner: Owner, pieces: Sequence[Piece], base: int = 0) -> MessageVa
     if own:
         offsets = [*map(_offset, own), *none[len(own) :]]
     if shared:
-        names = [chunk.range or 0 for chunk in chunks]
+        names = [chunk.number or 0 for chunk in chunks]
     every = map(
         tables.Chunk,
         owners,
@@ -102,7 +102,7 @@ def values_of(owner: Owner, pieces: Sequence[Piece], base: int = 0) -> MessageVa
     return MessageValues(values, own, shared, copied_bytes)
 
 
-def _are_alike(pieces: Sequence[Piece]) -> bool:
+def _are_alike(pieces: Sequence[NewPiece]) -> bool:
     """Whether other messages are likely to have pieces of the same form."""
     return (
         len(pieces) <= _FEW_PIECES
@@ -142,11 +142,11 @@ def _form(
     return list(fields), list(distinct), pieces, owners, of_layouts
 
 
-def digests_of(chunks: Sequence[Chunk]) -> bytes:
+def digests_of(chunks: Sequence[NewChunk]) -> bytes:
     """A DIGEST record per deduplicated chunk."""
     return np.array([(chunk.digest, chunk.nbytes) for chunk in chunks], DIGEST).tobytes()
 
 
-def message_bytes(chunks: Iterable[Chunk]) -> int:
+def message_bytes(chunks: Iterable[NewChunk]) -> int:
     """About what these chunks add to a message."""
     return sum([CHUNK_COST_BYTES + len(chunk.beside) for chunk in chunks])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dataplane.client.deadline import Deadline
-from dataplane.client.write.chunks import Chunk
+from dataplane.client.write.chunks import NewChunk
 from dataplane.client.write.columns import ValueColumn, checked_name, lengths_of, spec_of
 from dataplane.errors import InvalidCall, InvalidRows, counted
 from dataplane.gpu.device import Copy, Located
@@ -42,7 +42,7 @@ class OnDevice:
         """How much of a put is copied at once: a quarter of the device arena."""
         return self.opened.pool.nbytes // 4
 
-    def copies(self, chunks: Sequence[Chunk], writes: WriteMaps) -> DeviceCopies:
+    def copies(self, chunks: Sequence[NewChunk], writes: WriteMaps) -> DeviceCopies:
         """The copies of these fields' values to the places of their chunks."""
         return DeviceCopies(self.opened, chunks, writes)
 
@@ -113,7 +113,7 @@ class DeviceCopies:
     """Copies of values to the places of their chunks, asked of the streams that the values are
     on."""
 
-    def __init__(self, opened: Opened, chunks: Sequence[Chunk], writes: WriteMaps) -> None:
+    def __init__(self, opened: Opened, chunks: Sequence[NewChunk], writes: WriteMaps) -> None:
         self._opened, self._chunks, self._writes = opened, chunks, writes
         self._windows: list[object] = []
 

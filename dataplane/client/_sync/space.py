@@ -1,0 +1,265 @@
+"""Space for the values of a write: reserve it, copy into it, and return what was not used.
+
+The client uses space of its slab first, so a steady producer needs one round trip. Once a message
+names space, the space belongs to that message, even if the message fails.
+
+
+Generated from dataplane/client/_async/space.py: change that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+
+from dataplane.client._sync.attaching import attach
+from dataplane.client._sync.backend import offload
+from dataplane.client._sync.calls import ask
+from dataplane.client.deadline import Deadline
+from dataplane.client.handle import Handle
+from dataplane.client.session.session import Session
+from dataplane.client.write.chunks import (
+    NewChunk,
+    NewPiece,
+    Unit,
+    chunks_of,
+    pieces_of,
+    plan,
+    room_of,
+    spaces_of,
+)
+from dataplane.client.write.columns import prepare
+from dataplane.client.write.copying import copy_chunks, is_stored
+from dataplane.client.write.message import (
+    CHUNK_COST_BYTES,
+    MessageValues,
+    digests_of,
+)
+from dataplane.errors import ShardFull
+from dataplane.memory.placement import placed
+from dataplane.metadata.tables.references import ids_of
+from dataplane.wire.limits import MAX_CHUNKS_PER_MESSAGE
+from dataplane.wire.messages import Reserve, Reserved
+from dataplane.wire.records import EXTENT, RANGE, U8, column
+
+RUN_BYTES = 256 << 20
+"""The values of one message have about this many bytes, and at most a quarter of the quota. Long
+copies are faster: above a length that the C library chooses, they bypass the caches."""
+MESSAGE_BYTES = 16 << 20
+"""The approximate maximum size of one message with rows, in bytes."""
+CHUNKS_PER_RUN = MAX_CHUNKS_PER_MESSAGE // 2
+"""The limit for all memories together. A single unit may need more."""
+_digest = attrgetter("digest")
+
+
+def write_columns(
+    handle: Handle,
+    columns: Mapping[str, Any],
+    n: int,
+    deadline: Deadline,
+    order: list[int] | None = None,
+    groups: list[int] | None = None,
+    check: Callable[[list[NewPiece]], None] = lambda pieces: None,
+) -> list[NewPiece]:
+    """Copy new fields of n leased rows into the arena, without sending a message. order: the order
+    of the rows in the pieces. groups: the group of each row, or NO_GROUP. check: raises an error
+    for pieces that do not fit one ack, before anything is written."""
+    session = handle.session
+    generation = attach(handle, deadline)
+    fields = handle.definition.fields
+    prepared = prepare(columns, n, (), fields, "the batch has", lambda: deadline.check("add"))
+    if order is not None:
+        prepared = [column.take(order) for column in prepared]
+    inline = handle.takes_inline()
+    units: list[Unit] = (offload(lambda: plan(prepared, groups, inline), n << 6))[0]
+    pieces, done = pieces_of(units), 0
+    check(pieces)
+    try:
+        while done < len(units):
+            run = needed(units[done : run_end(handle, units, done, 0)])
+            if any(run):
+                count, _ = write_chunks(handle, generation, run, True, deadline)
+            else:
+                count = len(run)
+            done += count
+    except BaseException:
+        give_back(session, chunks_of(pieces))
+        raise
+    for piece in pieces:
+        for one in piece.chunk.columns:
+            one.source = []  # let go of the caller's memory
+    return pieces
+
+
+def run_end(
+    handle: Handle,
+    units: list[Unit],
+    start: int,
+    row_cost: int,
+    others: Sequence[Sequence[Unit]] = (),
+) -> int:
+    """Return the end of the run that starts at unit `start`: at least one unit, and no more than
+    the peer can reserve at once. others: units of the same rows in other memories."""
+    if len(units) == 1:
+        return 1
+    session = handle.session
+    most = min(RUN_BYTES, session.share_bytes[0] // 4)
+    nbytes = cost = chunks = 0
+    for stop in range(start, len(units)):
+        unit = units[stop]
+        nbytes += unit.nbytes
+        chunks += len(unit.pieces) + (1 if unit.inline else 0)
+        chunks += sum([len(other[stop].pieces) for other in others])
+        cost += row_cost * (unit.last - unit.first) + unit.inline_bytes
+        rows = unit.last - units[start].first
+        if stop > start and (
+            nbytes > most
+            or cost + CHUNK_COST_BYTES * chunks > MESSAGE_BYTES
+            or rows > session.max_rows
+            or chunks > CHUNKS_PER_RUN
+        ):
+            return stop
+    return len(units)
+
+
+def needed(units: Sequence[Unit]) -> list[list[NewChunk]]:
+    """Return the chunks of each unit that have no space yet, each once."""
+    found: list[list[NewChunk]] = []
+    seen: set[NewChunk] = set()
+    for unit in units:
+        chunks = unit.chunks
+        if unit.repeats:
+            chunks = [chunk for chunk in (*chunks, *unit.repeats) if chunk not in seen]
+        found.append(chunks)
+        seen.update(chunks)
+    return found
+
+
+def write_chunks(
+    handle: Handle,
+    generation: int,
+    units: list[list[NewChunk]],
+    continuing: bool,
+    deadline: Deadline,
+) -> tuple[int, int]:
+    """Reserve space for the chunks of the first of these units, and copy those that the peer does
+    not have yet. Return the number of these units, and the pin of the shared chunks."""
+    session = handle.session
+    count, chunks, pin = room_for(handle, generation, units, continuing, deadline)
+    if not chunks:
+        return count, pin
+    try:
+        offload(lambda: copy_chunks(chunks, session.writes), room_of(chunks))
+    except BaseException:
+        give_back(session, chunks)
+        for chunk in chain.from_iterable(units[:count]):
+            chunk.number = None
+        session.pinned(pin)
+        raise
+    return count, pin
+
+
+def room_for(
+    handle: Handle,
+    generation: int,
+    units: Sequence[Sequence[NewChunk]],
+    continuing: bool,
+    deadline: Deadline,
+    memory: int = 0,
+) -> tuple[int, list[NewChunk], int]:
+    """Find space for the chunks of the first of these units (at least one) in a slab, or reserve
+    it. Chunks that the peer already has are shared instead. Return the number of these units, the
+    chunks that have space now, and the pin of the shared ones. memory: the number of a device,
+    whose values may also go to the host arena.
+    """
+    session = handle.session
+    slabs = session.slabs[memory]
+    chunks = list(chain.from_iterable(units))
+    named = list(filter(_digest, chunks))
+    if not named:
+        offset = slabs.take(room_of(chunks))
+        if offset is not None:
+            for chunk in chunks:
+                chunk.offset = offset
+                offset += chunk.space
+            return len(units), chunks, 0
+        session.give_back(slabs.take_idle(0))  # perhaps somebody waits for it, or this call will
+    asked = [np.array([chunk.nbytes for chunk in unit], U8).tobytes() for unit in units]
+    body = Reserve(handle.name, generation, asked, continuing, digests_of(named), memory)
+    where = "on the device" if memory else "in the arena"
+    reserved = ask(session, body, Reserved, deadline, f"waiting for space {where}")
+    chunks = list(chain.from_iterable(units[: reserved.units]))
+    left = space = column(reserved.extents, EXTENT).tolist()
+    try:
+        if named:
+            nbytes = sum([chunk.nbytes for chunk in named])
+            offload(lambda: share(session, named, chunks, reserved), nbytes)
+        own = [chunk for chunk in chunks if chunk.number is None]
+        offsets, left = placed([chunk.nbytes for chunk in own], space)
+        for chunk, offset in zip(own, offsets, strict=True):
+            chunk.offset = offset
+    except BaseException:
+        for chunk in chunks:
+            chunk.number = None
+        session.pinned(reserved.pin)
+        raise
+    finally:
+        session.keep(left)
+    return reserved.units, own, reserved.pin
+
+
+def share(
+    session: Session, candidates: list[NewChunk], granted: Sequence[NewChunk], reserved: Reserved
+) -> None:
+    """Use chunks that the peer already has instead of writing them, after comparing the bytes.
+    candidates: the chunks that the client asked the peer about. granted: those to write now."""
+    known = column(reserved.known, RANGE, len(candidates))
+    places = column(reserved.places, EXTENT, len(candidates))
+    arena, here = session.reads.base_array(session.reads.pin(0)), {*granted}
+    names, living = ids_of(known).tolist(), known["generation"].tolist()
+    for chunk, name, lives, extent in zip(candidates, names, living, places.tolist(), strict=True):
+        if lives and chunk in here and extent[1] == chunk.space:
+            stored = arena[extent[0] : extent[0] + chunk.nbytes]
+            if is_stored(chunk, stored):
+                chunk.number = name
+
+
+def land(
+    handle: Handle,
+    generation: int,
+    pieces: Sequence[NewPiece],
+    continuing: bool,
+    deadline: Deadline,
+) -> None:
+    """Move inline values to chunks in the arena, because the shard has no space for them."""
+    inline = [chunk for chunk in chunks_of(pieces) if chunk.is_inline]
+    if not inline:
+        return
+    write_chunks(handle, generation, [inline], continuing, deadline)
+    for chunk in inline:
+        chunk.land()
+
+
+def named_again(
+    session: Session, brought: MessageValues, full: ShardFull, pin: int
+) -> tuple[object, int]:
+    """Refer to the chunks of a message by their ranges, after the shard refused it because it had
+    no space. The peer keeps them. Return the object that holds them, and the next message's pin."""
+    held = session.pinned(full.details.get("pin", 0))
+    if "ranges" in full.details:
+        brought.committed(column(full.details["ranges"], RANGE))
+        pin = 0
+    return held, pin
+
+
+def give_back(session: Session, chunks: Sequence[NewChunk]) -> None:
+    """Return the space of chunks that no message has named to the slab."""
+    unsent = [chunk for chunk in chunks if chunk.offset >= 0]
+    if unsent:
+        session.keep(spaces_of(unsent))
+        for chunk in unsent:
+            chunk.offset = -1

@@ -116,12 +116,13 @@ class Central(Design):
                 yield self.env.all_of([self._lines[step, stage].done for stage in phase])
 
     def _move(self, source: int, target: int, nbytes: float, worker_s: float) -> Steps:
-        """A message, in whichever direction: both ends copy while the links carry."""
+        """A message, in whichever direction. A socket holds little, so its ends take turns."""
         self.outcome.operations += 1
         self.outcome.copied_bytes += nbytes
         yield self.hosts.operate(_AT, self.costs.service(1))
-        ends = [self.hosts.copy(_AT, self.costs.service(0, nbytes)), self.hosts.work(worker_s)]
-        yield self.env.all_of([*ends, *self.hosts.travel(source, target, nbytes)])
+        yield self.hosts.work(worker_s)
+        copy = self.hosts.copy(_AT, self.costs.service(0, nbytes))
+        yield self.env.all_of([copy, *self.hosts.travel(source, target, nbytes)])
         if source != target:
             yield self.hosts.round_trip()
 

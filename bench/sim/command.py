@@ -134,13 +134,14 @@ def _simulate(
     cores, failed = machine.describe()["cores"], list[str]()
     runs = _observe(size, bar, failed)
     seen = {p: [run for case in size.fits for run in runs[_FIT, case, p]] for p in DESIGNS}
-    costs, rivals = fit(seen, cores)
-    yield {"fitted_on": size.fits, "costs": msgspec.to_builtins(costs), "rivals": rivals}
+    costs, place = fit(seen, cores)
+    here = {"rivals": place.rivals, "late_s": place.late_s}
+    yield {"fitted_on": size.fits, "costs": msgspec.to_builtins(costs), **here}
     cases: list[dict[str, Any]] = []
     for told in size.checks:
         for plane in DESIGNS:
             job = paced(plane, *told, size.steps, size.step_s)
-            cases.append(check(job, costs[plane], cores, rivals, runs[_CHECK, told, plane]))
+            cases.append(check(job, costs[plane], place, runs[_CHECK, told, plane]))
     yield {"cases": cases, "failed_runs": failed, **_accuracy(cases, cores)}
     factors = _factors(costs, cases)
     assumed = {"cost_factors": factors, **cluster.assumed()}
@@ -253,7 +254,9 @@ def _assumptions(assumed: Mapping[str, Any]) -> str:
         f"Assumed, not measured: links of {assumed['link_gbps']:g} Gbit/s, round trips of "
         f"{assumed['round_trip_s'] * 1e6:g} µs, {assumed['copy_cores_per_host']} cores per host "
         f"that copy. A link into which more than {assumed['incast_from_senders']} hosts send at "
-        f"once keeps {middle} of its rate ({low} to {high} in the band)."
+        f"once keeps {middle} of its rate ({low} to {high} in the band). Every worker and service "
+        "has a core. Bytes between peers cost the processor time that the controller's cost here. "
+        "The controller and a worker take turns to copy, as sockets here make them."
     )
 
 

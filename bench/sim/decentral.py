@@ -10,10 +10,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice, permutations
+from pathlib import Path
 from typing import Any
 
+from bench.run import prepared
 from bench.sim.model import Claimed, Design, Model, Steps, Work
 from bench.traces import Prompt
+from dataplane.client.session.housekeeping import GATHER_S
+from dataplane.peer.watch.janitor import PREFAULT_AHEAD_BYTES
 
 _STAGES = ("reward", "reference", "train")
 _NEAR = 64
@@ -66,6 +70,9 @@ class Decentral(Design):
         self._owner: dict[int, int] = {}
         self._had: dict[int, dict[int, int]] = {}  # bytes of a group that each host has pulled
         self._held = [0] * hosts
+        self._arena = prepared(self.job, Path()).arena_bytes
+        self._ahead = min(PREFAULT_AHEAD_BYTES, self._arena // 4)
+        self._touched = [self._ahead] * hosts  # before the run starts
         self._attached: set[tuple[int, str, int]] = set()
         self.outcome.peak_bytes = [0] * hosts
 
@@ -73,14 +80,13 @@ class Decentral(Design):
         work = self.plan.work_of("written", prompt)
         yield self.hosts.work(self.costs.of("rollout", ("put",), work))
         self._hold(host, work.nbytes)
-        self.outcome.copied_bytes += work.nbytes
-        self.hosts.copy(host, self.costs.service(0, work.nbytes))  # meanwhile: it prefaults pages
         yield from self._attach(host, prompt.step, "rollout", host)
         yield from self._enter(host, prompt.step)
         self._owner[prompt.index] = host
         self._missing[prompt.index] = {"reward", "reference"}
         for stage in self.job.phases()[0]:
             self._ready(stage, prompt)
+        yield from self._tell(self._serving[prompt.step][0], host)
 
     def rolled(self, step: int) -> None:
         """Sealing is one message, in the background."""
@@ -123,19 +129,19 @@ class Decentral(Design):
         for prompt in groups:
             queue.left -= 1
             if stage == "train":
-                self._free(prompt)
+                self.env.process(self._free(prompt))
             else:
                 self._done(stage, prompt)
         if not queue.left:
             queue.end()
+        yield from self._tell(self._serving[step][0], host)
 
     def _enter(self, host: int, step: int) -> Steps:
-        """A put or a finish: asked of the shard, there and at its backup before it is answered."""
-        primary = self._serving[step][0]
+        """A put or a finish: at the shard and its backup, before claims see it and it is
+        answered."""
         yield self._operate(host)
-        yield from self._tell(host, primary)
+        yield from self._tell(host, self._serving[step][0])
         yield from self._copy(step)
-        yield from self._tell(primary, host)
 
     def _attach(self, host: int, step: int, role: str, rank: int) -> Steps:
         """The first call for a partition declares it."""
@@ -174,10 +180,9 @@ class Decentral(Design):
                 nbytes += max(0, wanted - had.get(host, 0))
                 had[host] = max(wanted, had.get(host, 0))
         self._hold(host, nbytes)
-        self.outcome.copied_bytes += nbytes
+        self.outcome.copied_bytes += 2 * nbytes
         yield from self._tell(host, owner)
-        half = self.costs.service(0, nbytes) / 2
-        copies = [self.hosts.copy(owner, half), self.hosts.copy(host, half)]
+        copies = [self.hosts.copy(end, self.costs.service(0, nbytes)) for end in (owner, host)]
         yield self.env.all_of([*copies, *self.hosts.travel(owner, host, nbytes)])
         yield from self._tell(owner, host)
 
@@ -190,22 +195,31 @@ class Decentral(Design):
         missing = self._missing[prompt.index]
         missing.discard(stage)
         if not self.job.is_trained(prompt):
-            self._free(prompt)
+            self.env.process(self._free(prompt))
         elif not missing:
             self._ready("train", prompt)
         elif len(self.job.phases()) > 2 and stage == "reward":
             self._ready("reference", prompt)
 
     def _hold(self, host: int, nbytes: int) -> None:
+        """When half of the pages that it touched ahead are used, the peer touches more, in the
+        background."""
         self._held[host] += nbytes
         peak = self.outcome.peak_bytes
         peak[host] = max(peak[host], self._held[host])
+        if self._touched[host] - peak[host] <= self._ahead // 2:
+            goal = min(peak[host] + self._ahead, self._arena)
+            more = max(0, goal - self._touched[host])
+            self._touched[host] += more
+            self.outcome.touched_bytes += more
+            self.hosts.copy(host, self.costs.touched(more))
 
-    def _free(self, prompt: Prompt) -> None:
-        """All stages are through: the owner is told, the group's bytes go, and pulled copies are
-        evictable."""
+    def _free(self, prompt: Prompt) -> Steps:
+        """All stages are through. Their clients release the group a while later, and its owner then
+        frees its bytes. Pulled copies are evictable."""
         owner = self._owner[prompt.index]
-        self.env.process(self._tell(self._serving[prompt.step][0], owner))
+        yield self.env.timeout(GATHER_S)
         self._held[owner] -= self.plan.work_of("written", prompt).nbytes
         for host, nbytes in self._had.pop(prompt.index, {}).items():
             self._held[host] -= nbytes
+        yield from self._tell(self._serving[prompt.step][0], owner)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import mean, median
 from typing import Any
 
@@ -27,6 +27,8 @@ _BY_THE_CLOCK = ("Beat", "Rostered", "Stats", "StatsDone", "Confirm")
 """Messages that peers send whether or not there are rows. A `Confirm` is answered by a `Done`."""
 _SWEEPS = 3_000
 _DRAWS = 4
+_LATE_S = (0.0, 0.5e-3, 1e-3, 1.5e-3, 2e-3, 3e-3, 4e-3)
+"""A kernel looks at threads that wait every 1 to 4 ms."""
 _TICK_S = 0.01  # in which the kernel counts processor time: less says nothing
 
 
@@ -76,55 +78,66 @@ class Seen:
         return sum((work_of(self.job, what, prompt) for prompt in groups), Work())
 
 
-def fit(seen: Mapping[str, Sequence[Seen]], cores: int) -> tuple[dict[str, Costs], float]:
-    """The costs of each plane's design, from runs of it, and the rivals that these had on average:
-    strangers are taken to want the cores that they got."""
-    others = mean(each.others_cores() for runs in seen.values() for each in runs)
-    return {name: priced(runs, name, cores) for name, runs in seen.items()}, others
+def fit(seen: Mapping[str, Sequence[Seen]], cores: int) -> tuple[dict[str, Costs], Place]:
+    """The costs of each plane's design, from runs of it, and this machine as these runs met it.
+
+    Processor time that no process of a run counted is that of strangers, a share of every second,
+    and that of the kernel as it ends workers after their last count. Strangers are taken to want
+    the cores that they got. How late threads wake shows in no count: it is what brings predicted
+    steps nearest to these runs.
+    """
+    runs = [each for runs in seen.values() for each in runs]
+    columns = [[each.run["cpu_counted_seconds"], sum(each.job.crowd().values())] for each in runs]
+    unknown = [each.others_cores() * each.run["cpu_counted_seconds"] for each in runs]
+    rivals, end = least_squares(columns, unknown, max(unknown))
+    place = Place(cores=cores, one_machine=True, rivals=rivals)
+    costs = {"controller": priced(seen["controller"], place, end)}
+    for plane in seen.keys() - costs.keys():
+        costs[plane] = priced(seen[plane], place, end, costs["controller"].byte)
+
+    def error(place: Place) -> float:
+        cases = [check(each.job, costs[each.job.plane], place, [each]) for each in runs]
+        off: float = sum(abs(case["predicted_step_s"] - case["median_step_s"]) for case in cases)
+        return off
+
+    return costs, min((replace(place, late_s=late_s) for late_s in _LATE_S), key=error)
 
 
-def priced(seen: Sequence[Seen], plane: str, cores: int) -> Costs:
-    """The costs of one design.
+def priced(
+    seen: Sequence[Seen], place: Place, end: float = 0.0, byte: float | None = None
+) -> Costs:
+    """The costs of one design. end: of a worker's process. byte: of one that a service sends or
+    receives, where other runs have shown it: hardly any go from peer to peer in these.
 
     What a service did is what the model of it counts, in the fit as in what is predicted: an
-    operation, a message, a byte that is put or moved, a second of idling. With more prices (of a
-    link, of bytes apart) so few runs fit their own noise.
+    operation, a message, a byte of a page, a byte that is moved. With more prices so few runs fit
+    their own noise.
     """
     activities, watch = _activities(seen), float(np.median([_watched(each) for each in seen]))
-    free = Costs(activities, 0.0, 0.0, 0.0, 0.0, watch)
+    free = Costs(activities, 0.0, 0.0, 0.0, 0.0, watch, end)
     columns, wanted = [], []
     for each in seen:
-        did = simulate(each.job, free, plane, cores)
-        idle = each.run["seconds"] * each.job.hosts if plane == "dataplane" else 0.0
-        columns.append([did.operations, did.messages, did.copied_bytes, idle])
-        wanted.append(each.service_cpu_s())
-    operation, message, byte, idle = least_squares(columns, wanted)
-    return Costs(activities, operation, message, byte, idle, watch)
+        did = simulate(each.job, free, place)
+        known, unknown = (0.0, did.copied_bytes) if byte is None else (byte * did.copied_bytes, 0.0)
+        columns.append([did.operations, did.messages, did.touched_bytes, unknown])
+        wanted.append(each.service_cpu_s() - known)
+    operation, message, page, moved = least_squares(columns, wanted)
+    return Costs(activities, operation, message, byte or moved, page, watch, end)
 
 
-def simulate(
-    job: Job, costs: Costs, plane: str, cores: int, rivals: float = 0.0, seed: int = 0
-) -> Outcome:
-    """The job on this machine, all hosts on the same cores. rivals: strangers beside it who want a
-    core all the time. seed: of which hosts serve which step."""
-    services = job.hosts if plane == "dataplane" else 1
-    taken = costs.watch + costs.idle * services
-    place = Place(cores=cores, one_machine=True, rivals=rivals).less(taken)
-    return Model(Plan(job), costs, place, DESIGNS[plane], seed).run()
+def simulate(job: Job, costs: Costs, place: Place, seed: int = 0) -> Outcome:
+    """The job on this machine, all hosts on the same cores. seed: of which hosts serve which
+    step."""
+    watched = place.less(costs.watch)
+    return Model(Plan(job), costs, watched, DESIGNS[job.plane], seed).run()
 
 
-def check(
-    job: Job,
-    costs: Costs,
-    cores: int,
-    rivals: float,
-    runs: Sequence[Seen],
-) -> dict[str, Any]:
-    """What the model says beside what these runs took, of which it knows nothing: the mean over
-    several draws of which hosts serve which step, where there is a choice. `rivals`: as many as the
-    runs had that it was fitted on."""
+def check(job: Job, costs: Costs, place: Place, runs: Sequence[Seen]) -> dict[str, Any]:
+    """What the model says beside what these runs took: the mean over several draws of which hosts
+    serve which step, where there is a choice. place: this machine, as in the runs that it was
+    fitted on."""
     draws = _DRAWS if job.hosts > 2 and job.plane == "dataplane" else 1
-    drawn = [simulate(job, costs, job.plane, cores, rivals, seed) for seed in range(draws)]
+    drawn = [simulate(job, costs, place, seed) for seed in range(draws)]
     predicted = mean(run.step_s for run in drawn)
     seen = [run.step_s for run in runs]
     middle, recorded = median(seen), ideal_seconds(job) / job.steps
@@ -148,10 +161,10 @@ def check(
     }
 
 
-def least_squares(columns: ArrayLike, wanted: ArrayLike) -> list[float]:
+def least_squares(columns: ArrayLike, wanted: ArrayLike, least: float = _TICK_S) -> list[float]:
     """x ≥ 0 for which columns · x is nearest to what was wanted, by going to the best of one x at a
-    time. All lines weigh alike, whatever they took: the error of each is a share of it."""
-    weights = 1 / np.maximum(np.asarray(wanted, float), _TICK_S)
+    time. The error of a line is a share of what was wanted, or of `least` where that is more."""
+    weights = 1 / np.maximum(np.asarray(wanted, float), least)
     a, b = np.asarray(columns, float) * weights[:, None], wanted * weights
     scale = np.linalg.norm(a, axis=0)
     scale[scale == 0] = 1.0  # a column of nothing: its x stays 0

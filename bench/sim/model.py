@@ -70,15 +70,17 @@ class Price(msgspec.Struct, frozen=True):
 class Costs(msgspec.Struct, frozen=True):
     """Of one design, in processor seconds. `activities`: by role and activity of its workers.
     Of the peers or the controller: an `operation`, a `message` between peers (of both together), a
-    `byte` that is put or moved. `idle`: the share of a core that a service takes for nothing,
-    `watch`: the share that the bench takes to watch the run."""
+    `byte` that a service sends or receives, a byte of a `page` that a peer touches first. `watch`:
+    the share of a core that the bench takes to watch the run. `end`: what the kernel takes to end a
+    worker's process."""
 
     activities: dict[str, dict[str, Price]]
     operation: float
     message: float
     byte: float
-    idle: float
+    page: float
     watch: float
+    end: float
     factor: float = 1.0  # on all processor seconds, for a band
 
     def of(self, role: str, names: tuple[str, ...], work: Work) -> float:
@@ -93,6 +95,10 @@ class Costs(msgspec.Struct, frozen=True):
         """Of a message between peers, of both together."""
         return self.factor * self.message
 
+    def touched(self, nbytes: int) -> float:
+        """Of pages that a peer touches first."""
+        return self.factor * self.page * nbytes
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -103,6 +109,7 @@ class Place:
     cores: float
     one_machine: bool
     rivals: float = 0.0  # strangers who want a core of one machine all the time
+    late_s: float = 0.0  # that a thread of one machine waits when it wakes and no core is idle
     link_bytes_s: float = 0.0
     round_trip_s: float = 0.0
     copiers: int = 1
@@ -165,7 +172,7 @@ class Hosts:
 
     def __init__(self, env: simpy.Environment, place: Place, hosts: int) -> None:
         self._env, self._place = env, place
-        one = Shared(env, place.cores, 1.0, rivals=place.rivals)
+        one = Shared(env, place.cores, 1.0, rivals=place.rivals, late=place.late_s)
         self._loops: list[Loop] | list[Shared]
         if place.one_machine:
             self._loops = [Loop(env, one) for _ in range(hosts)]
@@ -213,7 +220,8 @@ class Outcome:
         self.peers: Counter[int] = Counter()  # claims by how many peers each touched
         self.operations = 0  # requests to services
         self.messages = 0  # between services
-        self.copied_bytes = 0.0  # by services: what is put, and what goes from host to host
+        self.copied_bytes = 0.0  # that services send and receive
+        self.touched_bytes = 0  # by peers: pages of arenas, the first time
         self.peak_bytes: list[int] = []  # held by each service at its fullest
 
     @property
@@ -292,6 +300,7 @@ class Model:
                     yield self.env.timeout(due - self.env.now)
                 yield from self._design.put(host, prompt)
             self._design.rolled(step)
+        yield self._end()
 
     def _stage(self, stage: str, rank: int) -> Steps:
         job = self.job
@@ -311,6 +320,11 @@ class Model:
             if stage == "train":
                 yield self._spend(pace.OPTIMISER_SECONDS)
                 self._stepped(step)
+        yield self._end()
+
+    def _end(self) -> Any:
+        """A worker is done with its last step. The kernel ends its process while others work."""
+        return self.hosts.work(self.costs.factor * self.costs.end)
 
     def _stepped(self, step: int) -> None:
         self._trainers[step] += 1

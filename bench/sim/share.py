@@ -16,7 +16,8 @@ class Shared:
 
     A pool of cores: capacity = cores, each = 1, units are seconds. A link: both are bytes a second.
     `rivals` are strangers who always want some. With more than `crowd` users at a time a link gives
-    only `crowded` of its capacity: incast.
+    only `crowded` of its capacity: incast. A user that comes while all of it is taken waits `late`
+    seconds first: a kernel lets threads run for a while before it looks at one that has woken.
     """
 
     def __init__(
@@ -27,8 +28,9 @@ class Shared:
         crowd: float = float("inf"),
         crowded: float = 1.0,
         rivals: float = 0.0,
+        late: float = 0.0,
     ) -> None:
-        self._env = env
+        self._env, self._late = env, late
         self._capacity, self._each = capacity, each
         self._crowd, self._crowded = crowd, crowded
         self._rivals = rivals
@@ -43,10 +45,17 @@ class Shared:
         done = self._env.event()
         if amount <= 0:
             return done.succeed()
+        taken = self._each * (len(self._users) + self._rivals)
+        if self._late and taken >= self._capacity:
+            self._env.timeout(self._late).callbacks.append(lambda _: self._join(amount, done))
+        else:
+            self._join(amount, done)
+        return done
+
+    def _join(self, amount: float, done: Any) -> None:
         self._advance()
         heapq.heappush(self._users, (self._served + amount, next(self._numbers), done))
         self._set_alarm()
-        return done
 
     def _rate(self) -> float:
         users = len(self._users)

@@ -37,8 +37,9 @@ def costs(price: Price = PER_BYTE, operation: float = 1e-3, byte: float = 1e-9) 
         operation=operation,
         message=0.0,
         byte=byte,
-        idle=0.0,
+        page=0.0,
         watch=0.0,
+        end=0.0,
     )
 
 
@@ -89,6 +90,12 @@ def test_a_lone_user_gets_no_more_than_one_core_and_a_rival_takes_its_part() -> 
     assert finished(Shared(env, 2.0, 1.0), env, [(0, 3.0)]) == [3.0]
     env = simpy.Environment()
     assert finished(Shared(env, 1.0, 1.0, rivals=1.0), env, [(0, 3.0)]) == [6.0]
+
+
+def test_a_user_that_finds_no_idle_core_waits_for_the_kernel_to_look() -> None:
+    env = simpy.Environment()
+    cores = Shared(env, 1.0, 1.0, late=0.5)
+    assert finished(cores, env, [(0, 1.0), (0.75, 1.0), (3, 1.0)]) == [1.0, 2.25, 4.0]
 
 
 def test_a_loop_does_one_thing_after_the_other_on_cores_that_others_use_too() -> None:
@@ -157,45 +164,69 @@ def test_runs_of_two_kinds_take_turns_over_the_whole() -> None:
     assert in_turn("", "xy") == ["x", "y"]
 
 
-def as_run(told: Job, prices: Costs, rivals: float, others: float, watch: float = 0.0) -> Seen:
-    """What a run would have told, had it gone as the model says beside so many rivals."""
-    beside = replace_place(ONE_MACHINE, rivals=rivals)
-    ends = run(told, Central, beside, prices).step_ends
-    controller = {"controller": {"cpu_seconds": {"controller": 0.0}}}
-    cpu_seconds = {"runner": watch * ends[-1], "machine": (others + watch) * ends[-1]}
+def as_run(told: Job, prices: Costs, place: Place, watch: float = 0.0) -> Seen:
+    """What a run of a controller would have told, had it gone as the model says at this place."""
+    outcome = run(told, Central, place, prices)
+    seconds = outcome.step_ends[-1]
+    controller = outcome.operations * prices.operation
+    ended = prices.end * sum(told.crowd().values())
+    machine = (place.rivals + watch) * seconds + controller + ended
     return Seen(
         told,
         {
             "plane": "controller",
-            "step_ends": ends,
-            "seconds": ends[-1],
+            "step_ends": outcome.step_ends,
+            "seconds": seconds,
             "latency_ms": {},
-            "workers": controller,
-            "cpu_seconds": cpu_seconds,
-            "cpu_counted_seconds": ends[-1],
-            "bytes_moved": 0,
+            "workers": {"controller": {"cpu_seconds": {"controller": controller}}},
+            "cpu_seconds": {"runner": watch * seconds, "machine": machine},
+            "cpu_counted_seconds": seconds,
+            "messages": None,
+            "rows": 0,
         },
     )
 
 
-def test_strangers_want_the_cores_that_they_got() -> None:
-    dear = costs(Price(once=0.05), 0.0, 0.0)
-    told = [job(hosts=hosts, trainers=hosts, prompts=6) for hosts in (1, 2)]
-    seen = [as_run(each, dear, 1.5, 1.5) for each in told]
-    assert fit({"controller": seen}, 2)[1] == pytest.approx(1.5)
+def test_strangers_the_end_of_workers_and_late_threads_are_found_again() -> None:
+    """Strangers want the cores that they got."""
+    dear = replace(costs(Price(), operation=0.01, byte=0.0), end=0.02)
+    busy = replace_place(ONE_MACHINE, cores=1, rivals=1.5, late_s=2e-3)
+    told = [job(plane="controller", hosts=n, trainers=n, prompts=6) for n in (1, 2, 3)]
+    found, place = fit({"controller": [as_run(each, dear, busy) for each in told]}, 1)
+    assert place.rivals == pytest.approx(1.5)
+    assert found["controller"].end == pytest.approx(0.02)
+    assert found["controller"].operation == pytest.approx(0.01)
+    assert place.late_s == 2e-3
 
 
 def test_the_runner_takes_as_much_of_the_cores_whatever_it_watches() -> None:
     free, dear = costs(Price(), 0.0, 0.0), costs(Price(once=0.02), 0.0, 0.0)
-    seen = [
-        as_run(job(hosts=hosts, trainers=hosts), free, 0.0, 0.0, watch=0.5) for hosts in (1, 2, 2)
-    ]
-    assert priced(seen, "controller", 2).watch == pytest.approx(0.5)
+    few = [job(plane="controller", hosts=hosts, trainers=hosts) for hosts in (1, 2, 2)]
+    seen = [as_run(each, free, ONE_MACHINE, watch=0.5) for each in few]
+    assert priced(seen, ONE_MACHINE).watch == pytest.approx(0.5)
     for hosts in (1, 8):
-        told = job(hosts=hosts, trainers=hosts)
-        watched = simulate(told, replace(dear, watch=0.5), "controller", cores=2).step_s
+        told = job(plane="controller", hosts=hosts, trainers=hosts)
+        watched = simulate(told, replace(dear, watch=0.5), ONE_MACHINE).step_s
         beside = replace_place(ONE_MACHINE, cores=1.5)
         assert watched == run(told, Central, beside, dear).step_s
+
+
+def test_workers_that_end_take_processor_time_from_those_that_still_work() -> None:
+    """Only in the last step: all work on until then."""
+    steps = [
+        run(job(), Central, ONE_MACHINE, replace(costs(), end=end)).step_ends for end in (0.0, 0.1)
+    ]
+    assert steps[0][0] == steps[1][0]
+    assert steps[0][1] < steps[1][1]
+
+
+def test_a_peer_touches_pages_only_where_its_arena_is_fuller_than_before() -> None:
+    small, large = (
+        run(job(trace=trace, steps=4, hosts=1, trainers=1), Decentral, ONE_MACHINE, costs())
+        for trace in ("search", "image")
+    )
+    assert small.touched_bytes == 0
+    assert 0 < large.touched_bytes < large.peak_bytes[0] + (64 << 20)
 
 
 def test_a_price_is_of_a_time_its_rows_and_its_bytes() -> None:
@@ -283,6 +314,7 @@ def test_a_quick_simulation_reports_what_it_fitted_checked_and_modelled(
     assert f"Skill on transfers: {told['skill']:.2f}" in said
     assert "links of 200 Gbit/s, round trips of 50 µs, 8 cores per host" in said
     assert "more than 16 hosts send at once keeps 70% of its rate (90% to 40% in the band)" in said
+    assert "Every worker and service has a core." in said
 
 
 def test_what_is_judged_was_not_fitted_on() -> None:

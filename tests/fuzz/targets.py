@@ -32,8 +32,9 @@ from dataplane.errors import (
 )
 from dataplane.metadata.tables import where
 from dataplane.metadata.tables.bits import all_of
+from dataplane.metadata.tables.incoming import values_in
+from dataplane.metadata.tables.outgoing import OutgoingValues
 from dataplane.metadata.tables.pieces import split
-from dataplane.metadata.tables.values_on_wire import OutgoingValues, values_in
 from dataplane.progress import Bar
 from dataplane.transport import bulk_frames
 from dataplane.wire import frames, journal, layouts, objects, peering, records
@@ -104,7 +105,7 @@ def _values(data: bytes) -> None:
     """What a shard makes of a message's values, and tells of them again."""
     with contextlib.suppress(DataplaneError, msgspec.DecodeError, UnicodeDecodeError):
         values = _values_decoder.decode(data)
-        placed = values_in(values, 9, {}).pieces
+        placed = values_in(values, 9, {}).pieces.parts
         parts = split(placed, [(range(4), range(4), 4), (range(4, 9), range(5), 5)])
         told = OutgoingValues([(one, all_of(one.count) & 0b1101) for one in parts]).on_wire()
         values_in(told, 9, {})

@@ -9,8 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.errors import DataplaneError
-from dataplane.metadata.tables.bits import all_of, bits_of, bytes_of, rows_of
+from dataplane.metadata.tables.bits import all_of, bits_of, rows_of
+from dataplane.metadata.tables.incoming import values_in
+from dataplane.metadata.tables.outgoing import OutgoingValues
 from dataplane.metadata.tables.pieces import (
+    MAX_BLOCK_ROWS,
     SHARED_SHAPE_BYTES,
     UNUSED,
     BlockShape,
@@ -22,13 +25,6 @@ from dataplane.metadata.tables.pieces import (
     pieces_of,
     shape_of,
     split,
-)
-from dataplane.metadata.tables.values_on_wire import (
-    SHARED_RUNS,
-    MessageShape,
-    OutgoingValues,
-    shape_in,
-    values_in,
 )
 from dataplane.wire import tables as wire
 from dataplane.wire.tables import INLINE, Owner
@@ -297,9 +293,11 @@ def test_rows_arrive_as_they_left(data: st.DataObject) -> None:
     raw = msgspec.msgpack.encode(values)
     arrived = msgspec.msgpack.decode(raw, type=wire.Values)
     rows = 1 + max([row for row, _ in expected], default=0)
-    block = values_in(arrived, rows, {}).block
-    placed = values_in(arrived, rows, {}).pieces
-    assert len(split(placed, new_blocks([range(rows)]))[0].parts) == len(block.parts)
+    block = values_in(arrived, rows, {}).pieces
+    long = values_in(arrived, MAX_BLOCK_ROWS + rows, {}).pieces
+    for message in (block, long):
+        assert len(split(message.parts, new_blocks([range(rows)]))[0].parts) == len(block.parts)
+        assert message.shape.live == block.shape.live
     assert {cell: at[1:] for cell, at in expected.items()} == {
         cell: at[1:]
         for cell, at in cells_of(block, dict.fromkeys(map(id, block.chunks), 0)).items()
@@ -309,8 +307,9 @@ def test_rows_arrive_as_they_left(data: st.DataObject) -> None:
     here: dict[wire.Owner, dict[int, Chunk]] = {}
     for one in block.chunks:
         here.setdefault(one.owner, {})[one.number] = one
-    again = values_in(arrived, rows, here).pieces
-    assert {id(one.chunk) for one in again if one.chunk.number} <= set(map(id, block.chunks))
+    again = values_in(arrived, rows, here)
+    assert {id(one) for one in again.pieces.chunks if one.number} <= set(map(id, block.chunks))
+    assert len(again.known) == len(named) and not again.unused
 
 
 JUNK = st.integers(-2, 5) | st.binary(max_size=3) | st.sampled_from([1 << 40, -1, b"\xff" * 9])
@@ -332,45 +331,48 @@ def test_what_does_not_fit_is_a_typed_error(data: st.DataObject) -> None:
             table.append(data.draw(st.sampled_from(["a", "", "x" * 600])))
     try:
         arrived = msgspec.convert(told, wire.Values)
-        placed = values_in(arrived, count, {}).pieces
+        placed = values_in(arrived, count, {})
     except (DataplaneError, msgspec.ValidationError):
         return
-    block = split(placed, new_blocks([range(count)]))[0]
+    assert len(placed.pieces.chunks) + len(placed.unused) == len(arrived.chunks)
+    block = split(placed.pieces.parts, new_blocks([range(count)]))[0]
     for part in block.parts:
         assert all(0 <= row < part.chunk.rows for row in part.chunk_rows(part.live))
     cells_of(block, dict.fromkeys(map(id, block.chunks), 0))
 
 
+def test_a_message_names_the_chunks_that_no_piece_uses() -> None:
+    chunks = [wire.Chunk(0, number, 2, 8, 0) for number in (4, 5, 6)]
+    pieces = [wire.Piece(2, [0], 0, b"\3"), wire.Piece(0, [1], 0, b"\3")]
+    arrived = wire.Values(["a", "b"], OWNERS[:1], [b"layout"], chunks, pieces)
+    here = Chunk(OWNERS[0], 5, 2, 8, b"layout")
+    found = values_in(arrived, 2, {OWNERS[0]: {5: here}})
+    assert [one.number for one in found.pieces.chunks] == [4, 6]
+    placed = [(part.chunk.number, part.fields) for part in found.pieces.parts]
+    assert placed == [(6, ("a",)), (4, ("b",))]
+    assert list(found.unused) == list(found.known) == [here]
+
+
+def test_the_masks_of_a_long_message_are_short() -> None:
+    """Else each of 65,536 pieces could take a mask of 65,536 rows."""
+    rows = 65_536
+    pieces = [wire.Piece(0, [0], row, b"\1") for row in range(0, rows, 64)]
+    arrived = wire.Values(["a"], OWNERS[:1], [b"layout"], [wire.Chunk(0, 4, 1, 8, 0)], pieces)
+    shape = values_in(arrived, rows, {}).pieces.shape
+    assert {one.given for one in shape.pieces} == {1}
+    assert shape.live["a"] == bits_of(range(0, rows, 64))
+
+
 def test_blocks_share_small_shapes_and_a_bounded_number_of_them() -> None:
-    def shape(rows: int, at: tuple[int, ...] | None = None) -> BlockShape:
-        return shape_of(rows, (Piece(0, ("a",), all_of(rows), all_of(rows), 0, at),))
+    def shape(given: int, rows: int = 12, at: tuple[int, ...] | None = None) -> BlockShape:
+        return shape_of(rows, (Piece(0, ("a",), given, given, 0, at),))
 
     one = shape(1)
     assert shape(1) is one
-    others = [shape(rows) for rows in range(2, 4_000)]
+    others = [shape(given) for given in range(2, 4_000)]
     assert shape(3_999) is others[-1]  # used lately
     assert shape(1) is not one and shape(1).live == one.live
-    large = shape(256, tuple(range(256)))
+    large = shape(all_of(256), 256, tuple(range(256)))
     assert large.nbytes > SHARED_SHAPE_BYTES
-    assert shape(256, tuple(range(256))) is not large
-
-
-def test_messages_share_small_shapes_and_not_those_that_would_fill_the_memory() -> None:
-    def shape(fields: list[str], rows: int, given: int) -> MessageShape:
-        piece = wire.Piece(0, list(range(len(fields))), 0, bytes_of(given))
-        chunk = wire.Chunk(0, 1, rows, 8, 0)
-        return shape_in(wire.Values(fields, [], [b"layout"], [chunk], [piece]), rows)
-
-    def both(fields: list[str], rows: int, given: int) -> tuple[MessageShape, MessageShape]:
-        return shape(list(fields), rows, given), shape(list(fields), rows, given)
-
-    one, other = both(["a", "b"], 8, all_of(8))
-    assert one is other and one.runs("a") is one.runs("a")
-    assert [len(one.runs(field)) for field in "ab"] == [1, 1]
-    rows = SHARED_RUNS  # of which every second one has both fields
-    one, other = both(["a", "b"], rows, bits_of(range(0, rows, 2)))
-    assert one is other and one.runs("b") is one.runs("b") and len(one.runs("b")) == rows
-    assert one.runs("a") is not one.runs("a") and one.runs("a") == one.runs("a")
-    assert {run.column for run in one.runs("a") if run.chunk == 0} == {0}
-    one, other = both([letter * 500 for letter in "abc"], 8, all_of(8))  # over SHARED_BYTES
-    assert one is not other and one.runs("c" * 500) == other.runs("c" * 500)
+    assert shape(all_of(256), 256, tuple(range(256))) is not large
+    assert shape(1, MAX_BLOCK_ROWS + 1) is not shape(1, MAX_BLOCK_ROWS + 1)  # of a message

@@ -14,8 +14,9 @@ import pytest
 from dataplane.client.read.chunk_columns import columns_of
 from dataplane.client.read.column_view import ColumnView, RowSpan, cut, same
 from dataplane.client.read.table import TableReader
+from dataplane.client.read.table_shape import SHARED_RUNS, TableShape, shape_of_values
 from dataplane.errors import FieldUnknown, ProtocolError
-from dataplane.metadata.tables.values_on_wire import SHARED_RUNS
+from dataplane.metadata.tables.bits import all_of, bits_of, bytes_of
 from dataplane.wire import layouts
 from dataplane.wire.layouts import ColumnSpec
 from dataplane.wire.records import EXTENT, KEY
@@ -216,6 +217,27 @@ def test_every_field_of_rows_in_many_runs_is_read(arena: Any) -> None:
             assert [row for row in range(rows) if view.present(row)] == list(range(0, rows, 2))
             found = [int(view[row]) for row in range(0, rows, 2)]
             assert found == [sign * n for n in range(there)]
+
+
+def test_tables_share_small_shapes_and_not_those_that_would_fill_the_memory() -> None:
+    def shape(fields: list[str], rows: int, given: int) -> TableShape:
+        piece = Piece(0, list(range(len(fields))), 0, bytes_of(given))
+        values = Values(fields, [], [b"layout"], [Chunk(0, 1, rows, 8, 0)], [piece])
+        return shape_of_values(values, rows)
+
+    def both(fields: list[str], rows: int, given: int) -> tuple[TableShape, TableShape]:
+        return shape(list(fields), rows, given), shape(list(fields), rows, given)
+
+    one, other = both(["a", "b"], 8, all_of(8))
+    assert one is other and one.runs("a") is one.runs("a")
+    assert [len(one.runs(field)) for field in "ab"] == [1, 1]
+    rows = SHARED_RUNS  # of which every second one has both fields
+    one, other = both(["a", "b"], rows, bits_of(range(0, rows, 2)))
+    assert one is other and one.runs("b") is one.runs("b") and len(one.runs("b")) == rows
+    assert one.runs("a") is not one.runs("a") and one.runs("a") == one.runs("a")
+    assert {run.column for run in one.runs("a") if run.chunk == 0} == {0}
+    one, other = both([letter * 500 for letter in "abc"], 8, all_of(8))  # over SHARED_BYTES
+    assert one is not other and one.runs("c" * 500) == other.runs("c" * 500)
 
 
 @pytest.mark.parametrize("place", [(1 << 40, 32), (0, 1 << 40), (64, 2**64 - 32), (0, 31), (0, 40)])

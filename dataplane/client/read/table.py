@@ -16,11 +16,11 @@ from msgspec.structs import replace
 
 from dataplane.client.read.chunk_columns import ChunkColumn, Memory, columns_of
 from dataplane.client.read.column_view import ColumnView, RowSpan, cut, stretches
+from dataplane.client.read.table_shape import TableShape, shape_of_values
 from dataplane.client.session.session import Session
 from dataplane.client.write.rows import Index, group_names, row_names, tag_values
 from dataplane.errors import InvalidRows, ProtocolError, counted
 from dataplane.memory.extents import Extent
-from dataplane.metadata.tables.values_on_wire import MessageShape, shape_in
 from dataplane.wire import layouts
 from dataplane.wire.limits import NO_GROUP
 from dataplane.wire.records import EXTENT, KEY, U4, column
@@ -95,7 +95,7 @@ class TableReader:
                 f"{counted(len(known), 'layout')}. Install the same dataplane release everywhere"
             )
         specs = layouts.decode(known[chunk.layout])
-        if len(specs) != self._shape.used[number]:
+        if len(specs) != self._shape.columns[number]:
             raise ProtocolError(
                 f"chunk {number} has {len(specs)} columns, but one of its pieces lists a different "
                 "number of fields. Install the same dataplane release everywhere"
@@ -133,10 +133,10 @@ def reader_of(session: Session, tables: list[Table], pins: list[int]) -> TableRe
     return TableReader(table, arena) if pools is None else pools.reader(table, arena)
 
 
-def _shape_of(table: Table) -> MessageShape:
+def _shape_of(table: Table) -> TableShape:
     """ProtocolError for values that do not fit together."""
     try:
-        return shape_in(table.values, len(table.rows.keys) // KEY.itemsize)
+        return shape_of_values(table.values, len(table.rows.keys) // KEY.itemsize)
     except InvalidRows as exc:  # a peer made the table, and not the caller
         raise ProtocolError(f"received invalid rows: {exc.message}") from exc
 

@@ -29,8 +29,6 @@ PENDING, READY, LEASED, ACKED, SPLIT = range(5)
 """PENDING: not ready yet. SPLIT: a group of which the stage took or acked rows singly; it is never
 offered whole again."""
 
-MAX_BLOCK_ROWS = 256
-"""What comes with more is cut: a value is kept as long as a row of its block."""
 UNKNOWN_SIZE = -1
 UNLIMITED = 1 << 40
 MAX_GROUP_ROWS = (1 << 31) - 1

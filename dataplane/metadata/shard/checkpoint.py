@@ -28,12 +28,11 @@ from dataplane.metadata.shard.rows_out import table_of, tags_held, values_of
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables import tags as tagging
 from dataplane.metadata.tables.bits import bits_of
-from dataplane.metadata.tables.incoming import RowsIn, different, rows_in
+from dataplane.metadata.tables.incoming import RowsIn, ValuesIn, different, rows_in
 from dataplane.metadata.tables.keys import keys_in
-from dataplane.metadata.tables.pieces import ANY_STAGE, nbytes_of
+from dataplane.metadata.tables.pieces import ANY_STAGE, Pieces, nbytes_of
 from dataplane.metadata.tables.remembered import of_group
 from dataplane.metadata.tables.tags import MISSING
-from dataplane.metadata.tables.values_on_wire import IncomingValues
 from dataplane.wire.checkpoint import Progress, Restore, SaveDone, SurveyDone
 from dataplane.wire.limits import MAX_CHUNKS_PER_RESTORE
 from dataplane.wire.records import U4, column
@@ -160,7 +159,7 @@ def restore(state: State, op: Restore) -> None:
         groups.append(group)
     blocks: list[Block] = []
     if rows is not None:
-        blocks = _enter_rows(state, op, rows, arrived, groups)
+        blocks = _enter_rows(state, op, rows, arrived.pieces, groups)
     state.settled(arrived)
     closed = [group for group, told in zip(groups, sizes, strict=True) if told[3]]
     for group in closed:
@@ -182,10 +181,10 @@ def restore(state: State, op: Restore) -> None:
 
 
 def _enter_rows(
-    state: State, op: Restore, rows: RowsIn, arrived: IncomingValues, groups: Sequence[Group]
+    state: State, op: Restore, rows: RowsIn, pieces: Pieces, groups: Sequence[Group]
 ) -> list[Block]:
     plan = PutPlan(rows, rows.count, {}, None, range(rows.count), list(groups), [])
-    blocks = enter_rows(state, plan, arrived)
+    blocks = enter_rows(state, plan, pieces)
     for block, (_, places) in zip(blocks, new_parts(plan), strict=True):
         # A checkpoint does not say whose value it is: whoever adds it again finds his own.
         block.values = block.values.written_by(ANY_STAGE)
@@ -202,7 +201,7 @@ def _enter_rows(
     return blocks
 
 
-def _checked(state: State, op: Restore) -> tuple[RowsIn | None, IncomingValues, list[_Sizes]]:
+def _checked(state: State, op: Restore) -> tuple[RowsIn | None, ValuesIn, list[_Sizes]]:
     """Everything that could be wrong, before anything changes."""
     told = op.progress
     keys = _new(state.index, op.rows.keys, "row", state.partition)
@@ -226,7 +225,7 @@ def _checked(state: State, op: Restore) -> tuple[RowsIn | None, IncomingValues, 
             "Restore another checkpoint"
         )
     arrived = state.arrived(op.values, len(keys), MAX_CHUNKS_PER_RESTORE)
-    state.check_fields(arrived.fields)
+    state.check_fields(arrived.pieces.fields)
     tagging.check(op.tags, len(keys), state.tag_names)
     for marks, count, known in (
         (told.acked, len(keys), state.stage),

@@ -17,7 +17,6 @@ from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables import tags as tagging
 from dataplane.metadata.tables.bits import rows_of
 from dataplane.metadata.tables.pieces import Pieces, split
-from dataplane.metadata.tables.values_on_wire import IncomingValues
 from dataplane.wire.events import Reason
 from dataplane.wire.messages import Finish
 from dataplane.wire.records import U4, column
@@ -79,10 +78,11 @@ def finish(state: State, lease: Lease, asked_for: Finish) -> dict[str, int]:
     parts = [there for part in asked if (there := part.there()).rows]
     added: list[tuple[Part, Pieces]] = []
     arrived = state.arrived(values, count)
-    if arrived.shape.pieces:
+    pieces = arrived.pieces
+    if pieces.chunks:
         released = outcome in BACK
-        state.check_fields(arrived.fields, lease.stage.name if released else None)
-        added = _added(arrived, parts)
+        state.check_fields(pieces.fields, lease.stage.name if released else None)
+        added = _added(pieces, parts)
         check_added(None if released else lease.stage, added)
     if tags:
         tagging.check(tags, count, state.tag_names)
@@ -100,7 +100,7 @@ def finish(state: State, lease: Lease, asked_for: Finish) -> dict[str, int]:
     elif added:
         kept = add_fields(state, lease.stage, added, lease.holder)
     if state.progress and outcome in ("ack", "keep"):
-        done = None if outcome == "ack" else arrived.fields
+        done = None if outcome == "ack" else pieces.fields
         for part in parts:
             state.end_progress(part.block, stage, part.bits, done)
     state.settled(arrived)
@@ -108,12 +108,12 @@ def finish(state: State, lease: Lease, asked_for: Finish) -> dict[str, int]:
     return kept
 
 
-def _added(arrived: IncomingValues, parts: Sequence[Part]) -> list[tuple[Part, Pieces]]:
+def _added(pieces: Pieces, parts: Sequence[Part]) -> list[tuple[Part, Pieces]]:
     """What each part gets of a message."""
-    every = range(arrived.shape.count)
+    every = range(pieces.count)
     if len(parts) == 1 and parts[0].at == parts[0].rows == every == range(parts[0].block.count):
-        return [(parts[0], arrived.block)]  # all rows of a block, in their order
-    mine = split(arrived.pieces, [(p.at, p.rows, p.block.count) for p in parts])
+        return [(parts[0], pieces)]  # all rows of a block, in their order
+    mine = split(pieces.parts, [(p.at, p.rows, p.block.count) for p in parts])
     return list(zip(parts, mine, strict=True))
 
 

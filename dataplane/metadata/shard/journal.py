@@ -26,7 +26,6 @@ from dataplane.metadata.shard.before_images import BeforeImages
 from dataplane.metadata.shard.blocks import (
     ACKED,
     LEASED,
-    MAX_BLOCK_ROWS,
     PENDING,
     READY,
     SPLIT,
@@ -45,9 +44,9 @@ from dataplane.metadata.tables.bits import all_of, bytes_of, in_bytes, rows_of
 from dataplane.metadata.tables.incoming import different
 from dataplane.metadata.tables.keys import keys_in
 from dataplane.metadata.tables.names import KEY_BYTES, PROGRESS
-from dataplane.metadata.tables.pieces import Pieces, pieces_of, split
+from dataplane.metadata.tables.outgoing import OutgoingValues
+from dataplane.metadata.tables.pieces import MAX_BLOCK_ROWS, Chunk, Piece, Pieces, pieces_of, split
 from dataplane.metadata.tables.tags import MISSING
-from dataplane.metadata.tables.values_on_wire import OutgoingValues
 from dataplane.wire import tables as wire
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.journal import (
@@ -275,19 +274,18 @@ def _given(store: Store, op: Given, now: float) -> None:
         raise _Mismatch(f"expected each block once in the record, got block {twice} twice")
     counts = [block.count for block in blocks]
     arrived = store.arrived(op.values, sum(counts))
-    _check_fields(store, arrived.fields)
-    if op.by and len(op.by) != len(arrived.pieces):
-        raise _Mismatch(
-            f"expected one writer per piece in the record, got {len(op.by)} writers for "
-            f"{len(arrived.pieces)} pieces"
-        )
-    pieces = arrived.pieces
+    _check_fields(store, arrived.pieces.fields)
+    parts: Sequence[Piece[Chunk]] = arrived.pieces.parts
     if op.by:
-        writers = zip(pieces, op.by, strict=True)
-        pieces = [replace(one, by=by) for one, by in writers]
+        if len(op.by) != len(parts):
+            raise _Mismatch(
+                f"expected one writer per piece in the record, got {len(op.by)} writers for "
+                f"{len(parts)} pieces"
+            )
+        parts = [replace(one, by=by) for one, by in zip(parts, op.by, strict=True)]
     spans = zip(counts, accumulate(counts), strict=True)
     homes = [(range(end - count, end), range(count), count) for count, end in spans]
-    given = split(pieces, homes)
+    given = split(parts, homes)
     store.hold(arrived)
     for block, mine in zip(blocks, given, strict=True):
         gone = all_of(block.count) & ~block.live

@@ -21,13 +21,7 @@ from dataplane.errors import (
     counted,
     without_group,
 )
-from dataplane.metadata.shard.blocks import (
-    MAX_BLOCK_ROWS,
-    UNKNOWN_SIZE,
-    UNLIMITED,
-    Block,
-    Group,
-)
+from dataplane.metadata.shard.blocks import UNKNOWN_SIZE, UNLIMITED, Block, Group
 from dataplane.metadata.shard.drops import seal_if_full
 from dataplane.metadata.shard.leases import Part
 from dataplane.metadata.shard.stages import Stage
@@ -37,9 +31,8 @@ from dataplane.metadata.tables.bits import rows_of
 from dataplane.metadata.tables.incoming import RowsIn, rows_in
 from dataplane.metadata.tables.keys import Keys, some_of
 from dataplane.metadata.tables.names import format_minted
-from dataplane.metadata.tables.pieces import Pieces, split
+from dataplane.metadata.tables.pieces import MAX_BLOCK_ROWS, Pieces, split
 from dataplane.metadata.tables.remembered import of_group
-from dataplane.metadata.tables.values_on_wire import IncomingValues
 from dataplane.wire.events import Kind, Record
 from dataplane.wire.messages import Put, PutDone
 from dataplane.wire.tables import Name, Scalar
@@ -102,7 +95,7 @@ def plan_put(state: State, asked: Put) -> PutPlan:
     if known is not None:
         _check_known_groups(incoming, known)
         if not asked.replace:
-            there = _there(incoming, known, state.arrived(asked.values, count).shape.rows)
+            there = _there(incoming, known, state.arrived(asked.values, count).pieces.shape.live)
     if gone or there:
         over = gone.union(there)
         taken = [i for i in range(count) if i not in over]
@@ -145,24 +138,24 @@ def _apply(state: State, plan: PutPlan, op: Put) -> int:
     """Return how many groups closed. Once its values are found sound it cannot fail any more."""
     arrived = state.arrived(op.values, plan.count)
     state.hold(arrived)
-    closed = _enter(state, plan, op, arrived) if plan.rows.count else 0
+    closed = _enter(state, plan, op, arrived.pieces) if plan.rows.count else 0
     state.settled(arrived)
     return closed
 
 
-def _enter(state: State, plan: PutPlan, op: Put, arrived: IncomingValues) -> int:
+def _enter(state: State, plan: PutPlan, op: Put, pieces: Pieces) -> int:
     rows = plan.rows
     if op.reuse and len(state.tombstones):
         state.tombstones.remove(rows.keys[i] for i in plan.new)
         state.tombstones.remove(of_group(rows.group_keys[i]) for i in plan.new_groups)
     _enter_groups(state, plan, op.holder)
-    _note_put(state, plan, op, arrived.nbytes)
+    _note_put(state, plan, op, pieces)
     touched = {group.key: group for group in plan.groups if group is not None}
-    blocks = enter_rows(state, plan, arrived)
+    blocks = enter_rows(state, plan, pieces)
     parts = [] if plan.known is None else _known_parts(plan)
     known = [part.block for part in parts]
     homes = [(plan.places(part.at), part.rows, part.block.count) for part in parts]
-    given = split(arrived.pieces, homes) if parts else []
+    given = split(pieces.parts, homes) if parts else []
     for part, mine in zip(parts, given, strict=True):
         state.merge(part.block, mine, keep=False)
         if plan.tags:
@@ -170,18 +163,19 @@ def _enter(state: State, plan: PutPlan, op: Put, arrived: IncomingValues) -> int
             state.set_tags(part.block, part.rows, tags)
         if part.block.group:  # it may be in a group that the message leaves out
             touched[part.block.group] = state.groups[part.block.group]
-    by = Written(arrived.fields, op.holder)
+    by = Written(pieces.fields, op.holder)
     closed = state.written([*blocks, *known], touched.values(), by)
     if (plan.tags or op.replace) and known:
         state.retag([block for block in known if block.live])
     return closed
 
 
-def _note_put(state: State, plan: PutPlan, op: Put, nbytes: int) -> None:
+def _note_put(state: State, plan: PutPlan, op: Put, pieces: Pieces) -> None:
     """Once for each group of the message. Bytes of the message are counted evenly by row."""
     if state.note is None:
         return
     rows, now = plan.rows, state.permits.version
+    nbytes = sum([chunk.nbytes for chunk in pieces.chunks])
     if rows.group is None:
         put = Record(Kind.PUT, rows=rows.count, nbytes=nbytes, worker=op.holder, version=now)
         put.client_s = op.client_s
@@ -442,15 +436,15 @@ def _enter_groups(state: State, plan: PutPlan, holder: int) -> None:
         state.permits.use(holder, made)
 
 
-def enter_rows(state: State, plan: PutPlan, arrived: IncomingValues) -> list[Block]:
-    """Create the plan's new rows: one block per group."""
+def enter_rows(state: State, plan: PutPlan, pieces: Pieces) -> list[Block]:
+    """Create the plan's new rows: one block per group. pieces: of the message."""
     rows, parts = plan.rows, new_parts(plan)
     whole = len(parts) == 1 and len(plan.new) == rows.count
     if whole and plan.taken is None:
-        given = [arrived.block]
+        given = [pieces]
     else:
         homes = [(plan.places(at), range(len(at)), len(at)) for _, at in parts]
-        given = split(arrived.pieces, homes)
+        given = split(pieces.parts, homes)
     blocks = []
     for (group, at), mine in zip(parts, given, strict=True):
         names = rows.names

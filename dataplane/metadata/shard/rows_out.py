@@ -25,9 +25,9 @@ from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables.bits import all_of, rows_of
 from dataplane.metadata.tables.keys import keys_in
 from dataplane.metadata.tables.names import KEY_BYTES, PROGRESS, format_minted
+from dataplane.metadata.tables.outgoing import OutgoingValues
 from dataplane.metadata.tables.pieces import Pieces, pieces_of
 from dataplane.metadata.tables.tags import MISSING
-from dataplane.metadata.tables.values_on_wire import OutgoingValues
 from dataplane.metadata.tables.where import checked
 from dataplane.wire import tables as wire
 from dataplane.wire.limits import MAX_ROWS_PER_MESSAGE, NO_GROUP

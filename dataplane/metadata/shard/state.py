@@ -40,12 +40,12 @@ from dataplane.metadata.shard.permits import Permits
 from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.tables.answers import Answers
 from dataplane.metadata.tables.bits import all_of, bytes_of, rows_of
+from dataplane.metadata.tables.incoming import ValuesIn, values_in
 from dataplane.metadata.tables.keys import Keys, records_of
 from dataplane.metadata.tables.names import KEY_BYTES, PROGRESS, is_minted
 from dataplane.metadata.tables.pieces import Chunk, Pieces, nbytes_of, pieces_of
 from dataplane.metadata.tables.remembered import LostNames, Producers, Tombstones, of_group
 from dataplane.metadata.tables.tags import Tags
-from dataplane.metadata.tables.values_on_wire import IncomingValues, values_in
 from dataplane.metadata.tables.where import test as holding
 from dataplane.wire import tables as wire
 from dataplane.wire.events import Kind, Reason, Record
@@ -280,19 +280,19 @@ class State:
 
     def arrived(
         self, values: wire.Values, rows: int, most_chunks: int = MAX_CHUNKS_PER_MESSAGE
-    ) -> IncomingValues:
+    ) -> ValuesIn:
         """Check the values of a message about this many rows, and change nothing."""
         return values_in(values, rows, self._chunks, most_chunks)
 
-    def hold(self, arrived: IncomingValues) -> None:
+    def hold(self, arrived: ValuesIn) -> None:
         """Hold the chunks of a message that is being applied, until `settled`, so that none is
         freed while it moves from one block to another."""
         if arrived.known:
             self._use(arrived.known)
 
-    def settled(self, arrived: IncomingValues) -> None:
+    def settled(self, arrived: ValuesIn) -> None:
         """End the application of a message: its chunks are used, or released."""
-        for chunk in arrived.chunks:
+        for chunk in arrived.pieces.chunks + arrived.unused:
             if not chunk.uses and chunk.number:  # no row takes it
                 self._release(chunk)
         if arrived.known:

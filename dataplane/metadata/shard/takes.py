@@ -24,8 +24,8 @@ from dataplane.metadata.shard.stages import Lane, Part, Picked, Stage
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.shard.weights import Short
 from dataplane.metadata.tables.bits import rows_of
+from dataplane.metadata.tables.outgoing import OutgoingValues
 from dataplane.metadata.tables.pieces import Chunk, Piece
-from dataplane.metadata.tables.values_on_wire import OutgoingValues
 from dataplane.wire.limits import MAX_FRAME_BYTES
 from dataplane.wire.messages import Want
 from dataplane.wire.tables import INLINE, Where

@@ -1,19 +1,69 @@
-"""Checks of the rows of a message, before anything changes. They come from another process, so
-nothing is trusted."""
+"""Checks of the rows and values of a message, before anything changes.
+
+They come from another process, so nothing is trusted: an index, a count or a mask that does not fit
+gets a typed error. Layouts and the bytes of chunks pass through unread.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 
 from dataplane.errors import InvalidRows, LimitExceeded, ProtocolError, counted
+from dataplane.metadata.tables.bits import in_bytes
 from dataplane.metadata.tables.keys import KeyRun, Keys, keys_in, run_in, some_of
-from dataplane.wire.limits import MAX_ROWS_PER_MESSAGE, NO_GROUP
+from dataplane.metadata.tables.names import PROGRESS
+from dataplane.metadata.tables.pieces import (
+    MAX_BLOCK_ROWS,
+    UNUSED,
+    BlockShape,
+    Chunk,
+    Piece,
+    Pieces,
+    shape_of,
+)
+from dataplane.wire import tables as wire
+from dataplane.wire.limits import (
+    MAX_CHUNKS_PER_MESSAGE,
+    MAX_FIELDS,
+    MAX_LAYOUT_BYTES,
+    MAX_NAME_BYTES,
+    MAX_PIECES_PER_MESSAGE,
+    MAX_ROWS_PER_MESSAGE,
+    NO_GROUP,
+)
 from dataplane.wire.records import U4, column
-from dataplane.wire.tables import Name, Rows
+from dataplane.wire.tables import INLINE, Name, Owner, Rows
+
+_Same = TypeVar("_Same", Owner, bytes)
+_NO_VALUES = wire.Values()
+Known = Mapping[Owner, Mapping[int, Chunk]]
+"""The chunks that a shard has, by owner and number."""
+_NOTHING: Mapping[int, Chunk] = {}
+SHARED_BYTES, SHARED_CHUNKS, SHARED_ROWS = 1_024, 64, 1_024
+"""A form is small if its encoded pieces, the names of its fields, its chunks and its rows are no
+more. Larger ones hardly repeat, and caches of them would fill the memory."""
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(list[wire.Piece])
+
+
+@lru_cache(4_096)
+def _shared(value: _Same) -> _Same:
+    """The one that has been kept before: chunks of many messages have the same owner and layout."""
+    return value
+
+
+_same_size = lru_cache(64)(int)
+"""Columns of the same lengths have chunks of the same size, which share its number."""
+
+
+# rows
 
 
 class RowsIn(msgspec.Struct, eq=False):
@@ -110,3 +160,308 @@ def _groups_in(rows: Rows, count: int) -> tuple[Sequence[int] | None, list[bytes
             "ones: list each group once"
         )
     return index, group_keys
+
+
+# values
+
+
+class ValuesIn(msgspec.Struct, frozen=True, eq=False):
+    """The checked values of a message. pieces: as a block of all rows of the message stores them.
+    known: the chunks that the shard had before. unused: the chunks that no piece uses."""
+
+    pieces: Pieces
+    known: Sequence[Chunk]
+    unused: tuple[Chunk, ...]
+
+
+class MessageForm(msgspec.Struct, frozen=True):
+    """What messages have in common that differ only in their chunks: the names of the fields, the
+    encoded pieces, how many rows each chunk has, and how many the message has."""
+
+    fields: tuple[str, ...]
+    pieces: bytes
+    chunk_rows: tuple[int, ...]
+    rows: int
+
+    @property
+    def is_small(self) -> bool:
+        """Whether a cache may keep what is derived from it."""
+        return (
+            len(self.pieces) <= SHARED_BYTES
+            and len(self.chunk_rows) <= SHARED_CHUNKS
+            and self.rows <= SHARED_ROWS
+            and sum(map(len, self.fields)) <= SHARED_BYTES
+        )
+
+
+def values_in(
+    values: wire.Values, rows: int, known: Known, most: int = MAX_CHUNKS_PER_MESSAGE
+) -> ValuesIn:
+    """Check the values of a message about this many rows. A chunk that the shard has already is
+    that one. most: chunks that the message may have.
+
+    ProtocolError, InvalidRows or LimitExceeded for values that do not fit together.
+    """
+    if values == _NO_VALUES:
+        return _nothing_in(rows)
+    check_sizes(values, most)
+    chunks, before = _chunks_in(values, known)
+    form = form_of(values, rows)
+    shape, used = (_shared_shape if form.is_small else shape_in)(form)
+    if len(used) == len(chunks):
+        return ValuesIn(Pieces(shape, tuple(chunks)), before, ())
+    unused = set(range(len(chunks))).difference(used)
+    taken = tuple([chunks[n] for n in used])
+    return ValuesIn(Pieces(shape, taken), before, tuple([chunks[n] for n in unused]))
+
+
+@lru_cache(64)
+def _nothing_in(rows: int) -> ValuesIn:
+    return ValuesIn(Pieces(shape_of(rows, ())), (), ())
+
+
+def form_of(values: wire.Values, rows: int) -> MessageForm:
+    """Return the form of a message about this many rows."""
+    chunk_rows = tuple([one.rows for one in values.chunks])
+    return MessageForm(tuple(values.fields), _encoder.encode(values.pieces), chunk_rows, rows)
+
+
+def shape_in(form: MessageForm) -> tuple[BlockShape, tuple[int, ...]]:
+    """Check the pieces of a message. Return the shape of a block of its rows, and the numbers of
+    the chunks that its pieces use, in the order in which the block has them.
+
+    ProtocolError or InvalidRows for pieces that fit neither the chunks nor the rows.
+    """
+    _check_fields(form.fields)
+    pieces = [_piece_in(form, one) for one in _decoder.decode(form.pieces)]
+    used = sorted({one.chunk for one in pieces})
+    if len(used) < len(form.chunk_rows):
+        numbers = {chunk: n for n, chunk in enumerate(used)}
+        pieces = [msgspec.structs.replace(one, chunk=numbers[one.chunk]) for one in pieces]
+    return shape_of(form.rows, tuple(pieces)), tuple(used)
+
+
+_shared_shape = lru_cache(1_024)(shape_in)
+
+
+def check_sizes(values: wire.Values, most_chunks: int = MAX_CHUNKS_PER_MESSAGE) -> None:
+    """LimitExceeded where a message describes more than it may."""
+    if (
+        len(values.fields) > MAX_FIELDS
+        or len(values.chunks) > most_chunks
+        or len(values.pieces) > MAX_PIECES_PER_MESSAGE
+        or max(len(values.layouts), len(values.owners)) > MAX_CHUNKS_PER_MESSAGE
+    ):
+        raise too_many(values, most_chunks)
+    largest = max(map(len, values.layouts), default=0)
+    if largest > MAX_LAYOUT_BYTES:
+        raise LimitExceeded(
+            f"a chunk's layout is {largest} bytes long, over the limit of {MAX_LAYOUT_BYTES}: "
+            "write fewer fields per call",
+            limit=MAX_LAYOUT_BYTES,
+        )
+
+
+def too_many(values: wire.Values, most_chunks: int) -> LimitExceeded:
+    """Which part of a message is too large."""
+    sizes = [
+        ("fields", len(values.fields), MAX_FIELDS),
+        ("chunks", len(values.chunks), most_chunks),
+        ("pieces", len(values.pieces), MAX_PIECES_PER_MESSAGE),
+        ("layouts", len(values.layouts), MAX_CHUNKS_PER_MESSAGE),
+        ("owners", len(values.owners), MAX_CHUNKS_PER_MESSAGE),
+    ]
+    what, given, most = next(one for one in sizes if one[1] > one[2])
+    return LimitExceeded(
+        f"the message has {given} {what}, over the limit of {most}: write fewer rows per call",
+        limit=most,
+    )
+
+
+def check_owners(values: wire.Values) -> None:
+    """Raise ProtocolError unless each chunk has an owner of the message, and a number and a size of
+    0 or more."""
+    owners = len(values.owners)
+    for chunk in values.chunks:
+        owner = chunk.owner
+        if owner < 0 or owner >= owners:
+            raise ProtocolError(
+                f"invalid owner index {owner} for chunk {chunk.number}: the message lists "
+                f"{counted(owners, 'owner')}. Install the same dataplane release "
+                "everywhere"
+            )
+        if chunk.number < 0 or chunk.nbytes < 0:
+            raise ProtocolError(
+                f"invalid chunk {chunk.number} of {chunk.nbytes} bytes: expected a non-negative "
+                "number and size. Install the same dataplane release everywhere"
+            )
+
+
+def _check_fields(fields: Sequence[str]) -> None:
+    if len(set(fields)) != len(fields):
+        twice = Counter(fields).most_common(1)[0][0]
+        raise InvalidRows(f"field {twice[:40]!r} appears twice in this call: pass each field once")
+    for field in fields:
+        most = MAX_NAME_BYTES
+        if PROGRESS in field:  # it has the name of a stage as well
+            most += len(PROGRESS) + MAX_NAME_BYTES
+        if not 0 < len(field) <= most:
+            raise InvalidRows(
+                f"field name {field[:40]!r} has {len(field)} characters: choose a name of "
+                f"1 to {most} characters"
+            )
+
+
+def _chunks_in(values: wire.Values, known: Known) -> tuple[list[Chunk], list[Chunk]]:
+    """The chunks of a message, and those of them that the shard has already."""
+    owners = [_shared(owner) for owner in values.owners]
+    layouts = [_shared(layout) for layout in values.layouts]
+    there = [None if owner == INLINE else known.get(owner, _NOTHING) for owner in owners]
+    chunks, before = list[Chunk](), list[Chunk]()
+    many_owners, many_layouts, most_rows = len(owners), len(layouts), MAX_ROWS_PER_MESSAGE
+    for one in values.chunks:
+        at, number, rows, nbytes, form = one.owner, one.number, one.rows, one.nbytes, one.layout
+        if at < 0 or form < 0 or rows < 0 or nbytes < 0:
+            raise _invalid(one, values)
+        if at >= many_owners or form >= many_layouts or rows > most_rows:
+            raise _invalid(one, values)
+        mine = there[at]
+        if mine is None:
+            if number or len(one.inline) != nbytes:
+                raise ProtocolError(
+                    f"invalid inline chunk: expected {nbytes} bytes and no chunk number, "
+                    f"got {len(one.inline)} bytes and number {number}. Install the same dataplane "
+                    "release everywhere"
+                )
+        elif number < 1:
+            raise ProtocolError(
+                f"invalid chunk number {number}: expected 1 or more. "
+                "Install the same dataplane release everywhere"
+            )
+        elif (found := mine.get(number)) is not None:
+            _check_same(found, one, layouts[form])
+            chunks.append(found)
+            before.append(found)
+            continue
+        size = _same_size(nbytes)
+        chunks.append(Chunk(owners[at], number, rows, size, layouts[form], one.inline))
+    numbers = [one.number for one in chunks if one.number]
+    if len(set(numbers)) < len(numbers):
+        _check_distinct(chunks)
+    return chunks, before
+
+
+def _check_same(found: Chunk, one: wire.Chunk, layout: bytes) -> None:
+    """ProtocolError unless a message describes a chunk as the shard has it."""
+    has = found.rows, found.nbytes, found.layout, found.inline
+    if has != (one.rows, one.nbytes, layout, one.inline):
+        raise ProtocolError(
+            f"chunk {one.number} of peer {found.owner.peer} differs from the stored chunk in "
+            f"size, layout or data: expected {counted(found.rows, 'row')} and "
+            f"{counted(found.nbytes, 'byte')}, got "
+            f"{counted(one.rows, 'row')} and {counted(one.nbytes, 'byte')}. Install the same "
+            "dataplane release everywhere"
+        )
+
+
+def _check_distinct(chunks: Iterable[Chunk]) -> None:
+    """ProtocolError if a message has a chunk twice. Chunks of different owners may have the same
+    number."""
+    names = Counter([(one.owner, one.number) for one in chunks if one.number])
+    (owner, number), times = names.most_common(1)[0]
+    if times > 1:
+        raise ProtocolError(
+            f"the message lists chunk {number} of peer {owner.peer} {times} times: expected each "
+            "chunk at most once. Install the same dataplane release everywhere"
+        )
+
+
+def _invalid(one: wire.Chunk, values: wire.Values) -> ProtocolError:
+    """What is wrong with the description of a chunk."""
+    if not 0 <= one.owner < len(values.owners):
+        return ProtocolError(
+            f"invalid owner index {one.owner} for chunk {one.number}: the message lists "
+            f"{counted(len(values.owners), 'owner')}. Install the same dataplane release "
+            "everywhere"
+        )
+    if not 0 <= one.layout < len(values.layouts):
+        return ProtocolError(
+            f"invalid layout index {one.layout} for chunk {one.number}: the message has "
+            f"{counted(len(values.layouts), 'layout')}. Install the same dataplane release "
+            "everywhere"
+        )
+    return ProtocolError(
+        f"invalid chunk {one.number}: expected 0 to {MAX_ROWS_PER_MESSAGE} rows and 0 or more "
+        f"bytes, got {one.rows} rows and {one.nbytes} bytes. Install the same dataplane release "
+        "everywhere"
+    )
+
+
+def _columns_in(fields: tuple[str, ...], columns: tuple[int, ...]) -> tuple[str, ...]:
+    """The field that each column of a piece is."""
+    if wrong := [field for field in columns if not -1 <= field < len(fields)]:
+        raise ProtocolError(
+            f"invalid field index {wrong[0]} in a piece: the message has "
+            f"{counted(len(fields), 'field')}, and an unused column must have index -1. "
+            "Install the same dataplane release everywhere"
+        )
+    names = tuple([UNUSED if field < 0 else fields[field] for field in columns])
+    used = [name for name in names if name != UNUSED]
+    if not used:
+        raise ProtocolError(
+            "invalid piece: expected at least one column, got none. "
+            "Install the same dataplane release everywhere"
+        )
+    if len(set(used)) != len(used):
+        twice = Counter(used).most_common(1)[0][0]
+        raise ProtocolError(
+            f"invalid piece: expected one column for field {twice!r}, got "
+            "two. Install the same dataplane release everywhere"
+        )
+    return names
+
+
+def _piece_in(form: MessageForm, one: wire.Piece) -> Piece[int]:
+    """Check a piece. If the message has more rows than a block, the piece keeps its `base`: a mask
+    of all rows can take 8 KiB, and a message can have 65,536 pieces."""
+    if not 0 <= one.chunk < len(form.chunk_rows):
+        raise ProtocolError(
+            f"a piece refers to chunk index {one.chunk}, but the message has only "
+            f"{counted(len(form.chunk_rows), 'chunk')}. Install the same dataplane release "
+            "everywhere"
+        )
+    if len(one.fields) > MAX_FIELDS:
+        raise ProtocolError(
+            f"invalid piece: expected at most {MAX_FIELDS} columns, got "
+            f"{len(one.fields)}. Install the same dataplane release everywhere"
+        )
+    names = _columns_in(form.fields, tuple(one.fields))
+    has, given, base = form.chunk_rows[one.chunk], in_bytes(one.given), one.base
+    many = given.bit_count()
+    if not given or base < 0 or base + given.bit_length() > form.rows:
+        raise ProtocolError(
+            f"invalid piece of {counted(many, 'row')} from row {base}: a piece needs at "
+            f"least one row, and the message has only {counted(form.rows, 'row')}. Install the "
+            "same dataplane release everywhere"
+        )
+    if form.rows <= MAX_BLOCK_ROWS:
+        given, base = given << base, 0
+    at = tuple(column(one.at, U4, many).tolist()) if one.at else None
+    last = max(at) if at is not None else one.first + many - 1
+    if one.first < 0 or last >= has:
+        raise ProtocolError(
+            (
+                f"a piece refers to rows {one.first} to {last} of its chunk, which has only "
+                f"{counted(has, 'row')}. Install the same dataplane release everywhere"
+            )
+            if at is None
+            else (
+                f"a piece refers to row {last} of its chunk, which has only "
+                f"{counted(has, 'row')}. "
+                "Install the same dataplane release everywhere"
+            )
+        )
+    first = one.first if at is None else 0
+    if at is not None and at == (*range(at[0], at[0] + many),):
+        first, at = at[0], None
+    return Piece(one.chunk, names, given, given, first, at, "", base)

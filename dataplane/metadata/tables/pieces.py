@@ -20,6 +20,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from dataplane.errors import InvalidRows
 from dataplane.metadata.tables.bits import all_of, bits_of, rows_of
 from dataplane.wire.tables import Owner
 
@@ -56,7 +57,8 @@ class Piece(msgspec.Struct, Generic[C], frozen=True, gc=False):
     chunk. given: the rows of the block that the chunk has rows for.
     live: those of them that still have these values. at: the chunk row of each given row, where
     these do not follow each other from `first` on. by: the stage that added the values; "": a put
-    brought them. base: of a piece of a message, the row that is bit 0 of `given`."""
+    brought them. base: the row that is bit 0 of `given` and `live`. It is 0 in a block, and keeps
+    the masks of a message short that has more rows than a block."""
 
     chunk: C
     fields: tuple[str, ...]
@@ -80,28 +82,20 @@ class Piece(msgspec.Struct, Generic[C], frozen=True, gc=False):
         ]
 
 
+MAX_BLOCK_ROWS = 256
+"""What comes with more is cut: a value is kept as long as a row of its block."""
 SHARED_SHAPE_BYTES = 8 << 10
 """Larger shapes are not shared, because they hardly repeat. This bounds the memory of those that
 are."""
-
-
-def with_chunks(pieces: Iterable[Piece[int]], chunks: Sequence[Chunk]) -> list[Piece[Chunk]]:
-    """Return these pieces with their chunks, which they have by number."""
-    return [
-        Piece(chunks[p.chunk], p.fields, p.given, p.live, p.first, p.at, p.by, p.base)
-        for p in pieces
-    ]
-
-
 SHARED_STAGES = 16
 """The stages of which a shape remembers which rows have their fields."""
 
 
 class BlockShape(msgspec.Struct, frozen=True, gc=False, eq=False):
     """Which rows of a block have which fields, and where in its chunks. Compares by identity: made
-    by `shape_of`. live: by field, the rows that have it. nbytes: about what the pieces of a block
-    and its chunks take, without what is inline. having: of some stages, by their fields, the rows
-    that have all of them."""
+    by `shape_of`. A message has a shape too, as if all its rows were one block. live: by field, the
+    rows that have it. nbytes: about what the pieces of a block and its chunks take, without what is
+    inline. having: of some stages, by their fields, the rows that have all of them."""
 
     count: int
     pieces: tuple[Piece[int], ...]
@@ -111,20 +105,42 @@ class BlockShape(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 
 def shape_of(count: int, pieces: tuple[Piece[int], ...]) -> BlockShape:
-    """Return the shape of a block of `count` rows."""
+    """Return the shape of a block of `count` rows. InvalidRows where a row has two values of a
+    field, which only pieces of a message may say."""
     nbytes = sum([200 + (0 if piece.at is None else 36 * len(piece.at)) for piece in pieces])
-    made = _shape if nbytes <= SHARED_SHAPE_BYTES else _shape.__wrapped__
+    is_shared = nbytes <= SHARED_SHAPE_BYTES and count <= MAX_BLOCK_ROWS
+    made = _shape if is_shared else _shape.__wrapped__
     return made(count, pieces, nbytes)
 
 
 @lru_cache(1_024)
 def _shape(count: int, pieces: tuple[Piece[int], ...], nbytes: int) -> BlockShape:
-    live: dict[str, int] = {}
+    return BlockShape(count, pieces, rows_by_field(pieces), nbytes)
+
+
+def rows_by_field(pieces: Sequence[Piece[int]]) -> dict[str, int]:
+    """The rows that have a value, by field. InvalidRows where one has two."""
+    alike: dict[tuple[str, ...], int] = {}
     for piece in pieces:
-        for field in piece.fields:
+        rows, before = piece.live << piece.base, alike.get(piece.fields, 0)
+        if before & rows:
+            raise _two_values(next(field for field in piece.fields if field != UNUSED))
+        alike[piece.fields] = before | rows
+    found: dict[str, int] = {}
+    for fields, rows in alike.items():
+        for field in fields:
             if field != UNUSED:
-                live[field] = live.get(field, 0) | piece.live
-    return BlockShape(count, pieces, live, nbytes)
+                before = found.get(field, 0)
+                if before & rows:
+                    raise _two_values(field)
+                found[field] = before | rows
+    return found
+
+
+def _two_values(field: str) -> InvalidRows:
+    return InvalidRows(
+        f"field {field!r} has two values for one row in this call: pass one value per row"
+    )
 
 
 @lru_cache(1_024)
@@ -143,7 +159,8 @@ def _written_by(shape: BlockShape, stage: str) -> BlockShape:
 
 class Pieces(msgspec.Struct, frozen=True, gc=False, eq=False):
     """The values of a block. chunks: each once, and each is used. The live rows of one field in
-    different pieces never overlap."""
+    different pieces never overlap. The values of a message may have more rows than a block, and its
+    pieces a `base`: `split` makes blocks of them."""
 
     shape: BlockShape
     chunks: tuple[Chunk, ...] = ()
@@ -151,7 +168,13 @@ class Pieces(msgspec.Struct, frozen=True, gc=False, eq=False):
     @property
     def parts(self) -> tuple[Piece[Chunk], ...]:
         """The pieces one by one."""
-        return tuple(with_chunks(self.shape.pieces, self.chunks))
+        chunks = self.chunks
+        return tuple(
+            [
+                Piece(chunks[p.chunk], p.fields, p.given, p.live, p.first, p.at, p.by, p.base)
+                for p in self.shape.pieces
+            ]
+        )
 
     @property
     def count(self) -> int:

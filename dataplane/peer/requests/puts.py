@@ -23,8 +23,8 @@ from dataplane.memory.admission import Admission
 from dataplane.memory.extents import Extent, room
 from dataplane.memory.placement import extents_of
 from dataplane.metadata.shard.puts import plan_put
+from dataplane.metadata.tables.incoming import too_many
 from dataplane.metadata.tables.references import Array, ids_of, ranges_of
-from dataplane.metadata.tables.values_on_wire import too_many
 from dataplane.peer import rows as rowset
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.net.mesh import Mesh

@@ -19,8 +19,9 @@ import numpy as np
 from dataplane.errors import LeaseExpired, ProtocolError, RowsGone, RowsLost, Unavailable
 from dataplane.memory.space import PULLER
 from dataplane.metadata.shard import inspection, rows_out
+from dataplane.metadata.tables.incoming import check_owners
+from dataplane.metadata.tables.outgoing import message_bytes
 from dataplane.metadata.tables.references import Array, ranges_of
-from dataplane.metadata.tables.values_on_wire import check_owners, message_bytes
 from dataplane.peer.host import Caller, Host, call_context
 from dataplane.peer.net.router import Router
 from dataplane.peer.requests.leases import Leases

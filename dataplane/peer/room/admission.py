@@ -23,8 +23,9 @@ from dataplane.memory.placement import extents_of, placed
 from dataplane.memory.space import PULLER
 from dataplane.metadata.shard import inspection, reasons
 from dataplane.metadata.shard.reasons import Subject
+from dataplane.metadata.tables.incoming import check_owners
+from dataplane.metadata.tables.outgoing import pulled
 from dataplane.metadata.tables.references import Array
-from dataplane.metadata.tables.values_on_wire import check_owners, pulled
 from dataplane.peer.host import Entry, Host, call_context
 from dataplane.peer.notices import Telling, Why
 from dataplane.peer.tasks import within

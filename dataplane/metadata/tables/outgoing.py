@@ -1,0 +1,178 @@
+"""The values of rows as a message describes them: the pieces of their blocks, put one behind the
+other, and the chunks of those.
+
+Layouts and the bytes of chunks pass through unread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from dataplane.memory.extents import PAGE_BYTES
+from dataplane.metadata.tables.bits import all_of, bytes_of, picked, rows_of
+from dataplane.metadata.tables.pieces import (
+    SHARED_SHAPE_BYTES,
+    UNUSED,
+    BlockShape,
+    Chunk,
+    Piece,
+    Pieces,
+)
+from dataplane.wire import tables as wire
+from dataplane.wire.limits import ALIGNMENT_BYTES
+from dataplane.wire.records import U4
+from dataplane.wire.tables import INLINE, Owner
+
+_PIECE_BYTES, _CHUNK_BYTES = 32, 48
+"""About what one takes in a message."""
+_NO_NAMES: Mapping[Chunk, tuple[Owner, int]] = {}
+SHARED_BLOCKS = 32
+"""The skeleton of values is cached only if they are of no more blocks: larger ones hardly repeat,
+and would fill the memory."""
+
+Parts = tuple[tuple[BlockShape, int], ...]
+"""Blocks, one behind the other, by shape, and which of their rows leave."""
+
+
+class _Skeleton(NamedTuple):
+    """Values that leave, without their chunks. pieces: they number the chunks by `used`, the chunks
+    of all blocks one behind the other, of which these are used. by: who added each piece."""
+
+    fields: list[str]
+    pieces: list[wire.Piece]
+    used: list[int]
+    by: list[str]
+    nbytes: int
+
+
+class OutgoingValues:
+    """Values of rows, one block behind the other. parts: the pieces of a block, and which of its
+    rows. fields: only these; None: all that one of the rows has."""
+
+    __slots__ = ("_skeleton", "chunks")
+
+    def __init__(
+        self, parts: Sequence[tuple[Pieces, int]], fields: Sequence[str] | None = None
+    ) -> None:
+        is_shared = len(parts) <= SHARED_BLOCKS and (
+            sum([block.nbytes for block, _ in parts]) <= SHARED_SHAPE_BYTES
+        )
+        made = _skeleton if is_shared else _skeleton.__wrapped__
+        shapes = tuple([(block.shape, bits) for block, bits in parts])
+        self._skeleton = skeleton = made(shapes, None if fields is None else tuple(fields))
+        if len(parts) == 1:
+            chunks: Sequence[Chunk] = parts[0][0].chunks
+        else:
+            chunks = [chunk for block, _ in parts for chunk in block.chunks]
+        self.chunks = [chunks[n] for n in skeleton.used]
+        """of which something leaves, in the order in which the pieces number them"""
+
+    @property
+    def by(self) -> list[str]:
+        """The stage that added each piece, "" where none did."""
+        return self._skeleton.by
+
+    @property
+    def nbytes(self) -> int:
+        """About what a message takes at most that tells of them: each chunk counts its layout."""
+        sizes = [_CHUNK_BYTES + len(c.layout) + len(c.inline) for c in dict.fromkeys(self.chunks)]
+        return self._skeleton.nbytes + sum(sizes)
+
+    def pulled(self, address: str) -> int:
+        """Bytes that the peer at this address brings to itself for them."""
+        chunks = dict.fromkeys(self.chunks)
+        return pulled([(chunk.owner, chunk.nbytes) for chunk in chunks], address)
+
+    def on_wire(self, names: Mapping[Chunk, tuple[Owner, int]] = _NO_NAMES) -> wire.Values:
+        """As a message says them. names: of chunks that have others by now."""
+        owners: dict[Owner, int] = {}
+        layouts: dict[bytes, int] = {}
+        distinct = dict.fromkeys(self.chunks)
+        chunks = []
+        for chunk in distinct:
+            at, name = chunk.owner, chunk.number
+            if names:
+                at, name = names.get(chunk, (at, name))
+            owner = owners.setdefault(at, len(owners))
+            layout = layouts.setdefault(chunk.layout, len(layouts))
+            chunks.append(wire.Chunk(owner, name, chunk.rows, chunk.nbytes, layout, chunk.inline))
+        pieces = self._skeleton.pieces
+        if len(distinct) < len(self.chunks):  # blocks share some
+            numbers = {chunk: n for n, chunk in enumerate(distinct)}
+            of = [numbers[chunk] for chunk in self.chunks]
+            pieces = [msgspec.structs.replace(one, chunk=of[one.chunk]) for one in pieces]
+        return wire.Values(self._skeleton.fields, list(owners), list(layouts), chunks, pieces)
+
+
+@lru_cache(1_024)
+def _skeleton(parts: Parts, wanted: tuple[str, ...] | None) -> _Skeleton:
+    numbers: dict[str, int] = {} if wanted is None else {f: n for n, f in enumerate(wanted)}
+    columns: dict[tuple[str, ...], list[int]] = {}
+    used: dict[int, int] = {}
+    pieces, by, nbytes = list[wire.Piece](), list[str](), 0
+    base = before = 0
+    for shape, bits in parts:
+        rows = None if bits == all_of(shape.count) else rows_of(bits)
+        for one in shape.pieces:
+            taken = one.live & bits
+            if not taken:
+                continue
+            if one.fields not in columns:
+                columns[one.fields] = _columns(one.fields, wanted, numbers)
+            if not columns[one.fields]:
+                continue
+            chunk = used.setdefault(before + one.chunk, len(used))
+            given = bytes_of(taken if rows is None else picked(taken, rows))
+            first, at = one.first, one.at
+            if taken != one.given:
+                first, at = _places(one, taken)
+            raw = b"" if at is None else np.array(at, U4).tobytes()
+            pieces.append(wire.Piece(chunk, columns[one.fields], base, given, first, raw))
+            by.append(one.by)
+            nbytes += _PIECE_BYTES + (0 if one.at is None else 4 * len(one.at))
+        base += bits.bit_count()
+        before += 1 + max([one.chunk for one in shape.pieces], default=-1)
+    return _Skeleton(list(numbers), pieces, list(used), by, nbytes)
+
+
+def _columns(
+    fields: tuple[str, ...], wanted: tuple[str, ...] | None, numbers: dict[str, int]
+) -> list[int]:
+    """The number of the field that each column of a piece is; none where none is wanted."""
+    found = [
+        -1
+        if field == UNUSED or not (wanted is None or field in wanted)
+        else numbers.setdefault(field, len(numbers))
+        for field in fields
+    ]
+    return found if max(found) >= 0 else []
+
+
+def _places(one: Piece[int], taken: int) -> tuple[int, tuple[int, ...] | None]:
+    """Where some of the given rows are in the chunk: from which row on, or in these."""
+    rows = list(one.chunk_rows(taken))
+    if rows == list(range(rows[0], rows[0] + len(rows))):
+        return rows[0], None
+    return 0, tuple(rows)
+
+
+def pulled(chunks: Iterable[tuple[Owner, int]], address: str) -> int:
+    """Bytes that the peer at this address brings to itself for chunks of these owners and sizes:
+    whole chunks, padded, and a page for every owner that is read from, and for what rides in the
+    answer."""
+    far = [(owner, size) for owner, size in chunks if owner != INLINE and owner.peer != address]
+    owners = {owner for owner, _ in far}
+    nbytes = sum([-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for _, size in far])
+    return nbytes + PAGE_BYTES * (len(owners) + 1) if owners else 0
+
+
+def message_bytes(values: wire.Values) -> int:
+    """About what they take in a message."""
+    chunks = sum([_CHUNK_BYTES + len(one.inline) for one in values.chunks])
+    pieces = sum([_PIECE_BYTES + len(one.given) + len(one.at) for one in values.pieces])
+    return chunks + pieces + sum(map(len, values.layouts))

@@ -9,14 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from bench.traces.distributions import (
-    Distribution,
-    Gamma,
-    Lognormal,
-    Normal,
-    Quantiles,
-    Tokens,
-)
+from bench.traces.distributions import Distribution, Gamma, Lognormal, Normal, Quantiles, Tokens
 
 TOKEN_SECONDS = 0.025  # A: one token of one sequence in a full batch
 
@@ -106,116 +99,107 @@ _SEARCH_SECONDS = Quantiles(
     ((0, 0.05), (0.5, 0.161), (0.9, 1.13), (0.99, 2.69), (1, 3.8)),
     logarithmic=True,  # M, but for the lowest (A)
 )
+_MATH_PROMPT = Tokens(Lognormal(80.1, 0.532, shift=48.4), cap=32_000)
 
-_IMAGE = Task(
-    "image",
-    number=3,
-    prompts=512,
-    samples=8,
-    prompt=Tokens(Lognormal.of(106, p90=2_000), cap=32_000),  # text; visual tokens come on top
-    response=Tokens(Lognormal(2_000, 0.9), cap=16_384),
-    images=Images(_IMAGE_COUNTS, Tokens(_VISUAL_TOKENS, cap=1_280)),
-)
-_MATH = Task(
-    "math",
-    number=2,
-    prompts=256,
-    samples=16,
-    prompt=Tokens(Lognormal(80.1, 0.532, shift=48.4), cap=32_000),
-    response=Tokens(Gamma(2.438, 3_847, shift=195), cap=32_000),
-)
-_TOOL_USE = Task(
-    "tool_use",
-    number=4,
-    prompts=256,
-    samples=16,
-    prompt=Tokens(Normal(250, 30), cap=32_000),
-    response=Tokens(Lognormal(767, 0.822, shift=4.9), cap=32_000),
-    tools=Tools(
-        turns=(0.019, 0.078, 0.432, 0.073, 0.203, 0.143, 0.038, 0.008, 0.003, 0.004),
-        text=Tokens(Normal(470, 60), cap=32_000),
-        seconds=Lognormal.of(0.16, p99=2.7),
+_ALL = (
+    Task(
+        "image",
+        number=3,
+        prompts=512,
+        samples=8,
+        prompt=Tokens(Lognormal.of(106, p90=2_000), cap=32_000),  # text; visual tokens come on top
+        response=Tokens(Lognormal(2_000, 0.9), cap=16_384),
+        images=Images(_IMAGE_COUNTS, Tokens(_VISUAL_TOKENS, cap=1_280)),
+    ),
+    Task(
+        "math",
+        number=2,
+        prompts=256,
+        samples=16,
+        prompt=_MATH_PROMPT,
+        response=Tokens(Gamma(2.438, 3_847, shift=195), cap=32_000),
+    ),
+    Task(
+        "tool_use",
+        number=4,
+        prompts=256,
+        samples=16,
+        prompt=Tokens(Normal(250, 30), cap=32_000),
+        response=Tokens(Lognormal(767, 0.822, shift=4.9), cap=32_000),
+        tools=Tools(
+            turns=(0.019, 0.078, 0.432, 0.073, 0.203, 0.143, 0.038, 0.008, 0.003, 0.004),
+            text=Tokens(Normal(470, 60), cap=32_000),
+            seconds=Lognormal.of(0.16, p99=2.7),
+        ),
+    ),
+    Task(
+        "video",
+        number=1,
+        prompts=64,
+        samples=8,
+        prompt=Tokens(Normal(1, 0), cap=1),  # its cluster says it
+        response=Tokens(Lognormal(math.exp(5.06), 0.35), cap=16_000),
+        between=0.11,
+        tails=(
+            Tail(0, 0.0003, Normal(16_000, 0)),  # they never stop by themselves
+            # From step 21 on p99 is 2,400 (M): the median of 2 % of the responses. Its spread is A.
+            Tail(21, 0.02, Lognormal(2_400, 0.6)),
+        ),
+        videos=_VIDEOS,
+    ),
+    Task(
+        "math_open",
+        number=5,
+        prompts=96,
+        samples=8,
+        prompt=Tokens(Lognormal(math.exp(5.04), 0.29), cap=617),
+        response=Tokens(Lognormal(math.exp(6.04), 0.93), cap=32_768),
+        between=0.08,
+        survive=0.315,  # S: 28 to 35 %
+    ),
+    Task(
+        "programming",
+        number=6,
+        prompts=16,
+        samples=8,
+        prompt=Tokens(Lognormal(math.exp(6.02), 0.59), cap=1_777),
+        response=Tokens(Lognormal(math.exp(8.90), math.hypot(0.77, 0.22)), cap=16_000),
+        between=0.77**2 / (0.77**2 + 0.22**2),  # .92; M: .93
+        reward_seconds=(37 / 64, 125 / 64),
+    ),
+    Task(
+        "search",
+        number=7,
+        prompts=256,
+        samples=8,
+        prompt=Tokens(Normal(318, 2), cap=3_000),
+        response=Tokens(Lognormal.of(34, p99=453), cap=3_000),
+        tools=Tools(
+            turns=(0.072, 0.430, 0.342, 0.106, 0.049),
+            text=Tokens(Lognormal.of(521, p99=1_467), cap=3_000),
+            seconds=_SEARCH_SECONDS,
+            last_turn=Tokens(Lognormal.of(83, p99=318), cap=3_000),
+            session_cap=3_000,
+        ),
+    ),
+    Task(
+        "image_open",
+        number=8,
+        prompts=512,
+        samples=5,
+        # Text (A); with the image 4,096 tokens at most.
+        prompt=Tokens(Lognormal(60, 0.5), cap=4_096 - 800),
+        response=Tokens(Lognormal(200, 0.5), cap=2_048),
+        images=Images((1.0,), Tokens(Quantiles(((0, 256), (1, 800))), cap=800)),
+    ),
+    Task(
+        "straggler",
+        number=9,
+        prompts=64,
+        samples=8,
+        prompt=_MATH_PROMPT,
+        # S (Laminar): 10 × the median.
+        response=Tokens(Lognormal.of(1_000, p99=10_000), cap=32_000),
     ),
 )
-_VIDEO = Task(
-    "video",
-    number=1,
-    prompts=64,
-    samples=8,
-    prompt=Tokens(Normal(1, 0), cap=1),  # its cluster says it
-    response=Tokens(Lognormal(math.exp(5.06), 0.35), cap=16_000),
-    between=0.11,
-    tails=(
-        Tail(0, 0.0003, Normal(16_000, 0)),  # they never stop by themselves
-        # From step 21 on p99 is 2,400 (M): the median of 2 % of the responses. Its spread is A.
-        Tail(21, 0.02, Lognormal(2_400, 0.6)),
-    ),
-    videos=_VIDEOS,
-)
-_MATH_OPEN = Task(
-    "math_open",
-    number=5,
-    prompts=96,
-    samples=8,
-    prompt=Tokens(Lognormal(math.exp(5.04), 0.29), cap=617),
-    response=Tokens(Lognormal(math.exp(6.04), 0.93), cap=32_768),
-    between=0.08,
-    survive=0.315,  # S: 28 to 35 %
-)
-_PROGRAMMING = Task(
-    "programming",
-    number=6,
-    prompts=16,
-    samples=8,
-    prompt=Tokens(Lognormal(math.exp(6.02), 0.59), cap=1_777),
-    response=Tokens(Lognormal(math.exp(8.90), math.hypot(0.77, 0.22)), cap=16_000),
-    between=0.77**2 / (0.77**2 + 0.22**2),  # .92; M: .93
-    reward_seconds=(37 / 64, 125 / 64),
-)
-_SEARCH = Task(
-    "search",
-    number=7,
-    prompts=256,
-    samples=8,
-    prompt=Tokens(Normal(318, 2), cap=3_000),
-    response=Tokens(Lognormal.of(34, p99=453), cap=3_000),
-    tools=Tools(
-        turns=(0.072, 0.430, 0.342, 0.106, 0.049),
-        text=Tokens(Lognormal.of(521, p99=1_467), cap=3_000),
-        seconds=_SEARCH_SECONDS,
-        last_turn=Tokens(Lognormal.of(83, p99=318), cap=3_000),
-        session_cap=3_000,
-    ),
-)
-_IMAGE_OPEN = Task(
-    "image_open",
-    number=8,
-    prompts=512,
-    samples=5,
-    prompt=Tokens(Lognormal(60, 0.5), cap=4_096 - 800),  # text (A); with the image 4,096 at most
-    response=Tokens(Lognormal(200, 0.5), cap=2_048),
-    images=Images((1.0,), Tokens(Quantiles(((0, 256), (1, 800))), cap=800)),
-)
-_STRAGGLER = Task(
-    "straggler",
-    number=9,
-    prompts=64,
-    samples=8,
-    prompt=_MATH.prompt,
-    response=Tokens(Lognormal.of(1_000, p99=10_000), cap=32_000),  # S (Laminar): 10 × the median
-)
-
-TASKS: dict[str, Task] = {
-    task.name: task
-    for task in (
-        _IMAGE,
-        _MATH,
-        _TOOL_USE,
-        _VIDEO,
-        _MATH_OPEN,
-        _PROGRAMMING,
-        _SEARCH,
-        _IMAGE_OPEN,
-        _STRAGGLER,
-    )
-}
+TASKS = {task.name: task for task in _ALL}

@@ -81,31 +81,26 @@ def size(text: str) -> int:
     return nbytes
 
 
-def seconds(text: str) -> float:
-    """A time in seconds: more than 0, at most a day."""
-    value = _number(text)
-    if not 0 < value <= _DAY_S:
-        raise ArgumentTypeError(
-            f"{text!r} is not valid: use a number of seconds, such as 60, up to a day"
-        )
-    return value
+def _within(least: float, most: float, what: str) -> Callable[[str], float]:
+    """A number in this range."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise ArgumentTypeError(f"{text!r} is not valid: use a number") from None
+        if not least <= value <= most:
+            raise ArgumentTypeError(f"{text!r} is not valid: use {what}")
+        return value
+
+    return parse
 
 
-def positive(text: str) -> float:
-    """A number above 0, within the range that clocks can handle."""
-    value = _number(text)
-    if not _LEAST <= value <= _MOST:
-        raise ArgumentTypeError(f"{text!r} is not valid: use a number from {_LEAST:g} to {_MOST:g}")
-    return value
+seconds = _within(_LEAST, _DAY_S, "a number of seconds, such as 60, up to a day")
+positive = _within(_LEAST, _MOST, f"a number from {_LEAST:g} to {_MOST:g}")
+"""Above 0, within the range that clocks can handle."""
 
 
 def several(parse: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
     """Several values of one kind, separated by commas."""
     return lambda text: tuple(parse(part) for part in text.split(","))
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ArgumentTypeError(f"{text!r} is not valid: use a number") from None

@@ -9,6 +9,7 @@ from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 PAGE = ".html"
@@ -61,7 +62,8 @@ def replacing(path: Path) -> Iterator[Path]:
     """A file to write, which replaces `path` when the body ends, in a folder that is created if
     missing. A body that raises leaves no file behind. Raises NotWritten."""
     special = _special(path)
-    partial = path if special else _partial(path)
+    # Of this process: two that write the same report do not mix.
+    partial = path if special else path.resolve().with_name(f"{path.name}.{os.getpid()}.part")
     try:
         partial.parent.mkdir(parents=True, exist_ok=True)
         yield partial
@@ -81,13 +83,8 @@ def _special(path: Path) -> bool:
     return path.exists() and not path.is_file()
 
 
-def _partial(path: Path) -> Path:
-    """Beside the file, and of this process: two that write the same report do not mix."""
-    return path.resolve().with_name(f"{path.name}.{os.getpid()}.part")
-
-
 def _try(path: Path) -> None:
-    """Open it for writing, and fill what takes its place. What was not there before is not there
+    """Open it for writing, and fill a file beside it. What was not there before is not there
     afterwards: another option may be refused."""
     missing = [folder for folder in path.parents if not folder.exists()]
     try:
@@ -98,7 +95,9 @@ def _try(path: Path) -> None:
         if not there:
             path.unlink()
         if not _special(path):
-            _fill(_partial(path))
+            with TemporaryFile(dir=path.resolve().parent) as file:
+                file.write(bytes(_ROOM_BYTES))
+                file.flush()
     except FileExistsError:
         raise ArgumentTypeError(
             f"cannot write {str(path)!r}, because {str(path.parent)!r} is not a directory: choose "
@@ -112,10 +111,3 @@ def _try(path: Path) -> None:
         for folder in missing:
             with suppress(OSError):  # what lies above was missing too, or nothing was created
                 folder.rmdir()
-
-
-def _fill(path: Path) -> None:
-    try:
-        path.write_bytes(bytes(_ROOM_BYTES))
-    finally:
-        path.unlink(missing_ok=True)

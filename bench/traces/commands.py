@@ -66,12 +66,8 @@ def _trace(options: argparse.Namespace, command: str) -> int:
 
 
 def _info(options: argparse.Namespace, command: str) -> int:
-    show(Console(), *load.load(options.file, options.task))
-    return 0
-
-
-def show(console: Console, name: str, prompts: Sequence[Prompt]) -> None:
     """Print the size of a trace and a table of its distributions."""
+    console, (name, prompts) = Console(), load.load(options.file, options.task)
     rows = sum(len(prompt.samples) for prompt in prompts)
     steps = len({prompt.step for prompt in prompts})
     unique = sum({m.content: m.pixel_bytes for p in prompts for m in p.media}.values())
@@ -88,6 +84,7 @@ def show(console: Console, name: str, prompts: Sequence[Prompt]) -> None:
                 label, *(f"{mark:,.3g}" if mark < 100 else f"{mark:,.0f}" for mark in marks)
             )
     console.print(table)
+    return 0
 
 
 def columns(prompts: Sequence[Prompt]) -> dict[str, Floats]:

@@ -164,6 +164,44 @@ async def test_who_is_refused_before_the_greeting_is_sent_is_told(
     assert "never retrieved" not in caplog.text
 
 
+@pytest.mark.parametrize("token", [None, Token(Path("token"), b"k" * 32)], ids=["open", "token"])
+async def test_whoever_fails_the_handshake_is_counted_and_members_are_not(
+    token: Token | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also one that says nothing, or nothing that libzmq understands."""
+    gate, desk = Gate(token, "plane"), Desk()
+    await desk.close()
+    desk.here, desk.there = Greetings(gate), Greetings(gate)
+    desk.serve(lambda greeting: b"welcome")
+
+    async def counted(many: int) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            while gate.refusals.total < many:
+                await asyncio.sleep(0.01)
+
+    async def member() -> None:
+        met = Dialler(desk)
+        assert await asyncio.wait_for(met.answer, LIMIT_S) == b"welcome"
+        met.close()
+
+    await member()
+    host, port = desk.address.removeprefix("tcp://").split(":")
+    said = [b"GET / HTTP/1.0\r\n\r\n", b"", b"\xff" + bytes(8) + b"\x7f\x03" + b"x" * 53]
+    for many, junk in enumerate(said * 20, 1):
+        with socket.create_connection((host, int(port))) as stranger:
+            stranger.sendall(junk)
+        await counted(many)
+        await member()
+    other = Greetings(Gate(Token(Path("other"), b"o" * 32), "plane"))
+    refused = asyncio.Event()
+    close = other.dial(desk.address, b"greeting", lambda _: None, refused.set)
+    await counted(len(said) * 20 + 1)
+    close()
+    other.close()
+    await desk.close()
+    assert "peer door: refused a connection: another process connected, but the" in caplog.text
+
+
 async def test_many_greetings_of_one_stranger_leave_the_loop_to_others(desk: Desk) -> None:
     answered = 0
 

@@ -18,6 +18,7 @@ import asyncio
 import errno
 import logging
 import random
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from socket import AF_INET, SOCK_STREAM, getaddrinfo
@@ -26,6 +27,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
 
 from dataplane.errors import AddressInUse, InvalidConfig
 from dataplane.launch.token import Token
@@ -42,6 +44,13 @@ DOMAIN = "dataplane"
 DESK = "inproc://zeromq.zap.01"
 """Where libzmq asks whom to let in."""
 _ZAP_VERSION = b"1.0"
+_WATCH = "inproc://router-events"
+_WATCHED = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED,
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+    zmq.EVENT_DISCONNECTED,
+    zmq.EVENT_MONITOR_STOPPED,
+)
 CONNECT_MS = 1_500
 """A connection that is not made by then is dialled anew. The kernel would repeat its first packet
 ever later, and find out late that a cut has healed."""
@@ -156,6 +165,7 @@ class Greetings:
         self._gate = gate
         self._context = zmq.asyncio.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+        self._watching: threading.Thread | None = None
 
     def bind(self, address: str) -> str:
         """Accept greetings at this address from now on. Raise AddressInUse if another process
@@ -166,6 +176,7 @@ class Greetings:
         self._router = self._context.socket(zmq.ROUTER)
         tune(self._router, where)
         self._gate.secure_router(self._router)
+        self._router.monitor(_WATCH, sum(map(int, _WATCHED)))
         try:
             self._router.bind(where)
         except zmq.ZMQError as exc:
@@ -174,7 +185,30 @@ class Greetings:
                 "process that is using this address",
                 address=address,
             ) from exc
+        self._watching = threading.Thread(target=self._watch, name="greetings", daemon=True)
+        self._watching.start()
         return where
+
+    def _watch(self) -> None:
+        """Count the connections that end without a handshake, until the monitor stops.
+
+        This is a thread of its own, because libzmq's threads block while nobody takes their
+        events, and the event loop may be busy."""
+        handshakes = ended = counted = 0
+        events: zmq.Socket[bytes] = zmq.Context.shadow(self._context.underlying).socket(zmq.PAIR)
+        with events:
+            events.connect(_WATCH)
+            while (event := recv_monitor_message(events)["event"]) != zmq.EVENT_MONITOR_STOPPED:
+                if event == zmq.EVENT_DISCONNECTED:
+                    ended += 1
+                else:  # the gate counts those whose key is wrong
+                    handshakes += 1
+                if ended - handshakes > counted:
+                    counted += 1
+                    self._gate.refusals.count(
+                        "another process connected, but the handshake failed: it is no peer, has a "
+                        "different token or run name, or gave up"
+                    )
 
     async def serve(self, answer: Callable[[bytes], bytes]) -> None:
         """Admit peers and answer greetings until cancelled."""
@@ -231,6 +265,10 @@ class Greetings:
 
     def close(self) -> None:
         """Close every socket. Messages that are not sent yet are lost."""
+        if self._watching is not None:
+            self._router.monitor(None, 0)
+            self._watching.join()
+            self._watching = None
         self._context.destroy(linger=0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -21,16 +22,11 @@ def cpu_seconds(members: Mapping[str, int]) -> dict[str, float]:
     """
     spent = Counter[str]()
     for name, pid in members.items():
-        try:
+        with suppress(psutil.NoSuchProcess):
             root = psutil.Process(pid)
-            family = [root, *root.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            continue
-        for process in family:
-            try:
-                spent[_name(process, name)] += sum(process.cpu_times()[:4])  # of ended ones too
-            except psutil.NoSuchProcess:
-                continue
+            for process in (root, *root.children(recursive=True)):
+                with suppress(psutil.NoSuchProcess):
+                    spent[_name(process, name)] += sum(process.cpu_times()[:4])  # of ended ones too
     return dict(spent)
 
 

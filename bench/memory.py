@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +37,12 @@ def process_bytes(pid: int) -> int:
 def memfds(pid: int) -> dict[tuple[int, int], int]:
     """Memory files that a process has open: (device, inode) → bytes of pages that exist."""
     held: dict[tuple[int, int], int] = {}
-    try:
+    with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            try:
+            with suppress(FileNotFoundError):  # closed in between
                 if str(descriptor.readlink()).startswith(_ARENAS):
                     stat = descriptor.stat()
                     held[stat.st_dev, stat.st_ino] = stat.st_blocks * 512
-            except FileNotFoundError:
-                continue  # closed in between
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return {}
     return held
 
 
@@ -53,16 +50,9 @@ def descendants(pid: int) -> list[int]:
     """Child processes and all their descendants, as far as the kernel lists them."""
     found = [pid]
     for parent in found:  # grows while it is walked
-        found += _children(parent)
+        with suppress(FileNotFoundError, ProcessLookupError):
+            found += map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split())
     return found[1:]
-
-
-def _children(pid: int) -> list[int]:
-    try:
-        listed = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-        return [int(child) for child in listed.split()]
-    except (FileNotFoundError, ProcessLookupError):
-        return []
 
 
 class Sampler:

@@ -15,7 +15,7 @@ from bench.traces.generator import draw
 from bench.traces.parquet import TraceError, unreadable
 from bench.traces.polytrace import Group
 from bench.traces.recording import Recording
-from bench.traces.sample import Prompt, Sample
+from bench.traces.sample import Prompt
 from bench.traces.tasks import TASKS, Task
 
 PROMPTS = 16  # groups in a step of a run, where nobody says how many
@@ -81,8 +81,6 @@ def _check_replay(path: Path, task: Task, recording: Recording) -> None:
 
 def is_parquet(path: Path) -> bool:
     """Whether a file starts like a Parquet file. Raises TraceError if it cannot be read."""
-    if path.is_dir():
-        return False
     try:
         with path.open("rb") as file:
             return file.read(len(_PARQUET)) == _PARQUET
@@ -141,7 +139,11 @@ def _recorded(paths: Sequence[Path], task: Task, seed: int) -> list[Prompt]:
             if steps:
                 prompt = _as_told(prompt, steps[step][position], task, seed)
             if step in rewards:
-                prompt = _rewarded(prompt, rewards[step])
+                timed = (
+                    dataclasses.replace(sample, reward_seconds=rewards[step])
+                    for sample in prompt.samples
+                )
+                prompt = dataclasses.replace(prompt, samples=tuple(timed))
             prompts.append(prompt)
     return prompts
 
@@ -177,10 +179,3 @@ def _as_told(drawn: Prompt, group: Group, task: Task, seed: int) -> Prompt:
             told = [*waited, told[-1]]
         samples.append(dataclasses.replace(like, turns=tuple(told)))
     return dataclasses.replace(drawn, prompt_tokens=tokens, samples=tuple(samples))
-
-
-def _rewarded(prompt: Prompt, seconds: float) -> Prompt:
-    def timed(sample: Sample) -> Sample:
-        return dataclasses.replace(sample, reward_seconds=seconds)
-
-    return dataclasses.replace(prompt, samples=tuple(map(timed, prompt.samples)))

@@ -11,7 +11,7 @@ from typing import Any
 
 from bench.page import drawing
 from bench.page.drawing import LIGHT, Bar, Figure, Line, Scale, number
-from bench.report import Run, dedup, grouped, limits_of_links, placement, steady
+from bench.report import Run, Steady, dedup, grouped, limits_of_links, placement, steady
 
 Report = Mapping[str, Any]
 GIB = 1 << 30
@@ -75,12 +75,12 @@ def _job(run: Run, runs: Sequence[Run]) -> str:
     )
 
 
-def step(run: Run) -> tuple[float, str] | None:
-    """The seconds of a step, and which step: a steady one, else the first, which is cold."""
+def step(run: Run) -> Steady | None:
+    """The steady steps, else the first one, which is cold."""
     if run["status"] != "ok":
         return None
-    took = steady(run)
-    return (took.median, "steady") if took else (run["step_seconds"][0], "cold")
+    first = run["step_seconds"][0]
+    return steady(run) or Steady(first, first, first)
 
 
 def _families(runs: Sequence[Run]) -> list[list[Run]]:
@@ -117,22 +117,22 @@ def hosts(runs: Sequence[Run]) -> Figure | None:
     panels = []
     for family in _families(runs):
         over = list(_over_hosts(family))
-        took = [s[0] for members, _ in over for run in members if (s := step(run))]
+        took = [s.median for members, _ in over for run in members if (s := step(run))]
         drawn, most = [], 1.15 * max(took, default=1.0)
         for members, name in over:
-            timed = [(int(run["hosts"]), s) for run in members if (s := step(run))]
+            timed = [(run, s) for run in members if (s := step(run))]
+            points = [(int(run["hosts"]), s.median) for run, s in timed]
+            cold = [(int(run["hosts"]), s.median) for run, s in timed if not steady(run)]
             died = [(int(run["hosts"]), most) for run in members if run["status"] != "ok"]
-            said = [f"{number(timed[-1][1][0])} s"] if timed else []
-            if any(s[1] == "cold" for _, s in timed):
+            said = [f"{number(points[-1][1])} s"] if points else []
+            if cold:
                 said[0] += " cold"
             if died:
                 ends = {run["status"] for run in members if run["status"] != "ok"}
                 said.append("✕ " + ", ".join("killed" if e == "oom" else e for e in ends))
-            cold = [(n, s[0]) for n, s in timed if s[1] == "cold"]
-            points = [(n, s[0]) for n, s in timed]
             told = "\n".join([name, *said])
             dashed, kind = name.endswith("off"), colour(members[0]["plane"])
-            band = [(steady(r) or (s[0],) * 3)[1:] for r in members if (s := step(r))]
+            band = [(s.fastest, s.slowest) for _, s in timed]
             drawn.append(Line(told, kind, points, dashed, True, cold, died, band))
         sizes = Scale("hosts", sorted({int(run["hosts"]) for run in family}))
         panels.append(drawing.lines(_family(family[0]), drawn, sizes, Scale("seconds")))
@@ -150,7 +150,7 @@ def share(runs: Sequence[Run]) -> Figure | None:
     linked = [run for run in runs if run["link"] and run["recorded_step_seconds"]]
     panels = []
     for members in grouped(linked, (*_WORK, "dedup")):
-        timed = [(run, took[0]) for run in members if (took := step(run))]
+        timed = [(run, took.median) for run in members if (took := step(run))]
         what = (members[0]["trace"], members[0]["dedup"])
         most = max(run["hosts"] for run in linked if (run["trace"], run["dedup"]) == what)
         if not timed or members[0]["hosts"] < most:

@@ -30,7 +30,6 @@ from dataplane.metadata.shard.reasons import Notices
 from dataplane.metadata.shard.second_copies import Copies
 from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.shard.store import Store
-from dataplane.peer.outgoing_changes import OutgoingChanges
 from dataplane.peer.rates import Recent
 from dataplane.peer.tasks import Threads, in_time, within
 from dataplane.wire.messages import OVERDUE
@@ -273,12 +272,10 @@ class Host:
     """the memories beside the arena, as clients of this host open them"""
     _turned: asyncio.Event = field(default_factory=asyncio.Event)
     serving: Serving = field(init=False)
-    changes: OutgoingChanges = field(init=False)
 
     def __post_init__(self) -> None:
         self.serving = Serving(self)
         self.progress.is_slow = lambda: self.serving.is_slow
-        self.changes = OutgoingChanges(self.owner)
 
     @property
     def owner(self) -> Owner:

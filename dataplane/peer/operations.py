@@ -268,7 +268,7 @@ _TABLE = (
     ),
     Operation(
         journal.Settle,
-        peer=lambda peer: peer.references.settle_here,
+        peer=lambda peer: peer.changes.settle_here,
         sender=Sender.MEMBER,
         control=True,
     ),

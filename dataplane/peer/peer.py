@@ -1,6 +1,6 @@
 """The assembled peer: its parts, its life, and the effects of a change.
 
-`settle` is called after everything that changed a store, and runs its `shards.effects`.
+`run_effects` is called after everything that changed a store (`shards.effects`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataplane.metadata.roster.roster import Roster, canonical
 from dataplane.metadata.shard.leases import Numbers
 from dataplane.peer.door.client_door import Door
 from dataplane.peer.door.undelivered import Undelivered
-from dataplane.peer.host import Entry, Host
+from dataplane.peer.host import Host
 from dataplane.peer.membership.authority import EtcdKeeper, SeedKeeper
 from dataplane.peer.membership.leaving import Leaving
 from dataplane.peer.membership.membership import Membership
@@ -34,6 +34,7 @@ from dataplane.peer.requests.checkpoints import Checkpoints
 from dataplane.peer.requests.claims import Claims
 from dataplane.peer.requests.directory import Directory
 from dataplane.peer.requests.leases import Finishing, Leases
+from dataplane.peer.requests.outgoing_changes import OutgoingChanges
 from dataplane.peer.requests.puts import Grants, Writing
 from dataplane.peer.requests.reads import Reading
 from dataplane.peer.requests.waits import Waits
@@ -133,31 +134,34 @@ class Peer:
         """Partitions, the calls that wait at them, and the values that they name."""
         host, mesh, router, room = self.host, self.mesh, self.router, self.room
         self.shipping = Shipping(host, mesh, self.copying)
-        self.partitions = parts = Partitions(host, mesh, router, self.shipping, self.settle)
+        self.references = refs = References(host, mesh, room)
+        self.effects = effects = Effects(refs, self.copying, room, retries := Retries())
+        self.partitions = parts = Partitions(host, mesh, router, self.shipping, effects.run)
         self.share = share = MetadataShare(host)
         self.calls = calls = WaitingCalls(
             host,
             mesh,
             parts,
             self.copying,
-            self.settle,
+            effects.run,
             producers=lambda: room.producers + share.writers,
-            retries=(retries := Retries()),
+            retries=retries,
         )
+        effects.on_changed = calls.changed
         share.on_refused.append(calls.producers_wait)
-        self.references = refs = References(host, mesh, router, room)
-        self.effects = Effects(refs, self.copying, room, calls, retries)
 
     def _serve_clients(self) -> None:
         """What clients of this host ask for, and the door through which they do."""
         host, mesh, router, room = self.host, self.mesh, self.router, self.room
         refs, parts, share = self.references, self.partitions, self.share
+        run_effects = self.effects.run
+        self.outgoing = outgoing = OutgoingChanges(host, mesh, router)
         self.leases = leases = Leases(room.unpin)
         self.grants = grants = Grants(host, room, self.pools)
         self.reading = reading = Reading(host, router, leases, self.pools)
-        self.writing = Writing(host, mesh, grants, refs, self.copying, share, self.settle)
+        self.writing = Writing(host, grants, outgoing, refs, self.copying, share, run_effects)
         self.finishing = finishing = Finishing(router, leases, self.writing)
-        self.changes = Changes(host, refs, parts, self.settle)
+        self.changes = Changes(host, outgoing, refs, parts, run_effects)
         self.checkpoints = Checkpoints(self.writing, reading, router)
         self.directory = Directory(host, mesh, self.sessions, parts, self.config.run_dir)
         self.waits = Waits(host, router, self.sessions, self.directory)
@@ -187,7 +191,7 @@ class Peer:
         self.confirming = Confirming(host, mesh, self.shipping, self.membership.keeps_the_roster)
         self.replicas = Replicas(host, mesh, parts, self.shipping, refs)
         self.leaving = Leaving(
-            host, mesh, self.membership, self.copying, self.door, router, self.settle
+            host, mesh, self.membership, self.copying, self.door, router, self.effects.run
         )
         self.reporting = Reporting(self)
         self.timeline = Timeline(self)
@@ -292,9 +296,6 @@ class Peer:
         self.pools.gone(owner)
 
     # what follows from a change here
-
-    def settle(self, entry: Entry) -> None:
-        self.effects.after(entry)
 
     def _session_ended(self, session: Session) -> None:
         self.finishing.release_all(session)

@@ -41,7 +41,7 @@ def lent_ranges(**host: Any) -> tuple[References, Any]:
     me = SimpleNamespace(space=space, owner=Owner("tcp://10.0.0.1:7101", 1), lent=Lent(), **host)
     room = SimpleNamespace(release=space.release)
     mesh = SimpleNamespace(handlers={})
-    references = References(me, mesh, None, room)  # type: ignore[arg-type]
+    references = References(me, mesh, room)  # type: ignore[arg-type]
     references.lent.lend(LOST, ranges)
     return references, ranges
 
@@ -109,7 +109,7 @@ async def test_what_an_heir_lets_go_at_once_is_free_although_the_owner_hears_lat
     owner, ranges = lent_ranges(heirs=heirs(Takeover(LOST, HEIR, TOLD_AT)))
     way = SlowToInherit(owner)
     me: Any = SimpleNamespace(owner=HEIR, lent=Lent(), progress=Progress())
-    heir = References(me, way, None, None)  # type: ignore[arg-type]
+    heir = References(me, way, None)  # type: ignore[arg-type]
     held = np.ones(2, "<u4")
     heir.took_over(owner.host.owner, Inherited(LOST, ranges.tobytes(), held.tobytes()))
     heir.let_go(owner.host.owner, ranges[:1], held[:1])
@@ -137,7 +137,7 @@ async def test_an_heir_that_holds_more_than_a_message_can_name_says_so_in_severa
     owner.lent.lend(LOST, np.concatenate([*held[1:], *held[1:]]))
     way = SlowToInherit(owner)
     me: Any = SimpleNamespace(owner=HEIR, lent=Lent(), progress=Progress())
-    heir = References(me, way, None, None)  # type: ignore[arg-type]
+    heir = References(me, way, None)  # type: ignore[arg-type]
     taken, counts = ranges[[0, 1, 2, 3, 4, 3]], np.ones(6, "<u4")
     heir.took_over(owner.host.owner, Inherited(LOST, taken.tobytes(), counts.tobytes()))
     await asyncio.gather(*way.tasks)
@@ -174,7 +174,7 @@ async def test_an_owner_that_refused_to_let_go_of_values_is_told_again() -> None
         another_roster=another_roster,
     )  # fmt: skip
     way.tell = tell  # type: ignore[assignment, method-assign]
-    heir = References(host, way, None, None)  # type: ignore[arg-type]
+    heir = References(host, way, None)  # type: ignore[arg-type]
     twice = np.full(2, 2, "<u4")
     owner.host.space.hold(ranges)
     owner.lent.lend(HEIR, ranges)  # another value of theirs, which stays
@@ -190,7 +190,7 @@ async def test_what_is_taken_over_while_frees_wait_for_the_backup_is_told_before
     there, held = owner.host.owner, np.ones(2, "<u4")
     way, progress = SlowToInherit(owner), Progress()
     me: Any = SimpleNamespace(owner=HEIR, lent=Lent(), progress=progress)
-    heir = References(me, way, None, None)  # type: ignore[arg-type]
+    heir = References(me, way, None)  # type: ignore[arg-type]
     progress.required, progress.done = True, 1
     heir.let_go(there, ranges[:0], held[:0])
     await asyncio.sleep(0)  # it waits for the backup now

@@ -71,7 +71,7 @@ async def test_space_of_a_refused_put_goes_to_a_call_that_waits() -> None:
     )  # fmt: skip
     room = Room(host)
     nothing: Any = None
-    writing = Writing(host, nothing, Grants(host, room, nothing), *[nothing] * 4)
+    writing = Writing(host, Grants(host, room, nothing), *[nothing] * 5)
     (written,) = space.reserve(1, Admission.PULL, pages(16))[1]
     asked = asyncio.create_task(room.reserve(2, Admission.PULL, pages(16), 20))
     await settled()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,13 +15,13 @@ from dataplane.events.ring import Ring
 from dataplane.metadata.shard import inspection
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import CallContext, Entry, call_context
-from dataplane.peer.outgoing_changes import OutgoingChanges
 from dataplane.peer.requests.checkpoints import Checkpoints
-from dataplane.peer.requests.puts import Writing
+from dataplane.peer.requests.outgoing_changes import ChangeNumbers
+from dataplane.peer.requests.puts import Committed, Writing
 from dataplane.peer.shards.metadata_share import LEAST_S, MetadataShare
 from dataplane.wire.checkpoint import Progress, Restore
 from dataplane.wire.records import KEY
-from dataplane.wire.tables import Definition, Owner, Rows
+from dataplane.wire.tables import Definition, Owner, Rows, Values
 from tests.metadata.stores import named, put
 
 
@@ -31,10 +32,18 @@ class Shard:
         self.store = Store("p", Definition(), 1)
         self.host: Any = SimpleNamespace(
             name="a", space=SimpleNamespace(size_bytes=0), now=time.monotonic,
-            entries={"p": Entry(self.store)}, events=Ring(),
+            entries={"p": Entry(self.store)}, events=Ring(), caller=lambda session: None,
         )  # fmt: skip
         self.share = MetadataShare(self.host)
         self.share.size_bytes = 0
+
+    async def carried(self, session: Any, attempt: Callable[[], Awaitable[Any]]) -> Any:
+        """What a put gets whose shard does this at each attempt."""
+        outgoing: Any = SimpleNamespace(send=lambda *of: attempt())
+        grants: Any = SimpleNamespace(keep_where_full=lambda *of: None)
+        nothing: Any = None
+        writing = Writing(self.host, grants, outgoing, nothing, nothing, self.share, nothing)
+        return await writing.carry(session, nothing, Committed(Values()))
 
 
 async def test_names_that_are_remembered_are_not_waited_for() -> None:
@@ -54,7 +63,7 @@ async def test_new_rows_end_where_nobody_is_left_who_could_make_room() -> None:
     async def attempt() -> None:
         shard.share.check_rows()
 
-    waits = [asyncio.create_task(shard.share.until_taken(one, attempt)) for _ in range(2)]  # type: ignore[arg-type]
+    waits = [asyncio.create_task(shard.carried(one, attempt)) for _ in range(2)]
     await asyncio.sleep(0)
     assert (one.waiting, shard.share.writers, len(refused)) == (2, 2, 2)
     shard.share.end_in_vain()
@@ -66,7 +75,7 @@ async def test_new_rows_end_where_nobody_is_left_who_could_make_room() -> None:
 
 async def test_a_put_whose_second_copies_find_no_room_is_another_change_each_time() -> None:
     """One change that waited held its caller's floor, and with it the acks that would make room."""
-    shard, changes = Shard(), OutgoingChanges(Owner("tcp://10.0.0.1:7101", 7))
+    shard, changes = Shard(), ChangeNumbers(Owner("tcp://10.0.0.1:7101", 7))
     floors: list[int] = []
 
     async def attempt() -> str:
@@ -80,7 +89,7 @@ async def test_a_put_whose_second_copies_find_no_room_is_another_change_each_tim
             changes.end("p", 1, change)
 
     session: Any = SimpleNamespace(id=1, waiting=0)
-    assert await shard.share.until_taken(session, attempt) == "stored"
+    assert await shard.carried(session, attempt) == "stored"
     assert floors == [1, 2, 3] and (session.waiting, shard.share.writers) == (0, 0)
 
 
@@ -99,17 +108,17 @@ async def test_a_put_is_not_tried_again_when_its_answer_could_not_arrive() -> No
 
     session: Any = SimpleNamespace(id=1, waiting=0)
     with pytest.raises(BackPressure, match="no room for replicas"):
-        await shard.share.until_taken(session, attempt)
+        await shard.carried(session, attempt)
     assert len(left) == 2 and min(left) > LEAST_S / 2
 
 
 def test_a_restore_brings_no_rows_into_a_full_shard() -> None:
-    shard, parts = Shard(), SimpleNamespace(handlers={})
+    shard, router = Shard(), SimpleNamespace(mesh=None)
     put(shard.store, [1])
     shard.host.shard = lambda *_: shard.host.entries["p"]
     nothing, references = None, SimpleNamespace(answered=lambda *of: None)
-    writing = Writing(shard.host, parts, nothing, references, nothing, shard.share, nothing)  # type: ignore[arg-type]
-    checkpoints = Checkpoints(writing, parts, parts)  # type: ignore[arg-type]
+    writing = Writing(shard.host, nothing, nothing, references, nothing, shard.share, nothing)  # type: ignore[arg-type]
+    checkpoints = Checkpoints(writing, nothing, router)  # type: ignore[arg-type]
     restore = Restore("p", 1, Rows(bytes(KEY.itemsize)), [], [], {}, Progress())
     with pytest.raises(ShardFull, match="Consume or drop rows"):
         checkpoints.restore_here(None, restore)  # type: ignore[arg-type]

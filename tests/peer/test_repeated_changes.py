@@ -17,6 +17,7 @@ from dataplane.errors import (
     ChangeExpired,
     LeaseExpired,
     LimitExceeded,
+    ShardFull,
     Unavailable,
 )
 from dataplane.metadata.shard import rows_out
@@ -25,10 +26,12 @@ from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables import answers
 from dataplane.metadata.tables.references import Array, ids_of
 from dataplane.peer.host import Caller, Entry
+from dataplane.peer.rates import Recent
 from dataplane.peer.requests.changes import Changes
 from dataplane.peer.requests.checkpoints import Checkpoints
-from dataplane.peer.requests.leases import Finishing
+from dataplane.peer.requests.leases import Finishing, Lease, Leases
 from dataplane.peer.requests.puts import Committed, Writing
+from dataplane.peer.sessions import Session
 from dataplane.peer.shards.partitions import Partitions
 from dataplane.peer.shards.references import References
 from dataplane.wire.checkpoint import Progress, Restore
@@ -63,19 +66,19 @@ class Shard:
         )
         mesh: Any = SimpleNamespace(handlers={})
         nothing: Any = None
-        references = References(host, mesh, nothing, nothing)
+        references = References(host, mesh, nothing)
         references.let_go = self._let_go  # type: ignore[method-assign]
         share: Any = SimpleNamespace(check_rows=lambda: None, check_values=lambda inline: None)
         copying: Any = SimpleNamespace(beforehand=self._beforehand)
-        settle = nothing, references, copying, share, lambda entry: None
-        writing = Writing(host, mesh, *settle)
-        writing.settle, host.entry = lambda entry: None, host.shard
+        effects: Any = lambda entry: None  # noqa: E731
+        writing = Writing(host, nothing, nothing, references, copying, share, effects)
+        host.entry = host.shard
         self.references = references
         self._handlers: dict[type[Body], Any] = {
             Put: writing.put_here,
             Finish: Finishing(nothing, nothing, writing).finish_here,
-            Restore: Checkpoints(writing, SimpleNamespace(), nothing).restore_here,  # type: ignore[arg-type]
-            Settle: references.settle_here,
+            Restore: Checkpoints(writing, nothing, SimpleNamespace(mesh=mesh)).restore_here,  # type: ignore[arg-type]
+            Settle: Changes(host, nothing, references, nothing, effects).settle_here,
         }
 
     def _let_go(self, owner: Owner, ranges: Array, counts: Array) -> bool:
@@ -128,16 +131,52 @@ async def test_it_has_its_number_there_and_another_put_another() -> None:
     shards.moves_to = ELSEWHERE
     shards.host.entry = lambda *of: None
     grants: Any = SimpleNamespace(commit=lambda *of: NONE, ahead=lambda *of: b"")
-    share: Any = SimpleNamespace(until_taken=lambda session, attempt: attempt(), is_full=False)
-    copying: Any = None
-    shared = grants, shards.references, copying, share, lambda entry: None
-    writing = Writing(shards.host, shards.mesh, *shared)
+    share: Any = SimpleNamespace(is_full=False)
+    nothing: Any = None
+    writing = Writing(
+        shards.host, grants, shards.outgoing, nothing, nothing, share, lambda entry: None
+    )
     session: Any = SimpleNamespace(id=5)
     for _ in range(2):
         asked = Put("p", 1, named(["k"]))
         outcome = writing.put(session, Request(1, 5, 6, 6, (1, 1), 0, asked), asked)
         assert not isinstance(outcome, Body) and await outcome == PutDone()
     assert [body.change.number for _, body, _ in shards.asked] == [1, 1, 2]
+
+
+def test_a_shard_gets_no_field_that_is_for_the_clients_peer_or_that_only_peers_set() -> None:
+    """A client that numbered its own change could give another caller a wrong answer."""
+    store, told, session = Store("p", ONCE, 1), list[Op](), Session(5, 0, "")
+    store.put(body(named(["a"])))
+    store.emit = told.append
+    held = take(store, "s", Want("rows", 1, 1)).lease or 0
+    told.clear()
+    entry = Entry(store)
+    host: Any = SimpleNamespace(
+        entry=lambda *of: entry,
+        serves=lambda partition: True,
+        space=SimpleNamespace(unpin=lambda *of: None),
+        put_by_clients=Recent(0.0),
+        acked_here=lambda *of: None,
+        now=lambda: 0.0,
+    )
+    grants: Any = SimpleNamespace(commit=lambda *of: NONE, ahead=lambda *of: b"")
+    share: Any = SimpleNamespace(
+        is_full=False, check_rows=lambda: None, check_values=lambda values: None
+    )
+    nothing: Any = None
+    writing = Writing(host, grants, nothing, nothing, nothing, share, lambda entry: None)
+    finishing = Finishing(nothing, leases := Leases(), writing)
+    leases.open(Lease(held, "p", 1, "s", 1, session))
+    request: Any = SimpleNamespace(rid=1)
+    for_peer = {"pin": 3, "want_bytes": 64, "change": change(9)}
+    pooled = {"want_in_pools": [64], "continuing": True, "holder": 9}
+    asked = Put("p", 1, named(["k"]), reuse=True, client_s=2.0, **for_peer, **pooled)
+    assert writing.put(session, request, asked) == PutDone()
+    asked_too = Finish(held, "ack", partition="q", client_s=2.0, **for_peer)
+    assert finishing.finish(session, request, asked_too) == PutDone()
+    assert told[0] == Put("p", 1, named(["k"]), reuse=True, holder=5, client_s=2.0)
+    assert store.answers.to(change(9)) is None
 
 
 def test_a_retry_is_told_the_same_rows_that_were_passed_over() -> None:
@@ -375,25 +414,22 @@ def test_what_a_promoted_shard_remembers_is_what_the_old_one_did(end: str) -> No
 
 async def test_what_a_shard_had_no_room_for_is_asked_under_another_number() -> None:
     """It may wait for long, and holds no floor meanwhile."""
-    shards = Asked(PutDone())
+    shards = Asked(ShardFull("no room"), PutDone())
     numbers = []
 
-    async def twice(session: Any, attempt: Any) -> Any:
-        for _ in range(2):
-            done = await attempt()
-            numbers.append(asked.change)
-        return done
+    async def wait_to_retry(*of: Any) -> None:
+        numbers.append(asked.change)
 
-    share: Any = SimpleNamespace(until_taken=twice)
+    share: Any = SimpleNamespace(wait_to_retry=wait_to_retry, waited=lambda *of: None)
     nothing: Any = None
     writing = Writing(
-        shards.host, shards.mesh, nothing, shards.references, nothing, share, lambda entry: None
+        shards.host, nothing, shards.outgoing, nothing, nothing, share, lambda entry: None
     )
     session: Any = SimpleNamespace(id=5)
     asked = body(named(["k"]))
     assert await writing.carry(session, asked, NONE) == PutDone()
     me = Owner(HERE, 1)
-    assert numbers == [Change(me, 1, 1), Change(me, 2, 2)]
+    assert [*numbers, asked.change] == [Change(me, 1, 1), Change(me, 2, 2)]
 
 
 def partitions_of(*stores: Store) -> Partitions:
@@ -430,8 +466,8 @@ def test_a_drop_of_a_partition_that_was_settled_before_it_arrives_drops_nothing(
     shard, partitions = Shard(store), partitions_of(store)
     host: Any = partitions.host
     host.entry = lambda partition, generation: host.entries.get(partition)
-    references: Any = SimpleNamespace(mesh=partitions.mesh, answered=shard.references.answered)
-    changes = Changes(host, references, partitions, lambda entry: None)
+    nothing: Any = None
+    changes = Changes(host, nothing, shard.references, partitions, lambda entry: None)
     late = Drop("p", 1, change=change(8))
     caller = Caller(OWNERS[0].peer, OWNERS[0].incarnation, 5)
     assert shard.change(Settle("p", 1, change(8))) == Settled(carried_out=False)

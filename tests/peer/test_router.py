@@ -23,10 +23,9 @@ from dataplane.memory.lent import Lent
 from dataplane.metadata.roster.roster import Heirs, Roster
 from dataplane.peer.host import CallContext, Caller, call_context
 from dataplane.peer.net.router import LEAST_S, MOST_WITHDRAWN, RETRY_S, TURN_S, Router
-from dataplane.peer.outgoing_changes import OutgoingChanges
 from dataplane.peer.rates import Recent
 from dataplane.peer.requests.changes import Changes
-from dataplane.peer.shards.references import References
+from dataplane.peer.requests.outgoing_changes import OutgoingChanges
 from dataplane.wire.journal import Settle
 from dataplane.wire.messages import Admit, Body, Done, Drop, Request, Seal, Tag, Wait
 from dataplane.wire.peering import Settled
@@ -56,7 +55,7 @@ class Asked:
             put_by_clients=Recent(0.0),
             lent=Lent(),
             heirs=Heirs(),
-            changes=OutgoingChanges(Owner(HERE, 1)),
+            owner=Owner(HERE, 1),
             roster=at(first, THERE),
             now=lambda: self.time,
             another_roster=self.another_roster,
@@ -64,13 +63,12 @@ class Asked:
         self.mesh: Any = SimpleNamespace(
             call=self.call,
             tell=self.tell,
-            hello=self.hello,
+            linked=lambda address: SimpleNamespace(incarnation=0),
             spawn=asyncio.ensure_future,
             handlers={},
         )
         self.router = Router(self.host, self.mesh)
-        room: Any = None
-        self.references = References(self.host, self.mesh, self.router, room)
+        self.outgoing = OutgoingChanges(self.host, self.mesh, self.router)
         self.settled: list[Change] = []
         """changes that a shard was asked about after their calls were over"""
 
@@ -82,9 +80,6 @@ class Asked:
         if isinstance(said, DataplaneError):
             raise said
         return said
-
-    async def hello(self, address: str) -> Any:
-        return SimpleNamespace(incarnation=0)
 
     async def tell(self, owner: Owner, body: Settle) -> Body:
         self.settled.append(body.change)
@@ -120,8 +115,8 @@ async def test_a_change_that_is_asked_for_again_elsewhere_has_its_number(
     """By which a shard whose peer died before it answered knows that it was carried out."""
     shards = Asked(Unavailable("went away"), Done())
     shards.moves_to = ELSEWHERE
-    partitions: Any = None
-    changes = Changes(shards.host, shards.references, partitions, lambda entry: None)
+    nothing: Any = None
+    changes = Changes(shards.host, shards.outgoing, nothing, nothing, lambda entry: None)
     session: Any = SimpleNamespace(id=5, label="")
     for _ in range(2):
         asked = msgspec.structs.replace(change)
@@ -170,7 +165,7 @@ async def test_a_call_with_a_late_deadline_is_asked_for_until_then(call: str) ->
             assert await shards.router.ask(Seal("p", 1)) == Done()
         else:
             body = Drop("p", 1, groups=["g"])
-            assert await shards.references.change(body, Caller(HERE, 1)) == Done()
+            assert await shards.outgoing.send(body, Caller(HERE, 1)) == Done()
     finally:
         call_context.reset(ends)
     assert shards.time > 180.0

@@ -264,8 +264,8 @@ def left_behind(peer: Peer) -> list[str]:
             f"{peer.host.name} keeps {stats['used_bytes'] - stats['cached_bytes']} B of nobody's, "
             f"{stats['granted_bytes']} B granted, {stats['pins']} pins"
         )
-    if len(peer.host.changes):
-        wrong.append(f"{peer.host.name} waits for what became of changes: {peer.host.changes}")
+    if len(peer.outgoing):
+        wrong.append(f"{peer.host.name} waits for what became of changes: {peer.outgoing.numbers}")
     if len(peer.references.lent):
         wrong.append(f"{peer.host.name} has {len(peer.references.lent)} ranges lent for nothing")
     if peer.claims.waiting or len(peer.calls):

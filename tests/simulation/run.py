@@ -18,8 +18,8 @@ from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables import answers
 from dataplane.metadata.tables.keys import keys_in
-from dataplane.peer import outgoing_changes
 from dataplane.peer.membership.authority import KeeperRole
+from dataplane.peer.requests import outgoing_changes
 from dataplane.wire.tables import Definition, Owner
 from tests.simulation.auditor import Auditor
 from tests.simulation.cluster import ARENA_BYTES, Cluster, described

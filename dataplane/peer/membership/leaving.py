@@ -52,7 +52,7 @@ class Leaving:
     copying: Copying
     door: Door
     router: Router
-    settle: Callable[[Entry], None]
+    run_effects: Callable[[Entry], None]
 
     def __post_init__(self) -> None:
         self._moving: set[Owner] = set()
@@ -323,7 +323,7 @@ class Leaving:
                 self.copying.room.release(local)
                 return
             self.copying.replace(entry, owner, ranges[:count][here], local)
-            self.settle(entry)
+            self.run_effects(entry)
             if not here.all():
                 break  # of what was freed there meanwhile this one is about to hear
 

@@ -262,6 +262,11 @@ class Mesh:
         )
         return None
 
+    def linked(self, address: str) -> PeerHello | None:
+        """Return the identity of the peer at an address if this peer has a link to it now."""
+        link = self._links.get(address)
+        return None if link is None else link.hello
+
     async def hello(self, address: str) -> PeerHello:
         """Return the identity of the peer at an address. Raise Unavailable if none replies in
         time."""

@@ -36,7 +36,7 @@ from dataplane.wire.messages import Body, PutDone, Request
 
 class Checkpoints:
     def __init__(self, writing: Writing, reading: Reading, router: Router) -> None:
-        self.host, self.mesh = writing.host, writing.mesh
+        self.host, self.mesh = writing.host, router.mesh
         self.writing, self.reading, self.router = writing, reading, router
 
     # out

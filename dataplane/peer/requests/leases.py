@@ -37,6 +37,9 @@ STALL_S = 0.5
 """This peer looks at the time more often than that unless it was stopped or had no processor time.
 Hard limits do not count such time, because acks that arrived meanwhile are still to be read."""
 
+NOT_SENT: dict[str, Any] = {"pin": 0, "want_bytes": 0, "again": False, "change": None}
+"""The fields of a client's `Finish` that its shard does not get: those for its own peer, and the
+one that only peers set."""
 Part = tuple[int, str, int, str]
 """session, partition, generation and stage of who takes part in a plan"""
 
@@ -192,7 +195,13 @@ class Finishing:
             raise
         if body.pin:
             self.host.space.unpin(session.id, [body.pin])
-        asked = _at_shard(lease, body, committed)
+        asked = msgspec.structs.replace(
+            body,
+            values=committed.values,
+            partition=lease.partition,
+            generation=lease.generation,
+            **NOT_SENT,
+        )
         entry = self.host.entry(asked.partition, asked.generation)
         if (
             not self.host.serves(asked.partition)
@@ -209,7 +218,7 @@ class Finishing:
             if isinstance(exc, LeaseExpired):
                 self.leases.close(lease)
             raise
-        self.writing.settle(entry)
+        self.writing.run_effects(entry)
         return self._finished(lease, body, committed, done)
 
     def _keep(self, lease: Lease, body: Finish, committed: Committed, failure: object) -> None:
@@ -269,7 +278,7 @@ class Finishing:
         return entry
 
     def _finish_at(self, entry: Entry, body: Finish) -> PutDone:
-        """At the shard: adds and ack are one operation. `settle` follows."""
+        """At the shard: adds and ack are one operation. `run_effects` follows."""
         self.writing.share.check_values(body.values)
         return PutDone(kept=entry.store.finish(body))
 
@@ -331,17 +340,3 @@ class Finishing:
             self.leases.leave(lease.session, lease.number)
             self._tell(lease, "expire")
         return len(passed)
-
-
-def _at_shard(lease: Lease, body: Finish, committed: Committed) -> Finish:
-    """What a client asked for, as its shard is told."""
-    return Finish(
-        lease.number,
-        body.outcome,
-        body.index,
-        committed.values,
-        body.tags,
-        partition=lease.partition,
-        generation=lease.generation,
-        client_s=body.client_s,
-    )

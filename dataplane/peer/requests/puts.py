@@ -18,7 +18,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from dataplane.errors import DataplaneError, LimitExceeded, ProtocolError, ShardFull, counted
+from dataplane.errors import (
+    BackPressure,
+    DataplaneError,
+    LimitExceeded,
+    ProtocolError,
+    ShardFull,
+    counted,
+)
 from dataplane.memory.admission import Admission
 from dataplane.memory.extents import Extent, room
 from dataplane.memory.placement import extents_of
@@ -27,7 +34,7 @@ from dataplane.metadata.tables.incoming import too_many
 from dataplane.metadata.tables.references import Array, ids_of, ranges_of
 from dataplane.peer import rows as rowset
 from dataplane.peer.host import Caller, Entry, Host
-from dataplane.peer.net.mesh import Mesh
+from dataplane.peer.requests.outgoing_changes import NO_RANGES, OutgoingChanges
 from dataplane.peer.room.admission import Room, Units
 from dataplane.peer.room.pools import Pools
 from dataplane.peer.sessions import Session
@@ -59,11 +66,18 @@ Carried = Put | Finish | Restore
 Work = Callable[[Entry, Any], PutDone]
 """Carries one out at the shard."""
 _HASH_BYTES = DIGEST["hash"].itemsize
+NOT_SENT: dict[str, Any] = {
+    "pin": 0,
+    "want_bytes": 0,
+    "want_in_pools": [],
+    "continuing": False,
+    "change": None,
+    "holder": 0,
+}
+"""The fields of a client's `Put` that its shard does not get: those for its own peer, and those
+that only peers set."""
 MAX_AHEAD_BYTES = 64 << 20
 """The most that a reply grants ahead."""
-
-
-NO_RANGES = np.zeros(0, RANGE)
 
 
 class Committed(msgspec.Struct, eq=False):
@@ -297,12 +311,12 @@ class Grants:
 @dataclass(eq=False, repr=False)
 class Writing:
     host: Host
-    mesh: Mesh
     grants: Grants
+    outgoing: OutgoingChanges
     references: References
     copying: Copying
     share: MetadataShare
-    settle: Callable[[Entry], None]
+    run_effects: Callable[[Entry], None]
 
     def put(self, session: Session, request: Request, body: Put) -> Body | Awaitable[Body]:
         """Put rows. Reply at once if the shard is here and has space, and no replicas are made."""
@@ -312,16 +326,7 @@ class Writing:
         except BaseException:
             self.grants.refused(session, body.values)
             raise
-        asked = Put(
-            body.partition,
-            body.generation,
-            body.rows,
-            committed.values,
-            body.tags,
-            replace=body.replace,
-            reuse=body.reuse,
-            client_s=body.client_s,
-        )
+        asked = msgspec.structs.replace(body, values=committed.values, **NOT_SENT)
         entry = self.host.entry(body.partition, body.generation)
         if entry is None or entry.copies is not None or self.share.is_full:
             return self._put_carried(session, body, asked, committed)
@@ -331,7 +336,7 @@ class Writing:
             self.grants.keep_where_full(session, committed, exc)
             self.grants.not_taken(session, committed)
             raise
-        self.settle(entry)
+        self.run_effects(entry)
         return self._put_done(session, body, committed, done)
 
     async def _put_carried(
@@ -350,13 +355,17 @@ class Writing:
         """Send the message to the partition's shard, wherever it is. Repeat it as another change
         while the shard is full: a waiting put must not block the acks that free space. keep:
         keeps the values of a call that failed, because its caller will name them again."""
-        caller = self.host.caller(session.id)
-
-        def attempt() -> Awaitable[PutDone]:
-            return self.references.change(body, caller, committed.ranges)
-
+        caller, began, tries = self.host.caller(session.id), self.host.now(), 0
         try:
-            return await self.share.until_taken(session, attempt)
+            while True:
+                try:
+                    done: PutDone = await self.outgoing.send(body, caller, committed.ranges)
+                    return done
+                except BackPressure as full:
+                    if full.details.get("values"):  # the client stores them in the arena instead
+                        raise
+                    tries += 1
+                    await self.share.wait_to_retry(session, full, tries)
         except BaseException as exc:
             if keep is None:
                 self.grants.keep_where_full(session, committed, exc)
@@ -364,6 +373,8 @@ class Writing:
                 keep(exc)
             raise
         finally:  # the shard has taken references of its own
+            if tries:
+                self.share.waited(session, began)
             if len(committed.ranges):
                 self.grants.room.release(committed.ranges)
 
@@ -406,7 +417,7 @@ class Writing:
         answer = self.references.answered(entry, caller, body)
         if answer is None:
             answer = work(entry, body)
-            self.settle(entry)
+            self.run_effects(entry)
         return answer
 
     def put_here(self, caller: Caller, body: Put) -> Body | Awaitable[Body]:
@@ -414,7 +425,7 @@ class Writing:
         return self.apply(entry, caller, body, partial(self._put_into, holder=caller.session))
 
     def _put_into(self, entry: Entry, body: Put, holder: int) -> PutDone:
-        """`settle` follows."""
+        """`run_effects` follows."""
         plan = plan_put(entry.store, body)
         if len(plan.new):
             self.share.check_rows()

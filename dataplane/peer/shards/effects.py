@@ -20,7 +20,6 @@ from dataplane.peer.room.admission import Room
 from dataplane.peer.shards.references import References
 from dataplane.peer.shards.replication import Copying
 from dataplane.peer.shards.retries import Retries
-from dataplane.peer.shards.waiting_calls import WaitingCalls
 from dataplane.wire.tables import Owner
 
 Effect = Callable[..., object]
@@ -32,16 +31,16 @@ class Effects:
         references: References,
         copying: Copying,
         room: Room,
-        calls: WaitingCalls,
         retries: Retries,
     ) -> None:
         self.references = references
         self.copying = copying
         self.room = room
-        self.calls = calls
         self.retries = retries
+        self.on_changed: Callable[[Entry, set[str]], None] = lambda entry, stages: None
+        """called with the stages that a command has changed"""
 
-    def after(self, entry: Entry) -> None:
+    def run(self, entry: Entry) -> None:
         """Run the effects of a command that has changed this partition. Never raises."""
         if entry.store.released:
             self._run(entry, self._free, entry)
@@ -60,7 +59,7 @@ class Effects:
     def _meet(self, entry: Entry) -> None:
         stages = entry.store.dirty()
         self._run(entry, self.references.host.meter, entry, stages)
-        self.calls.changed(entry, stages)
+        self.on_changed(entry, stages)
 
     def _run(self, entry: Entry, effect: Effect, *given: Any) -> None:
         try:

@@ -11,9 +11,8 @@ as much memory again.
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 from dataplane.errors import BackPressure, ShardFull, sized
 from dataplane.peer.host import Host, call_context
@@ -33,8 +32,6 @@ AGAIN_S = (0.1, 2.0)
 LEAST_S = 0.25
 """New rows are not tried again with less time left: the shard waits for room for half of it, and
 without an answer nobody would know whether it has the rows."""
-
-T = TypeVar("T")
 
 
 class MetadataShare:
@@ -105,37 +102,18 @@ class MetadataShare:
 
     # for clients of this host
 
-    async def until_taken(self, session: Session, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Return a shard's reply to new rows, and retry while the shard has no space for them or
-        for their replicas.
-
-        Raise BackPressure if the call's deadline passes, or if no client is left that could free
-        space. Raise it at once for small values, because their writer stores them in the arena
-        instead.
-        """
-        began = self._host.now()
-        for tries in itertools.count(1):
-            try:
-                done = await attempt()
-                if tries > 1:
-                    self._waited(session, began)
-                return done
-            except BackPressure as full:
-                if full.details.get("values"):
-                    raise
-                try:
-                    await self._pause(session, full, tries)
-                except BackPressure:
-                    self._waited(session, began)
-                    raise
-        raise AssertionError("unreachable: the loop never ends")
-
-    def _waited(self, session: Session, began: float) -> None:
+    def waited(self, session: Session, began: float) -> None:
+        """Note that a call waited for room since `began` (monotonic)."""
         record = Record(Kind.ROOM_WAIT, reason=Reason.METADATA, worker=session.id)
         self._host.events.waited(record, began)
 
-    async def _pause(self, session: Session, full: BackPressure, tries: int) -> None:
-        """Before they are tried again, so many times up to now."""
+    async def wait_to_retry(self, session: Session, full: BackPressure, tries: int) -> None:
+        """Wait before the next attempt at a shard that had no space for new rows or for their
+        replicas.
+
+        tries: the attempts so far. Raise BackPressure if the call's deadline is too near, or if no
+        client is left that could free space.
+        """
         wait_s = min(AGAIN_S[0] * 2.0 ** min(tries - 1, 10), AGAIN_S[1])
         latest = call_context.get().until - LEAST_S
         left_s = latest - self._host.now()

@@ -62,7 +62,7 @@ class Partitions:
     mesh: Mesh
     router: Router
     shipping: Shipping
-    settle: Callable[[Entry], None]
+    run_effects: Callable[[Entry], None]
 
     def __post_init__(self) -> None:
         self.on_drop: Callable[[Entry], None] = lambda entry: None
@@ -160,7 +160,7 @@ class Partitions:
         del self.host.entries[partition]
         self.declared.pop(partition, None)
         self.on_drop(entry)  # first: that no row is left is not why who waits gets none
-        self.settle(entry)
+        self.run_effects(entry)
         self.host.space.digests.drop(partition)
         return self.ended(change, Dropped(rows, nbytes))
 

@@ -2,8 +2,8 @@
 
 Shards here reference values of this peer and of other peers, and tell the owner when a reference
 ends. Shards on other peers reference values here (`lent`). If such a peer dies, the peer that
-takes over its shards reports its references. Before this peer frees a value, it settles which
-peer took over which shards, and what a peer that did not reply may have taken.
+takes over its shards reports its references. Before this peer frees a value, it finds out which
+peer took over which shards.
 """
 
 from __future__ import annotations
@@ -17,18 +17,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.errors import DataplaneError, ProtocolError, StaleEpoch, Unavailable
-from dataplane.memory.lent import Lent
-from dataplane.metadata.roster.roster import Roster
+from dataplane.errors import DataplaneError, ProtocolError
 from dataplane.metadata.shard.second_copies import named_by
 from dataplane.metadata.tables.references import ids_of, ranges_of
-from dataplane.peer.host import Caller, Entry, Host, call_end
+from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.net.mesh import Mesh
-from dataplane.peer.net.router import Router
 from dataplane.peer.room.admission import Room
-from dataplane.wire.journal import Settle
 from dataplane.wire.messages import Body, Done
-from dataplane.wire.peering import Inherited, Release, Settled
+from dataplane.wire.peering import Inherited, Release
 from dataplane.wire.records import RANGE, U4, column
 from dataplane.wire.tables import Change, Owner
 
@@ -41,17 +37,14 @@ AGAIN_S = 2.0
 
 Ranges = npt.NDArray[Any]
 """RANGE, or the u4 counts beside them"""
-NONE = np.zeros(0, RANGE)
 
 
 class References:
-    def __init__(self, host: Host, mesh: Mesh, router: Router, room: Room) -> None:
+    def __init__(self, host: Host, mesh: Mesh, room: Room) -> None:
         self.host = host
         self.mesh = mesh
-        self.router = router
         self.room = room
         self.lent = host.lent
-        self.doubts = Doubts(host, mesh, self.lent)
         self._freed: dict[Owner, list[tuple[bytes, bytes]]] = {}
         """references to values of others that ended here and were not told yet: RANGE, u4 counts"""
         self._telling: dict[Owner, set[asyncio.Task[Any]]] = {}
@@ -59,39 +52,6 @@ class References:
         self._releases = itertools.count(1)
         self._heard: dict[Owner, int] = {}
         """the last of what each peer let go of here"""
-
-    # at the peer that asks for changes, and carries values to their shards
-
-    async def change(self, body: Any, caller: Caller, carried: Ranges = NONE) -> Any:
-        """Ask the shard for a change, wherever the shard is, under one change number, and return
-        the reply.
-
-        Values that the shard rejects are released. A peer that may have taken them without
-        replying is asked until it says so. carried: the chunks in the message.
-        """
-        end = call_end(self.host.now())
-        of = body.partition, body.generation
-        body.change = await self.host.changes.begin(*of, end)
-        try:
-            return await self.router.reach(
-                lambda roster, left_s: self._change(roster, body, carried, caller, left_s), end
-            )
-        finally:
-            self.doubts.settle(*of, body.change)
-
-    async def _change(
-        self, roster: Roster, body: Any, carried: Ranges, caller: Caller, left_s: float
-    ) -> Any:
-        home = roster.home(body.partition)
-        if home != self.host.address:
-            to = Owner(home, (await self.mesh.hello(home)).incarnation)
-            return await self.doubts.lend(to, body, carried, caller, roster.epoch)
-        self.host.space.hold(carried)
-        try:
-            return await self.router.at(roster, body, caller, left_s)
-        except BaseException:
-            self.host.space.release(carried)
-            raise
 
     # at the peer of the shards: of values anywhere
 
@@ -105,28 +65,13 @@ class References:
         change = body.change
         if change is None:
             return None
-        _check_caller(change, caller)
+        check_caller(change, caller)
         answer = entry.store.answers.to(change)
         if answer is not None and (change.caller, change.number) in entry.inherited:
             entry.inherited.discard((change.caller, change.number))
             for owner, ranges, _ in named_by(body):
                 self.let_go(owner, ranges, np.ones(len(ranges), U4))
         return answer
-
-    def settle_here(self, caller: Caller, body: Settle) -> Body:
-        """Answer whether a change took effect. Raise StaleEpoch while the shard moves: its new
-        peer then reports what it references."""
-        entry = self.host.entry(body.partition, body.generation)
-        _check_caller(body.change, caller)
-        if entry is not None:
-            self.host.speak()
-            return Settled(entry.store.settle(body))
-        if self.host.address in self.host.roster.leaving:
-            raise StaleEpoch(
-                f"the peer at {self.host.address} is leaving, and may already have moved "
-                "the shard to another peer: repeat the call"
-            )
-        return Settled(False)
 
     def let_go(self, owner: Owner, ranges: Ranges, counts: Ranges) -> bool:
         """Release values that a shard here no longer references. The bytes may be on another
@@ -240,98 +185,10 @@ class References:
         return False
 
 
-def _check_caller(change: Change, caller: Caller) -> None:
+def check_caller(change: Change, caller: Caller) -> None:
+    """Raise ProtocolError if a peer sent another peer's change."""
     if change.caller != caller.owner:
         raise ProtocolError(
             f"peer {caller.address} sent a change made by peer {change.caller.peer}, but a "
             "peer may send only its own changes: install the same dataplane release everywhere"
         )
-
-
-class Doubts:
-    """Changes that another peer may have applied, because it did not reply to a request.
-
-    Until that is known, the values of a change stay lent to that peer. After the call, this peer
-    asks it until it replies or is no longer a member. An applied change keeps its values
-    referenced. A change that the peer did not apply will never apply, so its values are
-    released.
-    """
-
-    def __init__(self, host: Host, mesh: Mesh, lent: Lent) -> None:
-        self.host = host
-        self.mesh = mesh
-        self.lent = lent
-        self._open: dict[int, dict[Owner, Ranges]] = {}
-        """by number of the change: the peers that were asked, and what was lent to each"""
-
-    def __len__(self) -> int:
-        return sum(map(len, self._open.values()))
-
-    async def lend(
-        self, to: Owner, body: Any, ranges: Ranges, caller: Caller, epoch: tuple[int, int]
-    ) -> Any:
-        """Ask a peer for a change whose message references these ranges of this host.
-
-        Values that the peer rejects are released. Without a reply, the change is in doubt.
-        """
-        number: int = body.change.number
-        again = to in self._open.get(number, ())
-        if not again:
-            if len(ranges):
-                self.host.space.hold(ranges)
-                self.lent.lend(to, ranges)
-            self._open.setdefault(number, {})[to] = ranges
-        try:
-            done = await self.mesh.call(
-                to.peer, body, caller=caller, to=to.incarnation, epoch=epoch
-            )
-        except DataplaneError as exc:
-            # What was in doubt before may be on its way still, whatever was said now.
-            if not again and not isinstance(exc, Unavailable):
-                self._close(number, to, taken=False)
-            raise
-        self._close(number, to, taken=True)
-        return done
-
-    def settle(self, partition: str, generation: int, change: Change) -> None:
-        """Resolve the doubts about a change after its call. The change ends when none are left."""
-        asked = Settle(partition, generation, change)
-        for to in list(self._open.get(change.number, ())):
-            self.mesh.spawn(self._find_out(to, asked))
-        self._end(asked)
-
-    async def _find_out(self, to: Owner, asked: Settle) -> None:
-        number = asked.change.number
-        try:
-            said = await self.mesh.tell(to, asked)
-        except DataplaneError as exc:
-            ranges = self._open.get(number, {}).get(to, NONE)
-            nbytes = int(self.host.space.ranges.extents(ranges)["length"].sum())
-            log.error(
-                "partition %r: peer %s did not apply change %d, so %d bytes stay "
-                "allocated there: %s",
-                *(asked.partition, to.peer, number, nbytes, exc),
-            )
-        else:
-            if isinstance(said, Settled) and not said.carried_out:
-                self._close(number, to, taken=False)
-        # What a lost peer with shards had its heir says; one without shards had nothing.
-        gone = not self.host.roster.has(to) and self.host.heirs.heir(to) == to
-        self._close(number, to, taken=not gone)
-        self._end(asked)
-
-    def _end(self, asked: Settle) -> None:
-        if asked.change.number not in self._open:
-            self.host.changes.end(asked.partition, asked.generation, asked.change)
-
-    def _close(self, number: int, to: Owner, taken: bool) -> None:
-        """It is known what became of a change at a peer; what the peer did not take comes back, but
-        no more than is lent: the peer may have been lost meanwhile."""
-        ranges = self._open.get(number, {}).pop(to, None)
-        if ranges is None:
-            return
-        if not self._open[number]:
-            del self._open[number]
-        if not taken and len(ranges):
-            counts = self.lent.returned(to, ranges, np.ones(len(ranges), U4))
-            self.host.space.release(ranges, counts)

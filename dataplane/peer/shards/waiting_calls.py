@@ -97,7 +97,7 @@ class WaitingCalls:
     mesh: Mesh
     partitions: Partitions
     copying: Copying
-    settle: Callable[[Entry], None]
+    run_effects: Callable[[Entry], None]
     producers: Callable[[], int]
     """how many puts wait for room here, or at this peer's shards"""
     retries: Retries
@@ -126,7 +126,7 @@ class WaitingCalls:
         entry = self.host.shard(body.partition, body.generation)
         if body.declare is not None and body.stage not in entry.store.stages:
             entry.store.declare_stage(body.stage, body.declare)
-            self.settle(entry)
+            self.run_effects(entry)
         if body.fields is None:
             body.fields = list(entry.store.stage(body.stage).fields)  # StageUndefined
         entry.store.stage(body.stage).claimed_at = self.host.now()
@@ -276,7 +276,7 @@ class WaitingCalls:
 
     def _finish(self, entry: Entry, lease: int, outcome: Literal["release", "leave"]) -> None:
         entry.store.finish(Finish(lease, outcome))
-        self.settle(entry)
+        self.run_effects(entry)
 
     def _end(self, stage: _Stage, number: int, why: DataplaneError | None = None) -> None:
         """It waits no more."""
@@ -525,7 +525,7 @@ class WaitingCalls:
                     back,
                 )
                 self.host.lost_rows += lost
-            self.settle(entry)
+            self.run_effects(entry)
             self.changed(entry, set(entry.store.stages))
 
 

@@ -1,9 +1,9 @@
-"""Values that another peer was handed and did not answer for: found out, let go or left there."""
+"""Changes that another peer did not answer: whether it applied them, and what becomes of values."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,21 +18,18 @@ from dataplane.metadata.roster.roster import Heirs, Roster
 from dataplane.metadata.tables.answers import Answers
 from dataplane.peer.host import Caller
 from dataplane.peer.net.mesh import Mesh
-from dataplane.peer.outgoing_changes import OutgoingChanges
-from dataplane.peer.shards.references import Doubts
+from dataplane.peer.net.router import Router
+from dataplane.peer.requests.outgoing_changes import OutgoingChanges
 from dataplane.wire.journal import Settle
 from dataplane.wire.messages import Body, Finish, PutDone
 from dataplane.wire.peering import Settled
 from dataplane.wire.records import EXTENT
 from dataplane.wire.tables import Owner
-from tests.metadata.stores import change
+from tests.peer.test_router import HERE, THERE, at
 
-HERE, THERE = "tcp://10.0.0.1:7101", "tcp://10.0.0.2:7101"
-SEEDS = Roster.from_seeds([HERE, THERE])
+SEEDS = at(Roster.from_seeds([HERE, THERE]), THERE)
 TO = Owner(THERE, 0)
 CALLER = Caller(HERE, 1, 7)
-NUMBERED = change(3)
-ACK = Finish(5, "ack", partition="p", generation=1, change=NUMBERED)
 
 
 class Far:
@@ -47,6 +44,9 @@ class Far:
         self.loses: set[str] = set()
         self.refuses: DataplaneError | None = None
         self.tasks: list[asyncio.Task[Any]] = []
+
+    def linked(self, address: str) -> Any:
+        return SimpleNamespace(incarnation=0)
 
     async def call(self, address: str, body: Finish | Settle, **_: Any) -> Body:
         assert body.change is not None
@@ -70,7 +70,7 @@ class Far:
 
 
 class Near:
-    """A host with one range that a client wrote, and that is being handed over."""
+    """A host with one range that a client wrote, and that an ack hands over."""
 
     def __init__(self) -> None:
         self.space = Space(1 << 20)
@@ -78,31 +78,37 @@ class Near:
         written = np.zeros(1, EXTENT)
         written["offset"], written["length"] = extents["offset"][0], 4096
         self.ranges = self.space.commit(7, written.tolist(), np.ones(1, np.uint32), Admission.OPEN)
+        self.time = 0.0
+        self.ack = Finish(5, "ack", partition="p", generation=1)
+        self.between: Callable[[], None] = lambda: None
+        """called before the ack is repeated"""
+        self.lent = Lent()
         self.host: Any = SimpleNamespace(
             space=self.space,
+            lent=self.lent,
             roster=SEEDS,
             heirs=Heirs(),
             address=HERE,
-            incarnation=1,
-            now=lambda: 0.0,
+            owner=Owner(HERE, 1),
+            now=lambda: self.time,
             another_roster=self._later,
-            changes=OutgoingChanges(Owner(HERE, 1)),
         )
-        self.far = Far()
+        self.far: Any = Far()
         self.far.host = self.host
-        self.lent = Lent()
-        self.doubts = Doubts(self.host, self.far, self.lent)  # type: ignore[arg-type]
+        self.outgoing = OutgoingChanges(self.host, self.far, Router(self.host, self.far))
 
-    async def _later(self, *_: Any) -> None:
+    async def _later(self, than: Roster, until: float) -> None:
+        self.time = until
+        self.between()
         await asyncio.sleep(0)
 
     async def hand_over(self) -> PutDone:
-        return await self.doubts.lend(TO, ACK, self.ranges, CALLER, SEEDS.epoch)
+        done: PutDone = await self.outgoing.send(self.ack, CALLER, self.ranges)
+        return done
 
     async def ended(self) -> None:
-        """The call is over: its own hold goes, and what is in doubt is found out."""
+        """The call is over: its own hold goes, and the other peer can be reached again."""
         self.space.release(self.ranges)
-        self.doubts.settle("p", 1, NUMBERED)
         self.far.loses.clear()
         await asyncio.gather(*self.far.tasks)
 
@@ -118,11 +124,11 @@ def test_what_was_not_answered_is_found_out(lost: str, taken: bool) -> None:
         near.far.loses.add(lost)
         with pytest.raises(Unavailable):
             await near.hand_over()
-        assert len(near.lent) == len(near.doubts) == 1
+        assert len(near.lent) == len(near.outgoing) == 1
         await near.ended()
         assert near.far.carried_out == len(near.lent) == taken
         assert near.used_bytes == (4096 if taken else 0)
-        assert len(near.doubts) == 0
+        assert len(near.outgoing) == 0
 
     asyncio.run(scenario())
 
@@ -136,7 +142,7 @@ def test_what_was_given_up_is_not_carried_out_later() -> None:
         near.space.hold(near.ranges)  # somebody else names them too
         await near.ended()
         with pytest.raises(ChangeExpired):
-            await near.hand_over()
+            await near.far.call(THERE, near.ack)
         assert near.far.carried_out == len(near.lent) == 0
 
     asyncio.run(scenario())
@@ -146,9 +152,7 @@ def test_a_second_attempt_takes_no_second_reference() -> None:
     async def scenario() -> None:
         near = Near()
         near.far.loses.add("answers")
-        with pytest.raises(Unavailable):
-            await near.hand_over()
-        near.far.loses.clear()
+        near.between = near.far.loses.clear
         await near.hand_over()
         await near.ended()
         assert near.far.carried_out == len(near.lent) == 1
@@ -163,14 +167,16 @@ def test_a_refusal_lets_go_unless_an_earlier_attempt_is_in_doubt() -> None:
         near.far.refuses = PartitionGone("dropped")
         with pytest.raises(PartitionGone):
             await near.hand_over()
-        assert len(near.lent) == len(near.doubts) == 0
+        assert len(near.lent) == len(near.outgoing) == 0
         near.far.refuses, near.far.loses = None, {"answers"}
-        with pytest.raises(Unavailable):
-            await near.hand_over()
-        near.far.refuses, near.far.loses = PartitionGone("dropped"), set()
+
+        def dropped() -> None:
+            near.far.refuses, near.far.loses = PartitionGone("dropped"), set()
+
+        near.between = dropped
         with pytest.raises(PartitionGone):
             await near.hand_over()
-        assert len(near.doubts) == 1
+        assert len(near.outgoing) == 1
         await near.ended()
         assert len(near.lent) == near.far.carried_out == 1
 
@@ -188,7 +194,7 @@ def test_a_peer_that_is_lost_is_asked_no_more(had_shards: bool) -> None:
         if had_shards:
             near.host.heirs._enter(TO, Owner(HERE, 1), 2)
         await near.ended()
-        assert len(near.doubts) == 0
+        assert len(near.outgoing) == 0
         assert len(near.lent) == had_shards  # until its heir says what it holds
 
     asyncio.run(scenario())

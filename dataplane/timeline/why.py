@@ -17,7 +17,7 @@ from dataplane.timeline.step import Step
 from dataplane.timeline.waits import PRODUCER, waits
 from dataplane.wire.events import Kind
 
-_OF_ROWS = {Kind.PUT, Kind.READY, Kind.LEASE_BEGIN, Kind.LOST}
+OF_ROWS = {Kind.PUT, Kind.READY, Kind.LEASE_BEGIN, Kind.LOST}
 """Not only puts, whose events may be lost with the peer that served the partition."""
 IDLE_SHARE = 0.1
 """A stage that is idle for less than this share of the step is the bottleneck of the step."""
@@ -85,7 +85,7 @@ class Why(msgspec.Struct, frozen=True):
 
 def steps(events: Iterable[Event]) -> list[str]:
     """Return the partitions that got rows, in the order of the first event of rows."""
-    return list(dict.fromkeys(e.partition for e in events if e.kind in _OF_ROWS))
+    return list(dict.fromkeys(e.partition for e in events if e.kind in OF_ROWS))
 
 
 def explain(step: Step) -> Why:

@@ -15,6 +15,7 @@ import msgspec
 from dataplane.errors import duration
 from dataplane.events.follow import Follower
 from dataplane.events.merge import Event
+from dataplane.timeline.why import OF_ROWS
 from dataplane.watch.picture import Picture, picture, short
 from dataplane.wire.events import Kind, Reason
 
@@ -124,7 +125,7 @@ class _Extent:
 
     def add(self, event: Event) -> None:
         self.begin, self.end = min(self.begin, event.began), max(self.end, event.at)
-        if event.kind is Kind.PUT:
+        if event.kind in OF_ROWS:
             self.put = min(self.put, event.at)
 
 

@@ -9,7 +9,7 @@ own rows. Every list has a limit, so the picture of 64 hosts has about 50 KB.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
@@ -17,7 +17,7 @@ import numpy as np
 
 from dataplane.events.merge import Event
 from dataplane.timeline.causes import HEALTHY, Cause, Links, compared, rates
-from dataplane.timeline.step import Lease, Step, leases
+from dataplane.timeline.step import Lease, Step, is_whole_drop, leases
 from dataplane.timeline.waits import PRODUCER, stages_of, waiting_stage, waits
 from dataplane.timeline.why import explain
 from dataplane.wire.events import Kind, Reason
@@ -264,14 +264,15 @@ class _Queue:
 
     def __init__(self) -> None:
         self.ready = defaultdict[Name, deque[list[float]]](deque)
-        self.leased = self.acked = 0
+        self.leased, self.acked = Counter[Name](), 0
         self.queued, self.held = list[tuple[float, int]](), list[tuple[float, int]]()
 
     def came(self, group: Name, at: float, rows: int) -> None:
         self.ready[group].append([at, rows])
 
     def begins(self, group: Name, at: float, rows: int) -> None:
-        line, self.leased = self.ready[group], self.leased + rows
+        line = self.ready[group]
+        self.leased[group] += rows
         while rows and line:
             many = min(rows, int(line[0][1]))
             self.queued.append((max(0.0, at - line[0][0]), many))
@@ -281,17 +282,29 @@ class _Queue:
                 line.popleft()
 
     def ends(self, event: Event) -> None:
-        self.leased -= min(self.leased, event.rows)
+        self.leased[event.group] -= min(self.leased[event.group], event.rows)
         if event.reason is Reason.ACK:
             self.acked += event.rows
             self.held.append((event.seconds, event.rows))
         elif event.reason is not Reason.DROP:
             self.came(event.group, event.at, event.rows)
 
+    def gone(self, group: Name, rows: int) -> None:
+        """Rows were dropped or lost: those that are ready first, then those that are leased."""
+        line = self.ready[group]
+        while rows and line:
+            many = min(rows, int(line[0][1]))
+            line[0][1] -= many
+            rows -= many
+            if not line[0][1]:
+                line.popleft()
+        self.leased[group] -= min(self.leased[group], rows)
+
     def flow(self, stage: str) -> Flow:
         ready = sum(int(rows) for line in self.ready.values() for _, rows in line)
         queued, held = _dwell(self.queued), _dwell(self.held)
-        return Flow(short(stage), ready, self.leased, self.acked, queued, held)
+        leased = self.leased.total()
+        return Flow(short(stage), ready, leased, self.acked, queued, held)
 
 
 def _flow(events: Iterable[Event]) -> list[Flow]:
@@ -304,6 +317,13 @@ def _flow(events: Iterable[Event]) -> list[Flow]:
             queues[e.stage].begins(e.group, e.at, e.rows)
         elif e.kind is Kind.LEASE_END:
             queues[e.stage].ends(e)
+        elif is_whole_drop(e):
+            for queue in queues.values():
+                queue.ready.clear()
+                queue.leased.clear()
+        elif e.kind in (Kind.DROP, Kind.LOST):
+            for queue in queues.values():
+                queue.gone(e.group, e.rows)
     return [queue.flow(stage) for stage, queue in queues.items()][:MAX_STAGES]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -62,6 +64,30 @@ def test_rows_on_their_way_are_counted_where_they_are() -> None:
     reward, train = picture(events, "step-1").flow
     assert (reward.acked, train.acked) == (128, 128)
     assert 0.1 < reward.lease.p50 <= reward.lease.p90 <= reward.lease.p99 < 0.3
+
+
+def test_rows_that_were_dropped_or_lost_are_not_on_their_way() -> None:
+    """A step is shown though the events of its puts were lost with a peer."""
+
+    def of(kind: Kind, at: float, group: str, rows: int = 2, **more: Any) -> Event:
+        more |= {"partition": "step-1", "generation": 1, "group": group, "rows": rows}
+        return Event(kind, at, "b", **more)
+
+    reward: dict[str, Any] = {"stage": "reward"}
+    events = [of(Kind.READY, float(nth), f"g{nth}", **reward) for nth in range(6)]
+    for nth in range(3):
+        events.append(of(Kind.LEASE_BEGIN, 10.0, f"g{nth}", **reward, lease=nth, worker="pid 7"))
+    ends: dict[str, Any] = reward | {"lease": 0, "worker": "pid 7", "reason": Reason.ACK}
+    events.append(of(Kind.LEASE_END, 11.0, "g0", **ends))
+    events.append(of(Kind.DROP, 12.0, "g3", rows=1))
+    events += [of(Kind.LOST, 13.0, f"g{nth}", by="c") for nth in (0, 1, 4)]
+    (flow,) = picture(events, "step-1").flow
+    assert (flow.ready, flow.leased, flow.acked) == (3, 2, 2)
+    (flow,) = picture([*events, of(Kind.DROP, 14.0, "", rows=7, nbytes=9)], "step-1").flow
+    assert (flow.ready, flow.leased, flow.acked) == (0, 0, 2)
+    history = History("run")
+    history.look(events, stats(2), 14.0)
+    assert [one.partition for one in history.view(14.0, 2.0).steps] == ["step-1"]
 
 
 def test_a_group_is_complete_with_its_last_row() -> None:

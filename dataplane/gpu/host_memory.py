@@ -188,17 +188,17 @@ class PoolSpace(Space):
 
     # addresses outside, offsets in the pool inside
 
-    def _pieces(self, extents: Sequence[Extent]) -> list[Extent]:
+    def _padded(self, extents: Sequence[Extent]) -> list[Extent]:
         inside = [(start - self.base, length) for start, length in extents]
         if not all([0 <= start < self.size_bytes for start, _ in inside]):
             raise ProtocolError(
                 "all extents of a message must be on one device, but these are on several. "
                 "Install the same dataplane release everywhere"
             )
-        return super()._pieces(inside)
+        return super()._padded(inside)
 
-    def _grant(self, holder: int, admission: int, pieces: list[Span]) -> Records:
-        extents = super()._grant(holder, admission, pieces)
+    def _grant(self, holder: int, admission: int, spans: list[Span]) -> Records:
+        extents = super()._grant(holder, admission, spans)
         extents["offset"] += np.uint64(self.base)
         return extents
 

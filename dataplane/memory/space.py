@@ -122,8 +122,8 @@ class Space:
         can.
         """
         prefer = self._holder(holder).recent
-        done, pieces = self._room.take_units(admission, units, prefer)
-        return done, self._grant(holder, admission, pieces)
+        done, spans = self._room.take_units(admission, units, prefer)
+        return done, self._grant(holder, admission, spans)
 
     def grant(self, holder: int, admission: int, nbytes: int) -> Records:
         """Reserve space in advance: one EXTENT, or none unless half of the class's quota stays
@@ -145,17 +145,17 @@ class Space:
         known = self._holders.get(holder)
         if known is None:
             return
-        pieces = self._pieces(extents[extents["length"] > 0].tolist())
-        taken = known.carve(pieces, Admission.OPEN)
-        self._room.give_back([(start, start + length) for start, length in pieces], taken)
+        padded = self._padded(extents[extents["length"] > 0].tolist())
+        taken = known.carve(padded, Admission.OPEN)
+        self._room.give_back([(start, start + length) for start, length in padded], taken)
 
     def give_back_all(self, holder: int) -> int:
         """Return everything granted to the holder; its pins stay. Return the bytes."""
         known = self._holders.get(holder)
         if known is None:
             return 0
-        pieces, taken = known.take_grants()
-        self._room.give_back(pieces, taken)
+        spans, taken = known.take_grants()
+        self._room.give_back(spans, taken)
         return sum(taken)
 
     # ranges
@@ -170,17 +170,17 @@ class Space:
         a multiple of 64 bytes, overlaps no other and has references, and LimitExceeded if the
         holder would have too many separate stretches. Padding belongs to the range.
         """
-        pieces = self._pieces(extents)
+        padded = self._padded(extents)
         if not isinstance(refs, int):
-            self._check_counts(refs, len(pieces))
-        taken = self._holder(holder).carve(pieces, admission)
+            self._check_counts(refs, len(padded))
+        taken = self._holder(holder).carve(padded, admission)
         nbytes = sum(taken)
         if taken[admission] != nbytes:
             for granted_under, part in enumerate(taken):
                 self.shares.discharge(granted_under, part)
             self.shares.charge(admission, nbytes)
         self._live_bytes[admission] += nbytes
-        return self._add(pieces, refs, admission)
+        return self._add(padded, refs, admission)
 
     def for_copies(self, sizes: Bytes) -> tuple[Bytes, Records] | None:
         """Allocate adjacent ranges that the peer itself writes, with one reference each. Return
@@ -417,25 +417,25 @@ class Space:
                 "or more. Install the same dataplane release everywhere"
             )
 
-    def _pieces(self, extents: Sequence[Extent]) -> list[Extent]:
+    def _padded(self, extents: Sequence[Extent]) -> list[Extent]:
         """Extents that a client named, padded, checked to be in the arena."""
-        pieces, size = list[Extent](), self.size_bytes
+        padded, size = list[Extent](), self.size_bytes
         for start, length in extents:
             if start >= size or length > size or start % ALIGNMENT_BYTES:
                 raise ProtocolError(
-                    f"piece {len(pieces)} of {len(extents)} ({length} bytes at offset "
+                    f"extent {len(padded)} of {len(extents)} ({length} bytes at offset "
                     f"{start}) is outside the arena of {self.size_bytes} bytes, or its "
                     f"offset is not a multiple of {ALIGNMENT_BYTES}: install the same dataplane "
                     "release everywhere"
                 )
-            pieces.append((start, length + -length % ALIGNMENT_BYTES or ALIGNMENT_BYTES))
-        return pieces
+            padded.append((start, length + -length % ALIGNMENT_BYTES or ALIGNMENT_BYTES))
+        return padded
 
-    def _grant(self, holder: int, admission: int, pieces: list[Span]) -> Records:
-        """Write allocated, charged pieces down as the holder's. Their EXTENTs, in this order."""
-        if pieces:
-            self._holder(holder).grant(pieces, admission)
-        return np.array([(start, end - start) for start, end in pieces], EXTENT)
+    def _grant(self, holder: int, admission: int, spans: list[Span]) -> Records:
+        """Write allocated, charged spans down as the holder's. Their EXTENTs, in this order."""
+        if spans:
+            self._holder(holder).grant(spans, admission)
+        return np.array([(start, end - start) for start, end in spans], EXTENT)
 
 
 class Holder:
@@ -473,10 +473,10 @@ class Holder:
         """All extents that it may write, in order."""
         return list(zip(self._starts, self._ends, strict=True))
 
-    def grant(self, pieces: Sequence[Span], admission: int) -> None:
-        """Add free pieces."""
+    def grant(self, spans: Sequence[Span], admission: int) -> None:
+        """Add free spans."""
         starts, ends = self._starts, self._ends
-        for start, end in pieces:
+        for start, end in spans:
             self.recent.append((start // PAGE_BYTES * PAGE_BYTES, end))
             self.granted_by_class[admission] += end - start
             at = bisect_left(starts, start)
@@ -492,24 +492,24 @@ class Holder:
                 starts.insert(at, start)
                 ends.insert(at, end)
 
-    def carve(self, pieces: Sequence[Extent], admission: int) -> list[int]:
-        """Take pieces out of the grants. Return the bytes per class that they were granted under.
+    def carve(self, extents: Sequence[Extent], admission: int) -> list[int]:
+        """Take extents out of the grants. Return the bytes per class that they were granted under.
 
-        `admission` is used up first. Raises ProtocolError, and takes nothing, unless every piece
+        `admission` is used up first. Raises ProtocolError, and takes nothing, unless every extent
         is inside the grants and none overlaps another, and LimitExceeded if too many stretches
-        would be left. Takes O(log n) per piece, and copies the n stretches at most once.
+        would be left. Takes O(log n) per extent, and copies the n stretches at most once.
         """
         starts, ends = self._starts, self._ends
         joined, nbytes = list[Span](), 0
         begin = end = -1
-        for start, length in sorted(pieces):
+        for start, length in sorted(extents):
             nbytes += length
-            if start == end:  # most pieces are neighbours
+            if start == end:  # most extents are neighbours
                 end += length
                 continue
             if start < end:
                 raise ProtocolError(
-                    f"two of the {len(pieces)} pieces of the arena in this message overlap: "
+                    f"two of the {len(extents)} extents of the arena in this message overlap: "
                     "install the same dataplane release everywhere"
                 )
             if end >= 0:
@@ -518,7 +518,7 @@ class Holder:
         if end >= 0:
             joined.append((begin, end))
         # What is left of the stretches from `first` to `at`, all of which are replaced at once:
-        # one insertion per piece would move all later stretches each time.
+        # one insertion per extent would move all later stretches each time.
         left_starts, left_ends = list[int](), list[int]()
         first, at, edge = 0, -1, 0
         for start, end in joined:
@@ -565,9 +565,9 @@ class Holder:
 
     def take_grants(self) -> tuple[list[Span], list[int]]:
         """Remove and return all grants, and their bytes per class."""
-        pieces, by_class = self.grants, self.granted_by_class
+        spans, by_class = self.grants, self.granted_by_class
         self._starts, self._ends, self.granted_by_class = [], [], [0, 0, 0]
-        return pieces, by_class
+        return spans, by_class
 
     def _uncharge(self, nbytes: int, admission: int) -> list[int]:
         taken = [0, 0, 0]

@@ -1,9 +1,10 @@
 """Log records of one partition, which its backup replays.
 
-A record says what happened, not what a client requested: a claim has the rows that it got. So the
-result depends only on the records and their order. A snapshot consists of the same records; those
-that only a snapshot has use the tags 210 to 218. Blocks and groups have the same numbers in every
-copy.
+Where the primary had a choice, the record has its decision: the rows that a claim got, the number
+of a lease. A put, an ack or a drop is recorded as the request itself, which the backup carries out
+as the primary did. So the result depends only on the records and their order. A snapshot consists
+of the same records; those that only a snapshot has use the tags 210 to 218. Blocks and groups have
+the same numbers in every copy.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def drop_groups(state: State, keys: Sequence[bytes]) -> tuple[int, int]:
     return many, nbytes
 
 
-def lose(state: State, owner: Owner) -> int:
+def lost(state: State, owner: Owner) -> int:
     """Remove rows with bytes at a lost peer, and their whole groups. Return how many.
 
     They leave no tombstones, so they can be put again.

@@ -1,8 +1,8 @@
 """Puts and adds: everything is checked first, and then everything is written.
 
-`plan_put` changes nothing and raises what the put would raise, so that the shard's peer knows
-what is new before it stores it. New rows become one block per group. Only rows that exist
-already are handled one by one.
+`plan_put` checks the rows, groups and tags of a put and changes nothing, so that the shard's peer
+knows what is new before it stores it. `put` checks the values too, and then changes the store. New
+rows become one block per group. Only rows that exist already are handled one by one.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class PutPlan(msgspec.Struct, eq=False):
 
 
 def plan_put(state: State, asked: Put) -> PutPlan:
-    """Check a put against the store."""
+    """Check a put against the store, except for its values."""
     fields, tags, reuse = asked.values.fields, asked.tags, asked.reuse
     incoming = rows_in(asked.rows)
     if fields:

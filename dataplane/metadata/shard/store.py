@@ -102,10 +102,11 @@ class Store(State):
         """The number of rows."""
         return len(self.index)
 
+    # Methods that are written in files of their own: functions whose first argument is the store.
     put = puts.put
     take = takes.take
     join = plans.join
-    lost = drops.lose
+    lost = drops.lost
 
     # rows in
 

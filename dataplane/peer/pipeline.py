@@ -78,7 +78,7 @@ class Call(msgspec.Struct, eq=False):
         if not isinstance(outcome, Body):
             return begin(self._answer_later(outcome))
         if not self.may_leave(outcome):
-            return begin(self._hold(outcome))
+            return begin(self._answer_once_confirmed(outcome))
         self.answer(outcome)
         return None
 
@@ -95,9 +95,9 @@ class Call(msgspec.Struct, eq=False):
         if self.may_leave(reply):
             self.answer(reply)
         else:
-            await self._hold(reply)
+            await self._answer_once_confirmed(reply)
 
-    async def _hold(self, reply: Body) -> None:
+    async def _answer_once_confirmed(self, reply: Body) -> None:
         """Answer once the reply may leave. If that takes too long, what it hands out comes back."""
         host = self.host
         until = host.now() + CALL_S if self.until == math.inf else self.until

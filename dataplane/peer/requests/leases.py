@@ -189,7 +189,7 @@ class Finishing:
                 return Done()
             committed = self.grants.commit(session, body.values, Admission.CONTINUE)
             if body.again:
-                self._hold(lease, committed)
+                self._keep_written(lease, committed)
         except BaseException:
             self.grants.refused(session, body.values)
             raise
@@ -230,10 +230,10 @@ class Finishing:
         if body.outcome != "ack":
             self.grants.keep_where_full(lease.session, committed, failure)
             return
-        failure.details["ranges"] = self._hold(lease, committed)
+        failure.details["ranges"] = self._keep_written(lease, committed)
 
-    def _hold(self, lease: Lease, committed: Committed) -> bytes:
-        """Hold what the message wrote until the lease ends; RANGE records."""
+    def _keep_written(self, lease: Lease, committed: Committed) -> bytes:
+        """Keep what the message wrote until the lease ends. Return RANGE records."""
         written = committed.written
         if len(written):
             lease.kept.append(self.host.space.keep(lease.session.id, written))

@@ -462,6 +462,6 @@ def _piece_in(form: MessageForm, one: wire.Piece) -> Piece[int]:
             )
         )
     first = one.first if at is None else 0
-    if at is not None and at == (*range(at[0], at[0] + many),):
+    if at is not None and at[-1] - at[0] == many - 1 and at == (*range(at[0], at[0] + many),):
         first, at = at[0], None
     return Piece(one.chunk, names, given, given, first, at, "", base)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -47,7 +48,10 @@ def test_a_steps_figures_are_of_what_was_done_since_the_last_ones(cluster: Clust
         assert (third["stage/train/released_rows"], third["stage/train/redelivered_rows"]) == (4, 2)
 
 
-def test_figures_of_one_step_say_why_it_took_so_long_and_how_stale_it_was() -> None:
+def test_figures_of_one_step_say_why_it_took_so_long_and_how_stale_it_was(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DATAPLANE_LINGER", "0.5")
     with dataplane.connect() as plane:
         part = plane.partition("p", {"train": ["x"]}, group_size=1, groups=2)
         for group in range(2):

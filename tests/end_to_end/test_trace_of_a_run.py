@@ -125,8 +125,13 @@ def _bad_input(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_trace_that_cannot_be_written_whole_leaves_no_part_of_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("DATAPLANE_LINGER", "0.5")
+
     def full(self: Path, target: Path) -> Path:
         raise OSError(28, "No space left on device")
 

@@ -47,11 +47,11 @@ def connect(
       run of this process. Processes that this process starts later join the same run. Programs that
       are started separately, in several terminals or by several lines of a script, share a run only
       if you give them the same run name. An unnamed run ends with its last process.
-    - `fresh`: True starts with an empty run. The call ends a run that an earlier launch left
-      behind, whose rows are lost. This happens once per launch, so every process of a launch may
-      pass True. In a run of several hosts, every process must pass it, and the launcher must give
-      each launch an id. If the old run still has clients, the call does not end it, and raises
-      RunInUse, which names the clients. "force" ends the run anyway.
+    - `fresh`: True starts with an empty run: if an earlier launch left a run behind, the call ends
+      it, and its rows are lost. The old run is ended only once per launch, so every process of a
+      launch may pass True. In a run of several hosts, every process must pass it, and the launcher
+      must give each launch an id. If the old run still has clients, the call raises RunInUse
+      instead, which names the clients. "force" ends the run anyway.
     - `devices`: whether to read values in GPU arenas in place. "auto" does so on GPUs that this
       process uses when it connects. "required" raises DeviceMissing if that is not possible on the
       current GPU. "off" copies all values through host memory. Default: `DATAPLANE_DEVICES`, else

@@ -289,7 +289,7 @@ class Shipping:
                 told = True
             except Exception:  # nothing may leave, whatever it was
                 log.exception(
-                    "backup %s: did not confirm its removal from the in-sync set, retrying",
+                    "backup %s did not confirm that it was removed from the in-sync set; retrying",
                     before.peer,
                 )
                 await self.host.another_roster(self.host.roster, self.host.now() + ATTEMPT_S)

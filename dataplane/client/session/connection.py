@@ -295,11 +295,14 @@ class Connection:
 
     def fail(self, exc: BaseException) -> None:
         """End the connection because of this error; PeerLost where the socket failed."""
-        if isinstance(exc, DeadlineExceeded) or not isinstance(exc, Exception):
+        # A signal handler may raise TimeoutError, which is an OSError, but not one of the socket.
+        socket_failed = isinstance(exc, OSError) and exc.errno is not None
+        ours = isinstance(exc, DataplaneError) and not isinstance(exc, DeadlineExceeded)
+        if not ours and not socket_failed:
             self.leave()
             return
         try:
-            if isinstance(exc, OSError) and not isinstance(exc, DataplaneError):
+            if socket_failed:
                 raise self._farewell() from exc
         finally:
             self.close()

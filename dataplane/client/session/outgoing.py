@@ -123,6 +123,8 @@ class Call(msgspec.Struct, eq=False):
 
     def failed(self, session: Session, connection: Connection, exc: BaseException) -> None:
         """The call ends with an error, which may be its answer."""
+        if not isinstance(exc, DataplaneError):  # its reply must not reach the next call
+            connection.leave()
         unheard = isinstance(exc, DataplaneError) and exc.details.pop(UNHEARD, False)
         if connection.frame_sent and (not unheard or self.repeats or self.again is not None):
             self.in_flight = True

@@ -310,9 +310,9 @@ class Session:
                 pins += one
             elif isinstance(one, GiveBack):
                 due.append(one)
-            elif self.leases.discard(one.lease):
+            elif (partition := self.leases.discard(one.lease)) is not None:
                 due.append(Finish(one.lease, "release"))
-                if one.forgotten:
+                if one.forgotten and partition:
                     self.warn_once((one.stage, one.forgotten[0]), str(one))
         if pins:
             with self._lock:
@@ -397,6 +397,10 @@ class Abandoned(NamedTuple):
         )
 
 
+_NOBODY = "", 0
+"""Has what is of partitions that have ended."""
+
+
 class Holdings:
     """Leases, or permits, by number, and which thread or task of this process took them: what that
     one then waits for it may itself have."""
@@ -412,22 +416,24 @@ class Holdings:
             self._taken[number] = hand
             self._hands[hand] = self._hands.get(hand, 0) + 1
 
-    def discard(self, number: int) -> bool:
-        """Whether it was there."""
+    def discard(self, number: int) -> str | None:
+        """Return the partition that it was of, "" if that has ended; None if it was not there."""
         with self._lock:
             hand = self._taken.pop(number, None)
             if hand is None:
-                return False
-            self._hands[hand] -= 1
-            if not self._hands[hand]:
-                del self._hands[hand]
-            return True
+                return None
+            if hand in self._hands:
+                self._hands[hand] -= 1
+                if not self._hands[hand]:
+                    del self._hands[hand]
+            return hand[0]
 
     def end(self, partition: str) -> None:
-        """A partition has ended, and those that are of it."""
+        """A partition has ended: nobody waits for what is of it, but the peer still has it."""
         with self._lock:
-            for number in [one for one, hand in self._taken.items() if hand[0] == partition]:
-                del self._taken[number]
+            for number, hand in self._taken.items():
+                if hand[0] == partition:
+                    self._taken[number] = _NOBODY
             for hand in [hand for hand in self._hands if hand[0] == partition]:
                 del self._hands[hand]
 

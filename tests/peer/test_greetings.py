@@ -7,6 +7,8 @@ import gc
 import os
 import resource
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +33,24 @@ from dataplane.wire import limits
 
 LIMIT_S = 60
 GATE = Gate(None, "plane")
+CLOSES_EARLY = """
+import sys, threading, time
+from dataplane.peer.net.greetings import Gate, Greetings
+
+watch = Greetings._watch
+
+def late(self, *given):
+    closing.wait()
+    time.sleep(0.2)
+    watch(self, *given)
+
+closing = threading.Event()
+Greetings._watch = late
+greetings = Greetings(Gate(None, "plane"))
+greetings.bind(sys.argv[1])
+closing.set()
+greetings.close()
+"""
 
 
 def free_address() -> str:
@@ -200,6 +220,12 @@ async def test_whoever_fails_the_handshake_is_counted_and_members_are_not(
     other.close()
     await desk.close()
     assert "peer door: refused a connection: another process connected, but the" in caplog.text
+
+
+def test_whoever_closes_before_its_watcher_has_run_ends() -> None:
+    """The watcher's thread may get no processor time until then. In a process of its own, because
+    one that waits there for libzmq can only be killed."""
+    subprocess.run([sys.executable, "-c", CLOSES_EARLY, free_address()], timeout=20, check=True)
 
 
 async def test_many_greetings_of_one_stranger_leave_the_loop_to_others(desk: Desk) -> None:

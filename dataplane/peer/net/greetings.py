@@ -177,27 +177,31 @@ class Greetings:
         tune(self._router, where)
         self._gate.secure_router(self._router)
         self._router.monitor(_WATCH, sum(map(int, _WATCHED)))
+        # Connected before the thread runs: without a reader, stopping the monitor never returns.
+        events: zmq.Socket[bytes] = zmq.Context.shadow(self._context.underlying).socket(zmq.PAIR)
+        events.connect(_WATCH)
         try:
             self._router.bind(where)
         except zmq.ZMQError as exc:
+            events.close()
             raise AddressInUse(
                 f"cannot listen on {address}: {exc}; choose another --listen address, or stop the "
                 "process that is using this address",
                 address=address,
             ) from exc
-        self._watching = threading.Thread(target=self._watch, name="greetings", daemon=True)
+        self._watching = threading.Thread(
+            target=self._watch, args=[events], name="greetings", daemon=True
+        )
         self._watching.start()
         return where
 
-    def _watch(self) -> None:
+    def _watch(self, events: zmq.Socket[bytes]) -> None:
         """Count the connections that end without a handshake, until the monitor stops.
 
         This is a thread of its own, because libzmq's threads block while nobody takes their
         events, and the event loop may be busy."""
         handshakes = ended = counted = 0
-        events: zmq.Socket[bytes] = zmq.Context.shadow(self._context.underlying).socket(zmq.PAIR)
         with events:
-            events.connect(_WATCH)
             while (event := recv_monitor_message(events)["event"]) != zmq.EVENT_MONITOR_STOPPED:
                 if event == zmq.EVENT_DISCONNECTED:
                     ended += 1

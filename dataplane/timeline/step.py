@@ -250,8 +250,10 @@ def leases(events: Iterable[Event], now: float, partly: bool = False) -> list[Le
                 if lease.is_open and of == [e.partition, e.generation]:
                     lease.ended, lease.is_open, lease.reason = e.at, False, Reason.DROP
         elif e.kind in (Kind.DROP, Kind.LOST):
-            for lease in of_group[e.partition, e.generation, e.group]:
-                lease.gone += e.rows if lease.is_open else 0
+            group = e.partition, e.generation, e.group
+            of_group[group] = [lease for lease in of_group[group] if lease.is_open]
+            for lease in of_group[group]:
+                lease.gone += e.rows
     return _of_plans(list(found.values()))
 
 

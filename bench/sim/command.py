@@ -301,7 +301,7 @@ def _model(results: Sequence[Mapping[str, Any]], assumed: Mapping[str, Any]) -> 
         shown.add_row(
             str(result["hosts"]),
             f"{result['plane']}\n{'on' if result['dedup'] else 'off'}",
-            f"{stall['middle']:.3g}\n({stall['low']:.3g}–{stall['high']:.3g})",
+            f"{stall['middle']:.3g}\n({min(stall.values()):.3g}–{max(stall.values()):.3g})",
             f"{claim['middle']['p99']:.3g}",
             f"{result['service_peak_bytes']['middle'] / 1e9:.3g}",
             f"{peers['mean']:.2f} ({peers['max']})",

@@ -84,8 +84,8 @@ def _special(path: Path) -> bool:
 
 
 def _try(path: Path) -> None:
-    """Open it for writing, and fill a file beside it. What was not there before is not there
-    afterwards: another option may be refused."""
+    """Check that the file can be written, and remove again what this creates: another option may
+    still be refused."""
     missing = [folder for folder in path.parents if not folder.exists()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

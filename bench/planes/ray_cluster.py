@@ -39,7 +39,7 @@ _OWN_SHARE = 0.3  # of a host's memory: what Ray's store takes by itself
 
 
 def place(job: Job, host: int) -> str:
-    """A host's address. Of loopback 127.0.0.1 is none: Ray replaces it."""
+    """Return the address of a host. No host gets 127.0.0.1, because Ray replaces it."""
     return job.address_of(host) if job.link else f"127.0.0.{host + 2}"
 
 

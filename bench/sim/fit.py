@@ -28,7 +28,7 @@ _BY_THE_CLOCK = ("Beat", "Rostered", "Stats", "StatsDone", "Confirm")
 _SWEEPS = 3_000
 _DRAWS = 4
 _LATE_S = (0.0, 0.5e-3, 1e-3, 1.5e-3, 2e-3, 3e-3, 4e-3)
-"""A kernel looks at threads that wait every 1 to 4 ms."""
+"""The kernel schedules waiting threads every 1 to 4 ms."""
 _TICK_S = 0.01  # in which the kernel counts processor time: less says nothing
 
 

@@ -96,7 +96,7 @@ class Costs(msgspec.Struct, frozen=True):
         return self.factor * self.message
 
     def touched(self, nbytes: int) -> float:
-        """Of pages that a peer touches first."""
+        """Return the cost of pages that a peer is the first to touch."""
         return self.factor * self.page * nbytes
 
 
@@ -109,7 +109,7 @@ class Place:
     cores: float
     one_machine: bool
     rivals: float = 0.0  # strangers who want a core of one machine all the time
-    late_s: float = 0.0  # that a thread of one machine waits when it wakes and no core is idle
+    late_s: float = 0.0  # how long a thread that wakes waits if all cores of the machine are busy
     link_bytes_s: float = 0.0
     round_trip_s: float = 0.0
     copiers: int = 1

@@ -303,7 +303,7 @@ class Putting(msgspec.Struct, eq=False):
                 raise self._incomplete(exc) from exc
 
     async def _run(self, units: list[Unit], done: int, stop: int) -> int:
-        """One message; the number of units that it committed."""
+        """Send one message. Return how many units it committed."""
         for other in self.others:
             stop = done + other.upto(done, stop)
         handle, generation, until = self.handle, self.generation, self.deadline
@@ -335,7 +335,7 @@ class Putting(msgspec.Struct, eq=False):
         return stop - done
 
     def _rows(self, first: int, last: int) -> Index:
-        """Which rows of the put these are."""
+        """Return which rows of the put these units have."""
         return np.arange(first, last) if self.order is None else self.order[first:last]
 
     async def _send(
@@ -401,7 +401,8 @@ class Putting(msgspec.Struct, eq=False):
         session.tally.put(rows, brought.nbytes, brought.copied_bytes)
 
     def _want(self, memory: int, units: Sequence[Unit], here: slice) -> int:
-        """How much to ask for ahead: what comes next in this put, else as much as this time."""
+        """Return how many bytes to reserve ahead: what this put writes next, or else as much as it
+        writes now."""
         following = units[here.stop : 2 * here.stop - here.start] or units[here]
         nbytes = sum(map(_nbytes, following))
         if not nbytes or any(map(_digest, chain.from_iterable(map(_chunks, following)))):

@@ -94,7 +94,7 @@ def _stretches(piece: Piece[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def _without_gaps(placed: list[tuple[int, ChunkRun]], count: int) -> list[ChunkRun]:
-    """These runs in order, with runs of the rows that none of them has."""
+    """Return these runs in order, with further runs for the rows that none of them has."""
     runs, end = list[ChunkRun](), 0
     for row, run in sorted(placed):
         if row > end:

@@ -31,7 +31,6 @@ from dataplane.launch.values import MAX_DEVICES, DeviceMemory
 from dataplane.memory.admission import Admission
 from dataplane.memory.extents import padded
 from dataplane.memory.space import PULLER, Space
-from dataplane.metadata.tables.references import Array
 from dataplane.peer.host import Host
 from dataplane.peer.pull.paths import Path, Paths
 from dataplane.peer.pull.pulls import Pulls, copies_of, pinned
@@ -40,7 +39,7 @@ from dataplane.peer.room.pools import Pools, Read
 from dataplane.transport.engine import BulkEngine
 from dataplane.transport.registry import CUDA_IPC, NCCL, POOLS_ONLY, TCP
 from dataplane.transport.seam import Remote
-from dataplane.wire.records import RANGE, U4
+from dataplane.wire.records import RANGE, U4, Array
 from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)

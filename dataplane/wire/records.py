@@ -28,7 +28,7 @@ DIGEST = np.dtype([("hash", "V16"), ("nbytes", "<u8")])
 
 U2, U4, U8 = np.dtype("<u2"), np.dtype("<u4"), np.dtype("<u8")
 
-Array = npt.NDArray[np.generic]
+Array = npt.NDArray[Any]
 
 
 def column(data: bytes | memoryview, dtype: np.dtype, count: int | None = None) -> npt.NDArray[Any]:
@@ -49,3 +49,13 @@ def joined(parts: Iterable[npt.NDArray[Any]], dtype: np.dtype) -> npt.NDArray[An
     np.concatenate promotes structured dtypes pair by pair, in Python.
     """
     return np.frombuffer(b"".join([part.tobytes() for part in parts]), dtype)
+
+
+def ids_of(ranges: Array) -> Array:
+    """Return RANGE records as numbers (u8), which name chunks at their owner."""
+    return np.ascontiguousarray(ranges).view(U8)
+
+
+def ranges_of(ids: Array) -> Array:
+    """Return the RANGE records of such numbers."""
+    return np.ascontiguousarray(ids).view(RANGE)

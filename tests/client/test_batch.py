@@ -13,7 +13,6 @@ import pytest
 
 import dataplane
 from dataplane import Batch, Partition, Plane
-from dataplane.metadata.tables.references import ids_of
 from dataplane.wire.frames import encode
 from dataplane.wire.messages import (
     Body,
@@ -32,7 +31,7 @@ from dataplane.wire.messages import (
     Request,
     Reserve,
 )
-from dataplane.wire.records import RANGE, U4, column
+from dataplane.wire.records import RANGE, U4, column, ids_of
 from dataplane.wire.tables import Definition
 from tests.client.scripted_peer import SILENCE, ScriptedPeer, shared, written
 

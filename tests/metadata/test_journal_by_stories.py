@@ -25,12 +25,11 @@ from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables import names
 from dataplane.metadata.tables.bits import bits_of, bytes_of, rows_of
 from dataplane.metadata.tables.keys import keys_in
-from dataplane.metadata.tables.references import ids_of
 from dataplane.wire.checkpoint import Progress, Restore
 from dataplane.wire.journal import Lost, Op, Relocated, encode
 from dataplane.wire.limits import NO_GROUP
 from dataplane.wire.messages import Finish, Put, Want
-from dataplane.wire.records import RANGE
+from dataplane.wire.records import RANGE, ids_of
 from dataplane.wire.tables import (
     INLINE,
     Chunk,

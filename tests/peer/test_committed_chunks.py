@@ -11,11 +11,10 @@ import pytest
 from dataplane.errors import LimitExceeded, ProtocolError, RowsGone
 from dataplane.memory.admission import Admission
 from dataplane.memory.space import Space
-from dataplane.metadata.tables.references import ids_of
 from dataplane.peer.requests.puts import Committed, Grants
 from dataplane.wire.limits import MAX_CHUNKS_PER_MESSAGE, MAX_PIECES_PER_MESSAGE
 from dataplane.wire.messages import GiveBack
-from dataplane.wire.records import EXTENT
+from dataplane.wire.records import EXTENT, ids_of
 from dataplane.wire.tables import INLINE, Chunk, Owner, Piece, Values
 
 ME, THERE = Owner("tcp://a", 7), Owner("tcp://b", 8)

@@ -17,14 +17,13 @@ from dataplane.memory.space import Space
 from dataplane.metadata.roster.authority import Authority
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.store import Store
-from dataplane.metadata.tables.references import ids_of
 from dataplane.peer.host import Entry
 from dataplane.peer.membership import leaving
 from dataplane.peer.membership.leaving import FATE_S, Leaving
 from dataplane.peer.shards.replication import Copying
 from dataplane.wire.messages import Done
 from dataplane.wire.peering import Beat, Duplicate
-from dataplane.wire.records import EXTENT, RANGE
+from dataplane.wire.records import EXTENT, RANGE, ids_of
 from dataplane.wire.tables import Definition, Owner
 from tests.metadata.stores import Column, Value, named, wrote
 

@@ -12,9 +12,8 @@ import pytest
 from dataplane.errors import ProtocolError, RowsGone, RowsLost
 from dataplane.memory.admission import Admission
 from dataplane.memory.space import Space
-from dataplane.metadata.tables.references import Array, ids_of
 from dataplane.peer.requests.reads import Reading, Resolved
-from dataplane.wire.records import EXTENT, RANGE, U8, joined
+from dataplane.wire.records import EXTENT, RANGE, U8, Array, ids_of, joined
 from dataplane.wire.tables import INLINE, Chunk, Owner, Rows, Table, Values
 
 ME, THERE, ELSEWHERE = Owner("tcp://a", 7), Owner("tcp://b", 8), Owner("tcp://c", 9)

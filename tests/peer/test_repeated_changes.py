@@ -24,7 +24,6 @@ from dataplane.metadata.shard import rows_out
 from dataplane.metadata.shard.journal import apply, dump
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables import answers
-from dataplane.metadata.tables.references import Array, ids_of
 from dataplane.peer.host import Caller, Entry
 from dataplane.peer.rates import Recent
 from dataplane.peer.requests.changes import Changes
@@ -38,7 +37,7 @@ from dataplane.wire.checkpoint import Progress, Restore
 from dataplane.wire.journal import Ended, Op, Settle
 from dataplane.wire.messages import Body, Drop, Dropped, Finish, Put, PutDone, Request, Want
 from dataplane.wire.peering import Settled
-from dataplane.wire.records import RANGE
+from dataplane.wire.records import RANGE, Array, ids_of
 from dataplane.wire.tables import Change, Definition, Owner, Rows, Values
 from tests.metadata.observed import observed
 from tests.metadata.stores import OWNERS, Column, brought, change, finish, named, take, values

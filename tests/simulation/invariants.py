@@ -14,11 +14,10 @@ from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.claim_queue import ClaimQueue
 from dataplane.metadata.shard.second_copies import Copies
 from dataplane.metadata.tables import answers
-from dataplane.metadata.tables.references import ids_of
 from dataplane.peer.host import Entry
 from dataplane.peer.peer import Peer
 from dataplane.wire.messages import Claim, Wait
-from dataplane.wire.records import RANGE
+from dataplane.wire.records import RANGE, ids_of
 from dataplane.wire.tables import Owner
 from tests.metadata.observed import accounts
 from tests.simulation.cluster import Cluster

@@ -19,9 +19,8 @@ import numpy.typing as npt
 from dataplane.client.write.chunks import NewChunk, NewPiece, chunks_of
 from dataplane.metadata.tables.bits import all_of, bits_of, bytes_of
 from dataplane.metadata.tables.pieces import UNUSED
-from dataplane.metadata.tables.references import ids_of
 from dataplane.wire import tables
-from dataplane.wire.records import DIGEST, U4
+from dataplane.wire.records import DIGEST, U4, ids_of
 from dataplane.wire.tables import INLINE, Owner, Values
 
 Records = npt.NDArray[Any]

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from dataplane.errors import ProtocolError, counted
-from dataplane.metadata.tables.references import Array, ids_of, ranges_of
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.journal import Given, Op
 from dataplane.wire.messages import Finish, Put
-from dataplane.wire.records import RANGE, U8
+from dataplane.wire.records import RANGE, U8, Array, ids_of, ranges_of
 from dataplane.wire.tables import INLINE, Chunk, Owner
 
 

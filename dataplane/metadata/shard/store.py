@@ -42,11 +42,6 @@ from dataplane.metadata.tables.bits import rows_of
 from dataplane.metadata.tables.incoming import rows_in
 from dataplane.metadata.tables.names import hash_name
 from dataplane.metadata.tables.pieces import nbytes_of
-from dataplane.metadata.tables.references import (
-    Array,
-    ids_of,
-    ranges_of,
-)
 from dataplane.metadata.tables.tags import Tags
 from dataplane.metadata.tables.where import checked
 from dataplane.wire import tables as wire
@@ -76,7 +71,14 @@ from dataplane.wire.messages import (
     Tag,
     Withdraw,
 )
-from dataplane.wire.records import RANGE, U4, U8
+from dataplane.wire.records import (
+    RANGE,
+    U4,
+    U8,
+    Array,
+    ids_of,
+    ranges_of,
+)
 from dataplane.wire.tables import (
     Change,
     Definition,

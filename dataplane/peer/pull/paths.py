@@ -30,7 +30,6 @@ from dataplane.launch.values import TransportChoice
 from dataplane.memory.admission import Admission
 from dataplane.memory.extents import Bytes
 from dataplane.memory.space import PULLER, Space
-from dataplane.metadata.tables.references import Array
 from dataplane.peer.host import Caller, Host
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.room.admission import Room
@@ -44,7 +43,7 @@ from dataplane.transport.tickets import new_identity
 from dataplane.version import __version__
 from dataplane.wire.messages import Body
 from dataplane.wire.peering import Sample, Sampled
-from dataplane.wire.records import RANGE, U4, U8
+from dataplane.wire.records import RANGE, U4, U8, Array
 from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)

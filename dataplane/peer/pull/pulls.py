@@ -35,7 +35,6 @@ from dataplane.memory.admission import Admission
 from dataplane.memory.extents import Bytes, padded, some
 from dataplane.memory.space import PULLER, Space
 from dataplane.memory.spill import DISK
-from dataplane.metadata.tables.references import Array
 from dataplane.peer.host import ByLabel, Caller, Host, call_context
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.pull.paths import Paths, Sampling
@@ -50,7 +49,7 @@ from dataplane.wire.events import Kind, Record
 from dataplane.wire.limits import MAX_PULLED_BYTES
 from dataplane.wire.messages import Body
 from dataplane.wire.peering import Pull, Pulled
-from dataplane.wire.records import EXTENT, RANGE, U4, U8, column
+from dataplane.wire.records import EXTENT, RANGE, U4, U8, Array, column
 from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)

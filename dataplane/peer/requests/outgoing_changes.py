@@ -20,7 +20,6 @@ import numpy as np
 
 from dataplane.errors import DataplaneError, StaleEpoch, Unavailable
 from dataplane.metadata.roster.roster import Roster
-from dataplane.metadata.tables.references import Array
 from dataplane.peer.host import Caller, Host, call_end
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.router import Router
@@ -28,7 +27,7 @@ from dataplane.wire.journal import Settle
 from dataplane.wire.limits import MAX_CHANGES_ABOVE_FLOOR
 from dataplane.wire.messages import OVERDUE
 from dataplane.wire.peering import Settled
-from dataplane.wire.records import RANGE, U4
+from dataplane.wire.records import RANGE, U4, Array
 from dataplane.wire.tables import Change, Owner
 
 log = logging.getLogger(__name__)

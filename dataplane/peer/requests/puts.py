@@ -31,7 +31,6 @@ from dataplane.memory.extents import Extent, room
 from dataplane.memory.placement import extents_of
 from dataplane.metadata.shard.puts import plan_put
 from dataplane.metadata.tables.incoming import too_many
-from dataplane.metadata.tables.references import Array, ids_of, ranges_of
 from dataplane.peer import rows as rowset
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.requests.outgoing_changes import NO_RANGES, OutgoingChanges
@@ -58,7 +57,17 @@ from dataplane.wire.messages import (
     Reserved,
     Unpin,
 )
-from dataplane.wire.records import DIGEST, EXTENT, RANGE, U8, column, joined
+from dataplane.wire.records import (
+    DIGEST,
+    EXTENT,
+    RANGE,
+    U8,
+    Array,
+    column,
+    ids_of,
+    joined,
+    ranges_of,
+)
 from dataplane.wire.tables import INLINE, Chunk, Owner, Values
 
 Carried = Put | Finish | Restore

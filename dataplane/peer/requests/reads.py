@@ -21,7 +21,6 @@ from dataplane.memory.space import PULLER
 from dataplane.metadata.shard import inspection, rows_out
 from dataplane.metadata.tables.incoming import check_owners
 from dataplane.metadata.tables.outgoing import message_bytes
-from dataplane.metadata.tables.references import Array, ranges_of
 from dataplane.peer.host import Caller, Host, call_context
 from dataplane.peer.net.router import Router
 from dataplane.peer.requests.leases import Leases
@@ -29,7 +28,7 @@ from dataplane.peer.room.pools import Pools
 from dataplane.peer.sessions import Session
 from dataplane.wire.limits import MAX_FRAME_BYTES
 from dataplane.wire.messages import Body, Fetch, Fetched, Read, ReadDone, Request
-from dataplane.wire.records import EXTENT, U8
+from dataplane.wire.records import EXTENT, U8, Array, ranges_of
 from dataplane.wire.tables import INLINE, Owner, Table, Values
 
 PAGE_BYTES = MAX_FRAME_BYTES // 2

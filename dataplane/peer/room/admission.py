@@ -25,12 +25,11 @@ from dataplane.metadata.shard import inspection, reasons
 from dataplane.metadata.shard.reasons import Subject
 from dataplane.metadata.tables.incoming import check_owners
 from dataplane.metadata.tables.outgoing import pulled
-from dataplane.metadata.tables.references import Array
 from dataplane.peer.host import Entry, Host, call_context
 from dataplane.peer.notices import Telling, Why
 from dataplane.peer.tasks import within
 from dataplane.wire.events import Kind, Reason, Record
-from dataplane.wire.records import U8
+from dataplane.wire.records import U8, Array
 from dataplane.wire.tables import Table
 
 _DOING = {

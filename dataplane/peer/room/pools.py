@@ -15,11 +15,11 @@ import numpy.typing as npt
 from dataplane.errors import ProtocolError, TransportMissing
 from dataplane.memory.admission import Admission
 from dataplane.memory.space import Space
-from dataplane.metadata.tables.references import Array
 from dataplane.peer.host import Host
 from dataplane.peer.room.admission import Room, Units
 from dataplane.transport.engine import BulkEngine
 from dataplane.transport.registry import POOLS_ONLY
+from dataplane.wire.records import Array
 from dataplane.wire.tables import Owner
 
 if TYPE_CHECKING:

@@ -21,7 +21,6 @@ from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.journal import apply
 from dataplane.metadata.shard.second_copies import Copies, Named, named_by
 from dataplane.metadata.shard.store import Store
-from dataplane.metadata.tables.references import Array, ids_of
 from dataplane.peer.host import CallContext, Caller, Host, call_context
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.shards.appends import PIECE_S, Shipping
@@ -31,7 +30,7 @@ from dataplane.peer.shards.replication import AHEAD_S, BATCH_BYTES
 from dataplane.wire.journal import Begun, Ended, Op, Relocated
 from dataplane.wire.messages import Body, Done, Dropped
 from dataplane.wire.peering import Append, Confirm, Duplicate, Inherited, Shipment
-from dataplane.wire.records import RANGE, U4, U8, column
+from dataplane.wire.records import RANGE, U4, U8, Array, column, ids_of
 from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from dataplane.metadata.tables.references import Array
 from dataplane.peer.host import Entry
 from dataplane.peer.room.admission import Room
 from dataplane.peer.shards.references import References
 from dataplane.peer.shards.replication import Copying
 from dataplane.peer.shards.retries import Retries
+from dataplane.wire.records import Array
 from dataplane.wire.tables import Owner
 
 Effect = Callable[..., object]

@@ -24,7 +24,6 @@ from dataplane.memory.extents import padded
 from dataplane.memory.space import PULLER
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.second_copies import Copies, Named, named_by
-from dataplane.metadata.tables.references import Array
 from dataplane.peer.host import Entry, Host, call_context, call_end
 from dataplane.peer.net.mesh import RETRY_S, Mesh
 from dataplane.peer.pull.pulls import Pulls
@@ -34,7 +33,7 @@ from dataplane.wire.checkpoint import Restore
 from dataplane.wire.journal import Op
 from dataplane.wire.messages import Finish, Put
 from dataplane.wire.peering import Duplicate
-from dataplane.wire.records import U4, U8
+from dataplane.wire.records import U4, U8, Array
 from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)

@@ -128,7 +128,7 @@ class HostMemory(Space):
                 nbytes += self.devices[number - 1].space.take_back(part)
             else:
                 nbytes += super()._freed(part)
-        return nbytes + self.copies.drop_dead(DISK, self.ranges.alive)
+        return nbytes + self.copies.drop_dead(DISK)
 
     # holders
 

@@ -59,14 +59,6 @@ def some(mask: Mask) -> bool:
     return b"\1" in mask.tobytes()
 
 
-def each_once(numbers: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-    """The distinct values, in order. `np.unique` would fill a hash table first, which takes four
-    times as long."""
-    numbers = np.sort(numbers)
-    again = numbers[1:] == numbers[:-1]
-    return numbers[np.concatenate(([True], ~again))] if np.count_nonzero(again) else numbers
-
-
 def coalesce(starts: Bytes, ends: Bytes) -> Set:
     """The set of these ranges, which may be in any order, with neighbours merged. Raises
     ValueError if two overlap."""

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.memory.extents import Records
-from dataplane.wire.records import RANGE, U4, U8
+from dataplane.wire.records import U4, U8, ids_of, ranges_of
 from dataplane.wire.tables import Owner
 
 Counts = npt.NDArray[np.uint32]
@@ -35,14 +35,16 @@ class Lent:
     def lend(self, to: Owner, ranges: Records) -> None:
         """Add one reference for each of these."""
         held = self._held.setdefault(to, {})
-        for packed in _packed(ranges):
+        for packed in ids_of(ranges).tolist():
             held[packed] = held.get(packed, 0) + 1
 
     def returned(self, by: Owner, ranges: Records, counts: Counts) -> Counts:
         """Return how many of these references the peer really had, and remove them."""
         held = self._held.get(by, {})
         had = np.zeros(len(ranges), U4)
-        for at, (packed, count) in enumerate(zip(_packed(ranges), counts.tolist(), strict=True)):
+        for at, (packed, count) in enumerate(
+            zip(ids_of(ranges).tolist(), counts.tolist(), strict=True)
+        ):
             have = held.get(packed, 0)
             had[at] = min(have, count)
             if have > count:
@@ -56,8 +58,7 @@ class Lent:
     def lost(self, to: Owner) -> tuple[Records, Counts]:
         """Remove all references of a lost peer, and return them: RANGE and u4."""
         held = self._held.pop(to, {})
-        ranges = np.fromiter(held.keys(), U8, len(held)).view(RANGE)
-        return ranges, np.fromiter(held.values(), U4, len(held))
+        return _columns(held)
 
     def inherited(
         self,
@@ -70,7 +71,7 @@ class Lent:
         """Handle the report of a successor (None: this peer itself), which lists each range
         once. Return the references that the lost peers had and the successor does not hold.
         more: of these ranges, the successor has yet to report others."""
-        named = _packed(ranges)
+        named: list[int] = ids_of(ranges).tolist()
         had: dict[int, int] = {}
         for origin in origins:
             held = self._held.get(origin, {})
@@ -84,10 +85,7 @@ class Lent:
             if kept:
                 held[packed] = held.get(packed, 0) + kept
                 had[packed] -= kept
-        left = {packed: count for packed, count in had.items() if count}
-        return np.fromiter(left.keys(), U8, len(left)).view(RANGE), np.fromiter(
-            left.values(), U4, len(left)
-        )
+        return _columns({packed: count for packed, count in had.items() if count})
 
     @property
     def peers(self) -> list[Owner]:
@@ -95,6 +93,6 @@ class Lent:
         return list(self._held)
 
 
-def _packed(ranges: Records) -> list[int]:
-    packed: list[int] = np.ascontiguousarray(ranges).view(U8).tolist()
-    return packed
+def _columns(held: dict[int, int]) -> tuple[Records, Counts]:
+    ranges = ranges_of(np.fromiter(held.keys(), U8, len(held)))
+    return ranges, np.fromiter(held.values(), U4, len(held))

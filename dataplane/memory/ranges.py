@@ -18,10 +18,9 @@ import numpy.typing as npt
 
 from dataplane.errors import RowsGone
 from dataplane.memory.extents import Bytes, Extent, Mask, Records
-from dataplane.wire.records import DIGEST, EXTENT, RANGE, U8
+from dataplane.wire.records import DIGEST, EXTENT, RANGE, U8, ids_of, ranges_of
 
 Counts = npt.NDArray[np.integer] | int
-Ids = npt.NDArray[np.intp]
 
 SPILLED = 3
 """Stands for the class of ranges whose bytes are in the spill file, charged to none."""
@@ -129,9 +128,9 @@ class Ranges:
         """The references of each. Raises RowsGone if any is dead."""
         return np.array([self._refs[n] for n in self._living(ranges)], np.int64)
 
-    def counts_of(self, ids: Ids) -> npt.NDArray[np.int64]:
-        """The references of the live range under each id, for holders that know that it is
-        theirs."""
+    def counts_of(self, ids: slice) -> npt.NDArray[np.int64]:
+        """A view of the references under these ids, for a holder that knows which ranges are its
+        own. Let go of it before ranges are added."""
         return np.frombuffer(self._refs, np.int64)[ids]
 
     def spilled(self, ranges: Records) -> Mask:
@@ -217,7 +216,7 @@ class Digests:
         entries = self._entries.get(partition)
         if entries:
             packed = np.fromiter(map(entries.get, _raw(digests), repeat(0)), U8, len(digests))
-            found = packed.view(RANGE)
+            found = ranges_of(packed)
             found[~self._ranges.alive(found)] = 0
         return found
 
@@ -225,8 +224,7 @@ class Digests:
         """Allow these ranges to be shared. The newest range of a digest is offered."""
         entries = self._entries.setdefault(partition, {})
         before = len(entries)
-        packed = np.ascontiguousarray(ranges).view(U8).tolist()
-        entries.update(zip(_raw(digests), packed, strict=True))
+        entries.update(zip(_raw(digests), ids_of(ranges).tolist(), strict=True))
         self._count += len(entries) - before
         if self._count > self._sweep_at:
             self._sweep()
@@ -238,7 +236,7 @@ class Digests:
     def _sweep(self) -> None:
         for partition, entries in list(self._entries.items()):
             packed = np.fromiter(entries.values(), U8, len(entries))
-            alive = self._ranges.alive(packed.view(RANGE)).tolist()
+            alive = self._ranges.alive(ranges_of(packed)).tolist()
             living = {
                 digest: value
                 for (digest, value), lives in zip(entries.items(), alive, strict=True)

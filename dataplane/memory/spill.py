@@ -22,7 +22,7 @@ from dataplane.memory.admission import Admission
 from dataplane.memory.allocator import Allocator
 from dataplane.memory.extents import Bytes, Records, Set, Span, coalesce, page_up
 from dataplane.memory.ranges import SPILLED, Freed, Ranges
-from dataplane.wire.records import U8
+from dataplane.wire.records import U8, ids_of
 
 DISK = 0
 """The incarnation that copies of spilled ranges are kept under: no peer has it."""
@@ -85,7 +85,7 @@ class Spilled:
         """Choose the oldest unpinned ranges, about this many bytes, and space for them in the
         file. None if there are none, or no space. `settle` or `give_up` ends the move."""
         ranges = self._ranges.by_age(below=Admission.PULL)
-        read = np.isin(ranges.view(U8), np.ascontiguousarray(pinned).view(U8))
+        read = np.isin(ids_of(ranges), ids_of(pinned))
         ranges = ranges[~read]
         extents = self._ranges.extents(ranges)
         ends = np.cumsum(extents["length"])
@@ -102,7 +102,7 @@ class Spilled:
         """Note that the bytes are in the file. Ranges that live and were not pinned meanwhile
         are there from now on. Return the ranges of the arena that they left."""
         stay = ~self._ranges.alive(move.ranges)
-        stay |= np.isin(move.ranges.view(U8), np.ascontiguousarray(pinned).view(U8))
+        stay |= np.isin(ids_of(move.ranges), ids_of(pinned))
         self._leave(move.places[stay], move.lengths[stay])
         going = ~stay
         self.spilled_bytes += int(move.lengths[going].sum())

@@ -81,9 +81,9 @@ def test_copies_do_not_go_and_those_of_dead_ranges_are_dropped() -> None:
     assert spill(space, 10 * PAGE) == PAGE
     space.copies.insert(DISK, ranges, copy)
     assert space.choose_spill(10 * PAGE) is None
-    assert space.copies.drop_dead(DISK, space.ranges.alive) == 0
+    assert space.copies.drop_dead(DISK) == 0
     space.release(ranges)
-    assert space.copies.drop_dead(DISK, space.ranges.alive) == PAGE
+    assert space.copies.drop_dead(DISK) == PAGE
     assert space.stats()["used_bytes"] == space.stats()["spilled_bytes"] == 0
 
 

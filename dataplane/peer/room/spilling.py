@@ -13,10 +13,10 @@ import logging
 
 from dataplane.errors import BackPressure, SpillFull, TransferFailed, counted, sized
 from dataplane.memory.spill import DISK, Spilled, SpillFile
-from dataplane.metadata.tables.references import Array
 from dataplane.peer.host import Host
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.room.admission import Room
+from dataplane.wire.records import Array
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class Spilling:
             await self.host.threads.run(self.file.empty)
         self.spill.cleared(starts, ends)
         space = self.host.space
-        space.copies.drop_dead(DISK, space.ranges.alive)
+        space.copies.drop_dead(DISK)
         self.room.pump()
 
     def _beyond(self) -> tuple[type[BackPressure], str]:

@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.errors import ProtocolError
 from dataplane.gpu.device import Device, PoolHandle
 from dataplane.memory.admission import DEFAULT_SHARES, ShareOfEach
-from dataplane.memory.extents import Bytes, Extent, Mask, Records, Span, page_up
+from dataplane.memory.extents import Bytes, Extent, Mask, Records, page_up
 from dataplane.memory.ranges import POOL, SPILLED, Counts, Freed, Ranges
 from dataplane.memory.space import Holder, Space, pinned_by
 from dataplane.memory.spill import DISK
@@ -109,12 +108,11 @@ class HostMemory(Space):
         """The extents by memory, None: the host arena, which also answers for those that are in no
         memory at all."""
         starts = extents["offset"]
-        masks = [arena.space.holds_addresses(starts) for arena in self.devices]
+        spaces = [arena.space for arena in self.devices]
+        masks = [(starts >= s.base) & (starts < s.base + s.size_bytes) for s in spaces]
         host = ~np.logical_or.reduce(masks)
-        parts: list[tuple[Space | None, Mask]] = [
-            (arena.space, mask) for arena, mask in zip(self.devices, masks, strict=True)
-        ]
-        return [(space, mask) for space, mask in [(None, host), *parts] if np.count_nonzero(mask)]
+        parts = zip([None, *spaces], [host, *masks], strict=True)
+        return [(space, mask) for space, mask in parts if np.count_nonzero(mask)]
 
     def _freed(self, freed: Freed) -> int:
         by_device: dict[int, Freed] = {}
@@ -125,7 +123,7 @@ class HostMemory(Space):
         nbytes = 0
         for number, part in by_device.items():
             if number:
-                nbytes += self.devices[number - 1].space.take_back(part)
+                nbytes += self.devices[number - 1].space._freed(part)
             else:
                 nbytes += super()._freed(part)
         return nbytes + self.copies.drop_dead(DISK)
@@ -162,51 +160,6 @@ class HostMemory(Space):
             arena.close()
 
 
-class PoolSpace(Space):
-    """The space of one device arena. `number`: 1 for the host's first device."""
-
-    def __init__(
-        self, size_bytes: int, shares: ShareOfEach, ranges: Ranges, base: int, number: int
-    ) -> None:
-        super().__init__(size_bytes, shares, ranges)
-        self._room.long_bytes = size_bytes  # what was never used is as quick to write
-        self.base = base
-        self._kind = number * POOL
-
-    def holds_addresses(self, starts: Bytes) -> Mask:
-        """Return which of these addresses are in this arena."""
-        inside: Mask = (starts >= self.base) & (starts < self.base + self.size_bytes)
-        return inside
-
-    def release(self, ranges: Records, counts: Counts = 1) -> int:
-        """Release ranges that are all in this arena. Return the freed bytes."""
-        return self.take_back(self.ranges.release(ranges, counts))
-
-    def take_back(self, freed: Freed) -> int:
-        """Free the space of released ranges of this arena, and return its bytes."""
-        return self._freed([(start - self.base, size, kind % POOL) for start, size, kind in freed])
-
-    # addresses outside, offsets in the pool inside
-
-    def _padded(self, extents: Sequence[Extent]) -> list[Extent]:
-        inside = [(start - self.base, length) for start, length in extents]
-        if not all([0 <= start < self.size_bytes for start, _ in inside]):
-            raise ProtocolError(
-                "all extents of a message must be on one device, but these are on several. "
-                "Install the same dataplane release everywhere"
-            )
-        return super()._padded(inside)
-
-    def _grant(self, holder: int, admission: int, spans: list[Span]) -> Records:
-        extents = super()._grant(holder, admission, spans)
-        extents["offset"] += np.uint64(self.base)
-        return extents
-
-    def _add(self, stretches: Sequence[Extent], refs: Counts, admission: int) -> Records:
-        there = [(start + self.base, length) for start, length in stretches]
-        return super()._add(there, refs, admission + self._kind)
-
-
 class DeviceArena:
     """An arena of `nbytes` on a device, rounded up to whole pages."""
 
@@ -220,7 +173,7 @@ class DeviceArena:
         shares: ShareOfEach,
     ) -> None:
         self.device = device
-        self.space = PoolSpace(page_up(nbytes), shares, ranges, base, number)
+        self.space = Space(page_up(nbytes), shares, ranges, base, number)
         self._pool = device.allocate(self.space.size_bytes)
         self.staged_bytes = 0
         """bytes copied through the host, for clients without the device and for other hosts"""

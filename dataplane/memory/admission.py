@@ -106,11 +106,14 @@ class Room:
     that does not fit gets fewer units.
     """
 
-    def __init__(self, allocator: Allocator, shares: Shares, copies: PulledCopies) -> None:
+    def __init__(
+        self, allocator: Allocator, shares: Shares, copies: PulledCopies, long_bytes: int
+    ) -> None:
+        """long_bytes: see LONG_BYTES."""
         self._allocator = allocator
         self._shares = shares
         self._copies = copies
-        self.long_bytes = LONG_BYTES
+        self.long_bytes = long_bytes
 
     def take_units(
         self,

@@ -30,13 +30,14 @@ class Allocator:
     values that are freed together cost one sort.
     """
 
-    def __init__(self, size_bytes: int) -> None:
+    def __init__(self, size_bytes: int, base: int = 0) -> None:
+        """base: the first address, a multiple of a page."""
         self.size_bytes = size_bytes
         self.free_bytes = size_bytes
-        self.high_water = 0
+        self.high_water = base
         """The end of the highest byte ever handed out."""
-        self._starts: Bytes = np.zeros(1, U8)
-        self._ends: Bytes = np.full(1, size_bytes, U8)
+        self._starts: Bytes = np.full(1, base, U8)
+        self._ends: Bytes = np.full(1, base + size_bytes, U8)
         self._returned: list[Span] = []
 
     def __repr__(self) -> str:
@@ -157,7 +158,7 @@ class Allocator:
         """Merge one stretch into many: at most one copy of the columns, often none."""
         at = _place(self._starts, start, "right")
         before = int(self._ends[at - 1]) if at else -1
-        after = int(self._starts[at]) if at < len(self._starts) else self.size_bytes + 1
+        after = int(self._starts[at]) if at < len(self._starts) else end + 1
         if start < before or end > after:
             raise AssertionError("space was freed twice")
         if before == start and end == after:

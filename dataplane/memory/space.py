@@ -20,6 +20,7 @@ import numpy.typing as npt
 from dataplane.errors import LimitExceeded, ProtocolError
 from dataplane.memory.admission import (
     DEFAULT_SHARES,
+    LONG_BYTES,
     MAX_EXTENTS,
     Admission,
     Room,
@@ -38,7 +39,7 @@ from dataplane.memory.extents import (
     page_down,
     some,
 )
-from dataplane.memory.ranges import SPILLED, Counts, Digests, Freed, Ranges
+from dataplane.memory.ranges import POOL, SPILLED, Counts, Digests, Freed, Ranges
 from dataplane.memory.spill import Move, Spilled
 from dataplane.wire.limits import ALIGNMENT_BYTES, MAX_STRETCHES_PER_SESSION
 from dataplane.wire.records import EXTENT, RANGE, U8, joined
@@ -60,10 +61,15 @@ class Space:
         size_bytes: int,
         shares: ShareOfEach = DEFAULT_SHARES,
         ranges: Ranges | None = None,
+        base: int = 0,
+        pool: int = 0,
     ) -> None:
-        """ranges: the table that also has the ranges of another memory of the host."""
+        """ranges: the table that also has the ranges of the host's other memories. base: the first
+        address. pool: the number of this memory among the host's pools; 0 for the arena."""
         assert size_bytes > 0 and size_bytes == page_down(size_bytes), size_bytes
         self.size_bytes = size_bytes
+        self.base = base
+        self._kind = pool * POOL
         self.ranges = Ranges() if ranges is None else ranges
         self.shares = Shares(size_bytes, shares)
         self.copies = PulledCopies(self.ranges, self.release)
@@ -72,8 +78,10 @@ class Space:
         """Bytes of chunks that no row has any more; only the metadata knows."""
         self.spill: Spilled | None = None
         """Where ranges go that have no place here, if anywhere."""
-        self._allocator = Allocator(size_bytes)
-        self._room = Room(self._allocator, self.shares, self.copies)
+        self._allocator = Allocator(size_bytes, base)
+        # In a pool, pages that nobody has touched are as quick to write as others.
+        long_bytes = size_bytes if pool else LONG_BYTES
+        self._room = Room(self._allocator, self.shares, self.copies, long_bytes)
         self._holders: dict[int, Holder] = {}
         self._live_bytes = [0, 0, 0]
         self._last_pin = 0
@@ -180,7 +188,7 @@ class Space:
                 self.shares.discharge(granted_under, part)
             self.shares.charge(admission, nbytes)
         self._live_bytes[admission] += nbytes
-        return self._add(padded, refs, admission)
+        return self.ranges.add(padded, refs, admission + self._kind)
 
     def for_copies(self, sizes: Bytes) -> tuple[Bytes, Records] | None:
         """Allocate adjacent ranges that the peer itself writes, with one reference each. Return
@@ -196,10 +204,7 @@ class Space:
         self._live_bytes[Admission.PULL] += nbytes
         starts = ends - sizes + U8.type(start)
         stretches = list(zip(starts.tolist(), sizes.tolist(), strict=True))
-        return starts, self._add(stretches, 1, Admission.PULL)
-
-    def _add(self, stretches: Sequence[Extent], refs: Counts, admission: int) -> Records:
-        return self.ranges.add(stretches, refs, admission)
+        return starts, self.ranges.add(stretches, 1, Admission.PULL + self._kind)
 
     def alive(self, ranges: Records) -> Mask:
         """Per RANGE, whether that generation lives."""
@@ -225,13 +230,13 @@ class Space:
         return [one for one in freed if one[2] != SPILLED]
 
     def _freed(self, freed: Freed) -> int:
-        """Stretches of the arena that ranges left are free."""
+        """Free the stretches of this memory that ranges left. Return their bytes."""
         if not freed:
             return 0
         self._allocator.free([(start, start + length) for start, length, _ in freed])
         by_class = [0, 0, 0]
-        for _, length, admission in freed:
-            by_class[admission] += length
+        for _, length, kind in freed:
+            by_class[kind % POOL] += length
         for admission, nbytes in enumerate(by_class):
             if nbytes:
                 self._live_bytes[admission] -= nbytes
@@ -368,7 +373,7 @@ class Space:
             "spill_bytes": self.spill.size_bytes if self.spill else 0,
             "free_bytes": self._allocator.free_bytes,
             "largest_free_bytes": self._allocator.largest_free,
-            "touched_bytes": self._allocator.high_water,
+            "touched_bytes": self._allocator.high_water - self.base,
             "ranges": self.ranges.live,
             "pins": sum(len(holder.pins) for holder in everybody),
             "classes": {
@@ -419,9 +424,9 @@ class Space:
 
     def _padded(self, extents: Sequence[Extent]) -> list[Extent]:
         """Extents that a client named, padded, checked to be in the arena."""
-        padded, size = list[Extent](), self.size_bytes
+        padded, base, size = list[Extent](), self.base, self.size_bytes
         for start, length in extents:
-            if start >= size or length > size or start % ALIGNMENT_BYTES:
+            if not base <= start < base + size or length > size or start % ALIGNMENT_BYTES:
                 raise ProtocolError(
                     f"extent {len(padded)} of {len(extents)} ({length} bytes at offset "
                     f"{start}) is outside the arena of {self.size_bytes} bytes, or its "

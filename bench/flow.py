@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench import pace
-from bench.columns import Source, digest, rollout_fields
+from bench.columns import Array, Source, digest, rollout_fields
 from bench.pace import Pace
 from bench.planes import PLANES
-from bench.planes.base import Array, Batch, Columns, Endpoint, Job, Worker
+from bench.planes.base import Batch, Columns, Endpoint, Job, Worker
 from bench.processes import die_with, emit
 from bench.traces import Prompt
 

@@ -18,15 +18,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
-from numpy.typing import NDArray
 
-from bench.columns import group_bytes, rollout_fields, stage_fields
+from bench.columns import Array, group_bytes, rollout_fields, stage_fields
 from bench.links import address
 from bench.machine import version
 from bench.traces import TASKS, Prompt, Task, generate
 from bench.traces.sample import StageReplay
 
-Array = NDArray[Any]
 Columns = Mapping[str, Sequence[Array]]
 Counts = Mapping[str, Mapping[str, int]]
 
@@ -146,6 +144,9 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         return f"{self.role}-{self.rank}"
+
+
+WAYS = ("copied_in", "across", "copied_out")
 
 
 class Moved(msgspec.Struct, frozen=True):

@@ -8,9 +8,9 @@ too: whether bytes pass through one process. What follows from that is part of t
 controller sends a group to every stage, where a host of `dataplane` keeps what it has pulled.
 
 The controller runs on a trainer's host. It sends more than it receives, so where rollout has its
-own hosts, its link carries the least there. A stage has one queue of complete groups. The worker
-with the fewest bytes takes from its front and has at most two groups: while it works on one, the
-next one arrives as far as the socket's buffers hold it. `dataplane` claims no group ahead.
+own hosts, its link carries the least there. `bench.planes.dealing` decides which worker gets which
+group: while it works on one, the next one arrives as far as the socket's buffers hold it.
+`dataplane` claims no group ahead.
 
 Why nothing of that design can be quicker on the same sockets: no Ray, no pickle, no
 concatenation, no padding and no reordering (whole groups are dealt, so no prompt goes to two ranks
@@ -30,16 +30,14 @@ import socket
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from bench.columns import Field, all_fields, group_bytes
 from bench.planes.base import (
-    Array,
     Batch,
     Columns,
     Endpoint,
@@ -50,6 +48,7 @@ from bench.planes.base import (
     Service,
     Worker,
 )
+from bench.planes.dealing import Event, Step, Taker, deal
 from bench.planes.frames import (
     Frame,
     Landing,
@@ -63,8 +62,6 @@ from bench.processes import die_with, emit
 from bench.traces import Prompt
 
 _ALIGNMENT_SLACK = 64 * 64  # of one row's values
-IN_FLIGHT = 2
-"""Groups that a worker has: one to work on, one on the way."""
 
 
 def _host(job: Job) -> int:
@@ -150,124 +147,21 @@ class ControllerPlane(Plane):
         return msgspec.convert(done["controller"]["moved"], Moved)
 
 
-class Connection:
+class Connection(Taker):
     """One worker as the controller sees it. `received` and `sent` count payload bytes."""
+
+    outbox: queue.SimpleQueue[tuple[int, int | None] | None]  # None ends its thread
 
     def __init__(self, sock: socket.socket, name: str, job: Job) -> None:
         self.sock = sock
         self.role, rank = name.split("-")
-        self.rank = int(rank)
+        super().__init__(int(rank), queue.SimpleQueue())
         self.host = job.host_of(self.role, self.rank)
         self.remote = sock.family == socket.AF_INET
         self.received = self.sent = 0
-        self.outbox: queue.SimpleQueue[tuple[int, int | None] | None] = queue.SimpleQueue()
-        """(step, prompt) of each group to send; no prompt ends a step, and None the thread."""
-        self.unanswered: dict[int, int] = {}
-        """Bytes of the groups that it has, by prompt."""
-
-    def load(self) -> tuple[bool, int, int]:
-        """By which the least busy worker is found: whether it has no room, its bytes, its rank."""
-        return len(self.unanswered) == IN_FLIGHT, sum(self.unanswered.values()), self.rank
 
     def send(self, frame: Frame, parts: Sequence[Any] = ()) -> None:
         self.sent += send(self.sock, frame, parts)
-
-
-class Event(NamedTuple):
-    """A frame was taken in: its sender's role, or `end` and `hello`. prompt: what it was about."""
-
-    kind: str
-    step: int
-    prompt: int = -1
-
-
-class Line:
-    """One stage of one step: a queue of complete groups, and the workers that take them."""
-
-    def __init__(self, fields: Sequence[str], workers: Sequence[Connection], step: Step) -> None:
-        self.is_open = self.is_closed = False  # closed: the workers know that no group follows
-        self._fields = set(fields)
-        self._workers = workers
-        self._step = step
-        self._waiting: deque[int] = deque()
-        self._taken: set[int] = set()  # groups that were queued
-
-    def offer(self, prompts: Iterable[int]) -> None:
-        """Queue each group once, when it has all that the stage needs."""
-        for prompt in prompts:
-            columns = self._step.groups.get(prompt, {})  # a dropped group has none
-            if prompt not in self._taken and columns.keys() >= self._fields:
-                self._taken.add(prompt)
-                self._waiting.append(prompt)
-
-    def answered(self, prompt: int) -> None:
-        """A worker is done with a group."""
-        for worker in self._workers:
-            worker.unanswered.pop(prompt, None)
-
-    def send(self, no_more: bool) -> None:
-        """Send waiting groups to workers that have room. `no_more`: rollout is over, so once every
-        group that is left was sent, the workers hear that none follows."""
-        while self._waiting:
-            worker = min(self._workers, key=Connection.load)
-            if len(worker.unanswered) == IN_FLIGHT:
-                return
-            prompt = self._waiting.popleft()
-            worker.unanswered[prompt] = self._step.weights[prompt]
-            worker.outbox.put((self._step.number, prompt))
-        if no_more and not self.is_closed and self._taken.issuperset(self._step.groups):
-            self.is_closed = True
-            for worker in self._workers:
-                worker.outbox.put((self._step.number, None))
-
-    @property
-    def is_done(self) -> bool:
-        return self.is_closed and not any(worker.unanswered for worker in self._workers)
-
-
-class Step:
-    """One step: its batch, the memory that the batch lands in, and a line for each stage."""
-
-    def __init__(
-        self, number: int, job: Job, workers: Mapping[str, Sequence[Connection]], landing: Landing
-    ) -> None:
-        fields, prompts = all_fields(job.task), job.of_step(number)
-        self.number = number
-        self.weights = {p.index: group_bytes(fields, p, job.dedup) for p in prompts}
-        self.groups: dict[int, dict[str, list[Array]]] = {p.index: {} for p in prompts}
-        """The columns of each prompt's group, without groups that were dropped."""
-        self.landing = landing
-        self.lines = {
-            stage: Line(reads, workers[stage], self) for stage, reads in job.stages().items()
-        }
-        self._job = job
-        self._rolling = job.hosts  # rollout workers that still put
-
-    def take(self, event: Event) -> None:
-        if event.kind == "end":
-            self._rolling -= 1
-        elif event.kind in self.lines:
-            self.lines[event.kind].answered(event.prompt)
-
-    def deal(self, changed: Sequence[int], before: Step | None, barriers: bool) -> None:
-        """Queue and send what can go on. changed: groups that got something. before: the step
-        before this one, if it is not done. With barriers a stage begins when all that is before it
-        is done; without, when its workers have had all of the step before."""
-        if barriers and (before or self._rolling):
-            return
-        for stages in self._job.phases():
-            for stage in stages:
-                line = self.lines[stage]
-                if before is None or before.lines[stage].is_closed:
-                    line.offer(changed if line.is_open else list(self.groups))
-                    line.is_open = True
-                    line.send(no_more=not self._rolling)
-            if barriers and not all(self.lines[stage].is_done for stage in stages):
-                return
-
-    @property
-    def is_done(self) -> bool:
-        return all(line.is_done for line in self.lines.values())
 
 
 class Controller:
@@ -311,8 +205,13 @@ class Controller:
                 cpu_start = time.process_time()
             else:
                 self._step(event.step).take(event)
-            if not absent:
-                left -= self._deal(event)
+            if absent:
+                continue
+            with self._lock:
+                steps = dict(self._steps)
+            for number in deal(steps, event, self._barriers):
+                del self._steps[number]
+                left -= 1
         self.cpu_seconds = time.process_time() - cpu_start
         for connection in self._connections:
             connection.outbox.put(None)
@@ -320,28 +219,16 @@ class Controller:
             sender.join()
         return self._moved()
 
-    def _deal(self, event: Event) -> int:
-        """Let every step go on after an event. Return how many steps are done."""
-        with self._lock:
-            steps = sorted(self._steps.items())
-        before, done = None, 0
-        for number, step in steps:
-            step.deal([event.prompt] if number == event.step else [], before, self._barriers)
-            if step.is_done:
-                del self._steps[number]
-                done += 1
-            else:
-                before = step
-        return done
-
     def _step(self, number: int) -> Step:
         """The step that it takes its memory from was trained: the policy said so."""
         with self._lock:
             if number not in self._steps:
-                landing = self._landings[number % len(self._landings)]
-                landing.rewind()
-                self._steps[number] = Step(number, self._job, self._workers, landing)
+                self._landing(number).rewind()
+                self._steps[number] = Step(number, self._job, self._workers)
             return self._steps[number]
+
+    def _landing(self, step: int) -> Landing:
+        return self._landings[step % len(self._landings)]
 
     def _greet(self, listener: socket.socket) -> None:
         while True:
@@ -387,7 +274,7 @@ class Controller:
                     del step.groups[frame.prompt]
                 case "rows":
                     with self._lock:
-                        room = step.landing.keep(nbytes)
+                        room = self._landing(frame.step).keep(nbytes)
                     receive_into(worker.sock, room)
                     worker.received += sum(frame.parts)
                     if frame.prompt in step.groups:

@@ -14,10 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from bench.columns import DEDUP
+from bench.columns import DEDUP, Array
 from bench.peers import free_ports, peer_command, token_file
 from bench.planes.base import (
-    Array,
     Batch,
     Columns,
     Counts,
@@ -126,15 +125,15 @@ class DataplanePlane(Plane):
         self._clients: list[Any] = []
 
     def services(self) -> list[Service]:
-        return [self._peer(host) for host in range(self.job.hosts)]
-
-    def _peer(self, host: int) -> Service:
-        options = ["--listen", self._addresses[host], "--seeds", ",".join(self._addresses)]
-        options += ["--arena", str(self.job.arena_bytes)]
-        argv = peer_command(_host_name(host), self._plane_name, *options)
         env = {"DATAPLANE_RUN_DIR": self.job.folder}
         env |= {"DATAPLANE_TOKEN_FILE": self._token} if self._token else {}
-        return Service(f"peer-{_host_name(host)}", leashed(argv), env, host=host)
+        shared = ["--seeds", ",".join(self._addresses), "--arena", str(self.job.arena_bytes)]
+        services = []
+        for host, address in enumerate(self._addresses):
+            name = _host_name(host)
+            argv = peer_command(name, self._plane_name, "--listen", address, *shared)
+            services.append(Service(f"peer-{name}", leashed(argv), env, host=host))
+        return services
 
     def reachable(self, ready: Mapping[str, dict[str, Any]]) -> bool:
         """Connects to the peers one by one; each that answers is kept for its counters."""

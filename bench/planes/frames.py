@@ -18,9 +18,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.columns import Array
 from bench.planes.base import Columns
 
-Array = NDArray[Any]
 Buffer = NDArray[np.uint8]
 
 _HEADER = struct.Struct("<4sIQ")

@@ -79,35 +79,27 @@ def _node(job: Job, host: int, port: int) -> list[str]:
     return [*argv, "--head", f"--port={port}", "--include-dashboard=false"]
 
 
-def attach(address: dict[str, Any]) -> Any:
-    """Make this process a driver on its host's raylet; returns the board."""
+def attach(address: dict[str, Any]) -> tuple[Any, Any]:
+    """Make this process a driver on its host's raylet; returns Ray and the board."""
     os.environ |= ENVIRONMENT
+    ray = _connected(address["cluster"], address["place"])
+    return ray, ray.get_actor(BOARD)
+
+
+def _connected(address: str, place: str) -> Any:
     import ray
 
-    _init(address["cluster"], address["place"])
-    return ray.get_actor(BOARD)
-
-
-def _init(address: str, place: str) -> None:
-    import ray
-
-    ray.init(
-        address=address,
-        _node_ip_address=place,
-        namespace=NAMESPACE,
-        log_to_driver=False,
-        logging_level="WARNING",
-    )
+    told = {"address": address, "_node_ip_address": place, "namespace": NAMESPACE}
+    ray.init(**told, log_to_driver=False, logging_level="WARNING")
+    return ray
 
 
 def main(job: Job, port: int, units: int) -> None:
     """The driver's life: the board and perhaps TransferQueue, until the job is over."""
-    import ray
-
     from bench.planes.ray_store import Board
 
     deadline, address = time.monotonic() + _START_S, f"{place(job, 0)}:{port}"
-    _init(address, place(job, 0))
+    ray = _connected(address, place(job, 0))
     while sum(one["Alive"] for one in ray.nodes()) < job.hosts:
         if time.monotonic() > deadline:
             raise RuntimeError(

@@ -14,12 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import msgspec
-
-from bench.columns import DEDUP
+from bench.columns import DEDUP, Array
 from bench.planes import ray_cluster
 from bench.planes.base import (
-    Array,
+    WAYS,
     Batch,
     Columns,
     Endpoint,
@@ -125,9 +123,85 @@ class Board:
         return prompt, places, sum(places[name][0] for name, _ in new)
 
 
-class RayPlane(Plane):
-    """The runner's side of whatever runs on a Ray cluster."""
+class StoreEndpoint(Endpoint):
+    """A driver on its host's raylet. Its groups are found through the board, and their values are
+    in Ray's store unless a subclass keeps them elsewhere.
 
+    `bench compare` does the steps of a put and of a batch one by one, and times some of them.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self.job = worker.job
+        self._host = worker.host
+        self._ray, self._board = ray_cluster.attach(worker.address)
+        self._copied_in = self._across = 0
+
+    def put(self, step: int, prompt: int, columns: Columns) -> None:
+        self.announce(step, prompt, self.store(step, prompt, columns))
+
+    def announce(self, step: int, prompt: int, places: dict[str, Any]) -> None:
+        """Say where the fields of a group are, so that stages get it."""
+        self._ray.get(self._board.put.remote(step, prompt, self._host, places))
+
+    def batches(self, step: int, stage: str) -> Iterator[Batch]:
+        fields = self.job.stages()[stage]
+        while taken := self.next(step, stage, fields):
+            prompt, places, unseen = taken
+            group = Group(self.columns(self.fetch(step, prompt, places, unseen)))
+            del taken, places
+            yield group
+            if group.dropped or stage == "train":
+                self.end(step, prompt, group.dropped)
+            else:
+                added = self.store(step, prompt, group.added)
+                self._ray.get(self._board.add.remote(prompt, self._host, added))
+            del group
+
+    def next(
+        self, step: int, stage: str, fields: Sequence[str]
+    ) -> tuple[int, dict[str, Any], int] | None:
+        """The next group of a stage, as the board says it; None once the stage has had all."""
+        asked = self._board.next.remote(step, stage, list(fields), self._host)
+        found: tuple[int, dict[str, Any], int] | None = self._ray.get(asked)
+        return found
+
+    def end(self, step: int, prompt: int, dropped: bool = False) -> None:
+        """Discard a group that was trained or dropped. Objects go with the board's references."""
+        self._ray.get(self._board.end.remote(prompt, dropped))
+
+    def store(self, step: int, prompt: int, columns: Columns) -> dict[str, Any]:
+        """Put a group's fields; returns their places."""
+        places = {}
+        for name, values in columns.items():
+            form, nbytes = shareable(values, self.job.dedup and name in DEDUP)
+            places[name] = (nbytes, [self._ray.put(form)])
+            self._copied_in += nbytes
+        return places
+
+    def fetch(self, step: int, prompt: int, places: dict[str, Any], unseen: int) -> Any:
+        """A group's fields as the plane hands them out. `unseen`: bytes that no process of this
+        host has fetched or put."""
+        self._across += unseen
+        found = self._ray.get([places[name][1][0] for name in places])
+        return dict(zip(places, found, strict=True))
+
+    def columns(self, fetched: Any) -> dict[str, Sequence[Array]]:
+        """The same as one array per row and field."""
+        return dict(fetched)
+
+    def moved(self) -> Moved:
+        return Moved(copied_in=self._copied_in, across=self._across)
+
+    def close(self) -> None:
+        """What a process has put goes with it: it stays until the job is over."""
+        self._ray.get(self._board.finished.remote())
+        self._ray.shutdown()
+
+
+class RayStorePlane(Plane):
+    """References passed directly."""
+
+    endpoint: ClassVar[type[Endpoint]] = StoreEndpoint
     packages: ClassVar[tuple[str, ...]] = ("ray",)
     _cluster = ""
 
@@ -143,132 +217,8 @@ class RayPlane(Plane):
 
     def moved(self, done: Mapping[str, dict[str, Any]]) -> Moved:
         """Every process counts what it copied."""
-        told = [msgspec.convert(e["moved"], Moved) for e in done.values() if "moved" in e]
-        return Moved(
-            copied_in=sum(moved.copied_in for moved in told),
-            across=sum(moved.across for moved in told),
-            copied_out=sum(moved.copied_out for moved in told),
-        )
-
-
-class BoardEndpoint(Endpoint):
-    """A worker whose groups are found through the board; subclasses know where values are.
-
-    `bench compare` does the steps of a put and of a batch one by one, and times some of them.
-    """
-
-    def __init__(self, worker: Worker) -> None:
-        self.job = worker.job
-        self._host = worker.host
-        self._board = ray_cluster.attach(worker.address)
-
-    def put(self, step: int, prompt: int, columns: Columns) -> None:
-        self.announce(step, prompt, self.store(step, prompt, columns))
-
-    def announce(self, step: int, prompt: int, places: dict[str, Any]) -> None:
-        """Say where the fields of a group are, so that stages get it."""
-        import ray
-
-        ray.get(self._board.put.remote(step, prompt, self._host, places))
-
-    def batches(self, step: int, stage: str) -> Iterator[Batch]:
-        import ray
-
-        fields = self.job.stages()[stage]
-        while taken := self.next(step, stage, fields):
-            prompt, places, unseen = taken
-            group = Group(self.columns(self.fetch(step, prompt, places, unseen)))
-            del taken, places
-            yield group
-            if group.dropped or stage == "train":
-                self.end(step, prompt, group.dropped)
-            else:
-                added = self.store(step, prompt, group.added)
-                ray.get(self._board.add.remote(prompt, self._host, added))
-            del group
-
-    def next(
-        self, step: int, stage: str, fields: Sequence[str]
-    ) -> tuple[int, dict[str, Any], int] | None:
-        """The next group of a stage, as the board says it; None once the stage has had all."""
-        import ray
-
-        found: tuple[int, dict[str, Any], int] | None = ray.get(
-            self._board.next.remote(step, stage, list(fields), self._host)
-        )
-        return found
-
-    def end(self, step: int, prompt: int, dropped: bool = False) -> None:
-        """Discard a group that was trained or dropped."""
-        import ray
-
-        self.discard(step, prompt)
-        ray.get(self._board.end.remote(prompt, dropped))
-
-    def store(self, step: int, prompt: int, columns: Columns) -> dict[str, Any]:
-        """Put a group's fields; returns their places."""
-        raise NotImplementedError
-
-    def fetch(self, step: int, prompt: int, places: dict[str, Any], unseen: int) -> Any:
-        """A group's fields as the plane hands them out. `unseen`: bytes that no process of this
-        host has fetched or put."""
-        raise NotImplementedError
-
-    def columns(self, fetched: Any) -> dict[str, Sequence[Array]]:
-        """The same as one array per row and field."""
-        raise NotImplementedError
-
-    def discard(self, step: int, prompt: int) -> None:
-        """The group was trained or dropped."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """What a process has put goes with it: it stays until the job is over."""
-        import ray
-
-        ray.get(self._board.finished.remote())
-        ray.shutdown()
-
-
-class StoreEndpoint(BoardEndpoint):
-    """A driver on its host's raylet."""
-
-    def __init__(self, worker: Worker) -> None:
-        super().__init__(worker)
-        self._copied_in = 0
-        self._across = 0
-
-    def store(self, step: int, prompt: int, columns: Columns) -> dict[str, Any]:
-        import ray
-
-        places = {}
-        for name, values in columns.items():
-            form, nbytes = shareable(values, self.job.dedup and name in DEDUP)
-            places[name] = (nbytes, [ray.put(form)])
-            self._copied_in += nbytes
-        return places
-
-    def fetch(self, step: int, prompt: int, places: dict[str, Any], unseen: int) -> Any:
-        import ray
-
-        self._across += unseen
-        found = ray.get([places[name][1][0] for name in places])
-        return dict(zip(places, found, strict=True))
-
-    def columns(self, fetched: Any) -> dict[str, Sequence[Array]]:
-        return dict(fetched)
-
-    def discard(self, step: int, prompt: int) -> None:
-        """Objects go with the board's references."""
-
-    def moved(self) -> Moved:
-        return Moved(copied_in=self._copied_in, across=self._across)
-
-
-class RayStorePlane(RayPlane):
-    """References passed directly."""
-
-    endpoint = StoreEndpoint
+        told = [event["moved"] for event in done.values() if "moved" in event]
+        return Moved(**{way: sum(moved[way] for moved in told) for way in WAYS})
 
 
 def shareable(values: Sequence[Array], dedup: bool) -> tuple[list[Array], int]:

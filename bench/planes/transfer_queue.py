@@ -12,9 +12,10 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from bench.columns import Array
 from bench.planes import ray_cluster
-from bench.planes.base import Array, Columns, Moved, Service, Worker
-from bench.planes.ray_store import BoardEndpoint, RayPlane
+from bench.planes.base import Columns, Moved, Service, Worker
+from bench.planes.ray_store import RayStorePlane, StoreEndpoint
 
 UNITS_A_HOST = 2
 
@@ -24,7 +25,7 @@ def environment() -> dict[str, str]:
     return {"TQ_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2))}
 
 
-class TransferQueueEndpoint(BoardEndpoint):
+class TransferQueueEndpoint(StoreEndpoint):
     """A client."""
 
     def __init__(self, worker: Worker) -> None:
@@ -66,21 +67,21 @@ class TransferQueueEndpoint(BoardEndpoint):
     def columns(self, fetched: Any) -> dict[str, Sequence[Array]]:
         return {name: [row.numpy() for row in _rows(value)] for name, value in fetched.items()}
 
-    def discard(self, step: int, prompt: int) -> None:
+    def end(self, step: int, prompt: int, dropped: bool = False) -> None:
         self._queue.kv_clear(self._keys(prompt), f"{step}")
+        super().end(step, prompt, dropped)
 
     def moved(self) -> Moved:
         """Units take turns over the hosts: this share of all bytes lies on another one."""
         elsewhere = (self.job.hosts - 1) / self.job.hosts
-        across = int((self._put_bytes + self._got_bytes) * elsewhere)
         return Moved(
             copied_in=self._put_bytes - int(self._put_bytes * elsewhere),
-            across=across,
+            across=int((self._put_bytes + self._got_bytes) * elsewhere),
             copied_out=self._got_bytes - int(self._got_bytes * elsewhere),
         )
 
 
-class TransferQueuePlane(RayPlane):
+class TransferQueuePlane(RayStorePlane):
     """Its storage units on every host."""
 
     endpoint = TransferQueueEndpoint

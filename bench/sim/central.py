@@ -1,58 +1,31 @@
 """The controller with barriers as a model: whole batches in, then stage after stage out, on one
-host. The steps are those of bench/planes/controller.py.
+host. Which worker gets which group is decided by the controller's own code.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 
 import simpy
 
-from bench.planes.controller import IN_FLIGHT
+from bench.columns import ADDED, rollout_fields
+from bench.planes.dealing import Event, Step, Taker, deal
 from bench.sim.model import Claimed, Design, Model, Steps, Work
 from bench.traces import Prompt
 
 _AT = 0  # the controller's host
 
 
-class _Line:
-    """One stage of one step: a queue of groups, and those that each worker has."""
+class _Inbox:
+    """The orders of one worker, with the times at which they were given."""
 
-    def __init__(self, env: simpy.Environment, workers: int) -> None:
-        self.done = env.event()
-        self.inboxes = [simpy.Store(env) for _ in range(workers)]
-        """Of each worker: groups with the time at which they were dealt, then None."""
+    def __init__(self, env: simpy.Environment) -> None:
         self._env = env
-        self._waiting: deque[tuple[Prompt, int]] = deque()
-        self._hands: list[dict[int, int]] = [{} for _ in range(workers)]
-        self._is_closed = False
+        self.orders = simpy.Store(env)
 
-    def open(self, groups: Sequence[tuple[Prompt, int]]) -> None:
-        """Deal these groups, each with its bytes."""
-        self._waiting.extend(groups)
-        self._deal()
-
-    def answered(self, rank: int, prompt: Prompt) -> None:
-        del self._hands[rank][prompt.index]
-        self._deal()
-
-    def _deal(self) -> None:
-        """To the worker with the fewest bytes, while one has room."""
-        while self._waiting:
-            loads = [(len(hand) == IN_FLIGHT, sum(hand.values())) for hand in self._hands]
-            rank = loads.index(min(loads))
-            if loads[rank][0]:
-                return
-            prompt, nbytes = self._waiting.popleft()
-            self._hands[rank][prompt.index] = nbytes
-            self.inboxes[rank].put((self._env.now, prompt))
-        if not self._is_closed:
-            self._is_closed = True
-            for inbox in self.inboxes:
-                inbox.put(None)
-        if not any(self._hands):
-            self.done.succeed()
+    def put(self, order: tuple[int, int | None]) -> None:
+        self.orders.put((self._env.now, order[1]))
 
 
 class Central(Design):
@@ -60,35 +33,35 @@ class Central(Design):
 
     def __init__(self, model: Model) -> None:
         super().__init__(model)
-        job, steps = self.job, range(self.job.steps)
-        self._rolled = Counter[int]()
-        self._gathered = [self.env.event() for _ in steps]
-        self._lines = {
-            (step, stage): _Line(self.env, job.trainers if stage == "train" else job.hosts)
-            for step in steps
-            for stage in job.stages()
+        crowd = self.job.crowd()
+        self._inboxes = {
+            stage: [_Inbox(self.env) for _ in range(crowd[stage])] for stage in self.job.stages()
         }
+        workers = {
+            stage: [Taker(rank, inbox) for rank, inbox in enumerate(inboxes)]
+            for stage, inboxes in self._inboxes.items()
+        }
+        self._steps = {step: Step(step, self.job, workers) for step in range(self.job.steps)}
         self._held: Counter[int] = Counter()  # by step
         self.outcome.peak_bytes = [0]
-        self.env.process(self._serve())
 
     def put(self, host: int, prompt: Prompt) -> Steps:
         work = self.plan.work_of("written", prompt)
         yield from self._move(host, _AT, work.nbytes, self.costs.of("rollout", ("put",), work))
         self._hold(prompt.step, work.nbytes)
+        group = self._steps[prompt.step].groups[prompt.index]
+        group |= dict.fromkeys(field.name for field in rollout_fields(self.job.task))
 
     def rolled(self, step: int) -> None:
-        self._rolled[step] += 1
-        if self._rolled[step] == self.job.hosts:
-            self._gathered[step].succeed()
+        self._deal(Event("end", step))
 
     def claim(self, step: int, stage: str, rank: int, most: int) -> Claimed:
         host, asked = self.job.host_of(stage, rank), self.env.now
-        dealt = yield self._lines[step, stage].inboxes[rank].get()
-        if dealt is None:
+        at, index = yield self._inboxes[stage][rank].orders.get()
+        if index is None:
             yield from self._move(_AT, host, 0, self.costs.of(stage, ("claim",), Work()))
             return []
-        at, prompt = dealt
+        prompt = self.job.generate()[index]
         work = self.plan.work_of(stage, prompt)
         yield from self._move(_AT, host, work.nbytes, self.costs.of(stage, ("claim",), work))
         self.outcome.peers[1] += 1
@@ -102,18 +75,17 @@ class Central(Design):
             nbytes = self.plan.work_of(f"added {stage}", prompt).nbytes
             yield from self._move(host, _AT, nbytes, own)
             self._hold(step, nbytes)
-            self._lines[step, stage].answered(rank, prompt)
+            if self.job.is_trained(prompt):
+                added = dict.fromkeys(field.name for field in ADDED.get(stage, ()))
+                self._steps[step].groups[prompt.index] |= added
+            else:
+                del self._steps[step].groups[prompt.index]
+            self._deal(Event(stage, step, prompt.index))
 
-    def _serve(self) -> Steps:
-        """The controller's life: step by step, phase by phase."""
-        for step in range(self.job.steps):
-            yield self._gathered[step]
-            for phase in self.job.phases():
-                for stage in phase:
-                    groups = self.plan.stage_of(stage, step)
-                    weights = [self.plan.work_of("train", prompt).nbytes for prompt in groups]
-                    self._lines[step, stage].open(list(zip(groups, weights, strict=True)))
-                yield self.env.all_of([self._lines[step, stage].done for stage in phase])
+    def _deal(self, event: Event) -> None:
+        self._steps[event.step].take(event)
+        for done in deal(self._steps, event, barriers=True):
+            del self._steps[done]
 
     def _move(self, source: int, target: int, nbytes: float, worker_s: float) -> Steps:
         """A message, in whichever direction. A socket holds little, so its ends take turns."""

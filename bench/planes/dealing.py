@@ -1,0 +1,143 @@
+"""Which worker of a controller gets which group, and when. It does no I/O: `bench sim` models a
+controller with the same code.
+
+A stage has one queue of complete groups. The worker with the fewest bytes takes from its front, and
+has at most IN_FLIGHT groups.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from bench.columns import all_fields, group_bytes
+from bench.planes.base import Job
+
+IN_FLIGHT = 2
+"""Groups that a worker has: one to work on, one on the way."""
+
+
+class Event(NamedTuple):
+    """A frame was taken in: its sender's role, or `end` and `hello`. prompt: what it was about."""
+
+    kind: str
+    step: int
+    prompt: int = -1
+
+
+class Outbox(Protocol):
+    def put(self, order: tuple[int, int | None], /) -> None:
+        """(step, prompt): the next group of the worker. No prompt ends the step."""
+
+
+class Taker:
+    """A worker of a stage. unanswered: bytes of the groups that it has, by prompt."""
+
+    def __init__(self, rank: int, outbox: Outbox) -> None:
+        self.rank = rank
+        self.outbox = outbox
+        self.unanswered: dict[int, int] = {}
+
+    def load(self) -> tuple[bool, int, int]:
+        """By which the least busy worker is found: whether it has no room, its bytes, its rank."""
+        return len(self.unanswered) == IN_FLIGHT, sum(self.unanswered.values()), self.rank
+
+
+class Line:
+    """One stage of one step: a queue of complete groups, and the workers that take them."""
+
+    def __init__(self, fields: Sequence[str], workers: Sequence[Taker], step: Step) -> None:
+        self.is_open = self.is_closed = False  # closed: the workers know that no group follows
+        self._fields = set(fields)
+        self._workers = workers
+        self._step = step
+        self._waiting: deque[int] = deque()
+        self._taken: set[int] = set()  # groups that were queued
+        self._sent: dict[int, Taker] = {}  # who works on each
+
+    def offer(self, prompts: Iterable[int]) -> None:
+        """Queue each group once, when it has all that the stage needs."""
+        for prompt in prompts:
+            columns = self._step.groups.get(prompt, {})  # a dropped group has none
+            if prompt not in self._taken and columns.keys() >= self._fields:
+                self._taken.add(prompt)
+                self._waiting.append(prompt)
+
+    def answered(self, prompt: int) -> None:
+        """A worker is done with a group."""
+        del self._sent.pop(prompt).unanswered[prompt]
+
+    def send(self, no_more: bool) -> None:
+        """Send waiting groups to workers that have room. `no_more`: rollout is over, so once every
+        group that is left was sent, the workers hear that none follows."""
+        while self._waiting:
+            worker = min(self._workers, key=Taker.load)
+            if len(worker.unanswered) == IN_FLIGHT:
+                return
+            prompt = self._waiting.popleft()
+            worker.unanswered[prompt] = self._step.weights[prompt]
+            self._sent[prompt] = worker
+            worker.outbox.put((self._step.number, prompt))
+        if no_more and not self.is_closed and self._taken.issuperset(self._step.groups):
+            self.is_closed = True
+            for worker in self._workers:
+                worker.outbox.put((self._step.number, None))
+
+    @property
+    def is_done(self) -> bool:
+        return self.is_closed and not self._sent
+
+
+class Step:
+    """One step: its batch, and a line for each stage."""
+
+    def __init__(self, number: int, job: Job, workers: Mapping[str, Sequence[Taker]]) -> None:
+        fields, prompts = all_fields(job.task), job.of_step(number)
+        self.number = number
+        self.weights = {p.index: group_bytes(fields, p, job.dedup) for p in prompts}
+        self.groups: dict[int, dict[str, Any]] = {p.index: {} for p in prompts}
+        """The columns of each prompt's group, without groups that were dropped."""
+        self.lines = {
+            stage: Line(reads, workers[stage], self) for stage, reads in job.stages().items()
+        }
+        self._job = job
+        self._rolling = job.hosts  # rollout workers that still put
+
+    def take(self, event: Event) -> None:
+        if event.kind == "end":
+            self._rolling -= 1
+        elif event.kind in self.lines:
+            self.lines[event.kind].answered(event.prompt)
+
+    def deal(self, changed: Sequence[int], before: Step | None, barriers: bool) -> None:
+        """Queue and send what can go on. changed: groups that got something. before: the step
+        before this one, if it is not done. With barriers a stage begins when all that is before it
+        is done; without, when its workers have had all of the step before."""
+        if barriers and (before or self._rolling):
+            return
+        for stages in self._job.phases():
+            for stage in stages:
+                line = self.lines[stage]
+                if before is None or before.lines[stage].is_closed:
+                    line.offer(changed if line.is_open else list(self.groups))
+                    line.is_open = True
+                    line.send(no_more=not self._rolling)
+            if barriers and not all(self.lines[stage].is_done for stage in stages):
+                return
+
+    @property
+    def is_done(self) -> bool:
+        return all(line.is_done for line in self.lines.values())
+
+
+def deal(steps: Mapping[int, Step], event: Event, barriers: bool) -> list[int]:
+    """Let every step go on after an event. Return the numbers of those that are done."""
+    before, done = None, []
+    for number, step in sorted(steps.items()):
+        step.deal([event.prompt] if number == event.step else [], before, barriers)
+        if step.is_done:
+            done.append(number)
+        else:
+            before = step
+    return done

@@ -24,6 +24,7 @@ HOSTS = (2, 6)
 STEPS = 4
 """The first is cold; the other three are compared."""
 _WIDER = (2, 4, 8)
+_TRACES = ("video", "math")
 OURS = "dataplane"
 _PLANES = (OURS, "controller-stream", "controller")
 CALLED = {
@@ -46,39 +47,25 @@ _HARDLY = 0.02
 
 def register(commands: Any) -> None:
     """Add both commands to the bench's parser."""
-    for name, (what, perform) in {
-        "headline": (
-            "measure transfer time, its share of a step, and memory (8 minutes)",
-            _headline,
-        ),
-        "links": (
-            "repeat the `headline` measurements on more hosts and with dedup off (half an hour)",
-            _links,
-        ),
-    }.items():
-        parser = commands.add_parser(
-            name,
-            help=what,
-            description=(
-                f"{what.capitalize()}. Prints a table; --json also writes a report and an HTML "
-                "page."
-            ),
-        )
+    short = "measure transfer time, its share of a step, and memory (8 minutes)"
+    long = "repeat the `headline` measurements on more hosts and with dedup off (half an hour)"
+    for name, what, perform in (("headline", short, _headline), ("links", long, _links)):
+        parser = outputs.add_reporting(commands, name, what)
         rate = "rate of each host's link in each direction, in the notation of `run`"
         parser.add_argument("--link", type=links.rate, metavar="RATE", help=rate)
-        outputs.add_report(parser)
+        outputs.add_json(parser)
         parser.set_defaults(perform=perform)
 
 
 def _headline(options: argparse.Namespace, command: str) -> int:
-    plan = [*_over_links(options, HOSTS, ("video", "math")), *_without_links()]
+    plan = [*_over_links(options, HOSTS, _TRACES), *_without_links()]
     if not PLANES[_QUEUE].missing():
-        plan += _beside_transfer_queue(options, ("video", "math"))
+        plan += _beside_transfer_queue(options)
     return carry_out(plan, options.json, command, options.no_links, sentences)
 
 
 def _links(options: argparse.Namespace, command: str) -> int:
-    plan = [*_over_links(options, _WIDER, ("video", "math", "image_open"))]
+    plan = [*_over_links(options, _WIDER, (*_TRACES, "image_open"))]
     for hosts in _WIDER[:2]:
         job = with_link(_job("video", hosts), _rate(options, max(_WIDER)), options.no_links)
         plan += _planned(job, False)
@@ -113,26 +100,21 @@ def _over_links(
                 yield from _planned(replace(job, apart=apart), True)
 
 
-def _beside_transfer_queue(options: argparse.Namespace, traces: Sequence[str]) -> Iterator[Job]:
+def _beside_transfer_queue(options: argparse.Namespace) -> Iterator[Job]:
     """TransferQueue has no dedup, so in this comparison nobody has."""
-    for trace in traces:
+    alike = {"dedup": False, "timeout_s": _QUEUE_TIMEOUT_S}
+    for trace in _TRACES:
         job = with_link(_job(trace, _QUEUE_HOSTS), _rate(options, max(HOSTS)), options.no_links)
         for apart in (True, False):
             for plane in (OURS, "controller-stream", _QUEUE):
-                alike = {"apart": apart, "dedup": False, "timeout_s": _QUEUE_TIMEOUT_S}
-                yield replace(job, plane=plane, **alike)
+                yield replace(job, plane=plane, apart=apart, **alike)
 
 
 def _without_links() -> Iterator[Job]:
     """What links have no part in: small text on two hosts, and memory under a limit."""
     yield from _planned(replace(_job("math", 2), prompts=16), True)
-    limited = Job(
-        plane=OURS,
-        trace="video",
-        prompts=_LIMITED_PROMPTS,
-        memory_limit_bytes=_LIMIT_BYTES,
-        arena_bytes=_LIMITED_ARENA_BYTES,
-    )
+    limits: Any = {"memory_limit_bytes": _LIMIT_BYTES, "arena_bytes": _LIMITED_ARENA_BYTES}
+    limited = Job(plane=OURS, trace="video", prompts=_LIMITED_PROMPTS, **limits)
     for dedup in (True, False):
         for plane in (OURS, "controller"):
             yield replace(limited, plane=plane, dedup=dedup)
@@ -203,17 +185,16 @@ def _placed(run: Run) -> str:
 
 def _shares(placements: list[list[Run]]) -> str:
     """The same as a part of a whole step."""
-    finished = [some for same in placements if (some := [run for run in same if _steady(run)])]
-    if not finished:
+    timed = ([run for run in same if _steady(run)] for same in placements)
+    if not (finished := list(filter(None, timed))):
         return ""
     recorded = finished[0][0]["recorded_step_seconds"]
 
     def share(run: Run) -> float:
         return float(_steady(run) / (_steady(run) + recorded))
 
-    said = (
-        f"In the trace, rollout and training of the step take {_seconds(recorded)}. Moving data is"
-    )
+    said = f"In the trace, rollout and training of the step take {_seconds(recorded)}."
+    said += " Moving data is"
     if (most := max(share(run) for same in finished for run in same)) < _HARDLY:
         return f"{said} at most {most:.1%} of the step and hardly matters."
     return f"{said} {_by_case(finished, lambda run: f'{share(run):.0%}', ' of the step')}."
@@ -229,9 +210,8 @@ def _by_case(placements: list[list[Run]], figure: Callable[[Run], str], what: st
 
 def _computed(placements: list[list[Run]]) -> str:
     """What the busiest link alone would take on nodes of a usual size, with all prompts."""
-    full = [[r for r in same if _steady(r) and r["full_step"]] for same in placements]
-    full = [some for some in full if some]
-    if not full:
+    timed = ([r for r in same if _steady(r) and r["full_step"]] for same in placements)
+    if not (full := list(filter(None, timed))):
         return ""
     one = full[0][0]["full_step"]
     rate, prompts = one["link_bits_per_second"] / 1e9, one["prompts"]
@@ -282,12 +262,12 @@ def _memory(runs: list[Run]) -> str:
     said = f"A step of {prompts} video prompts runs with {limit:g} GiB of memory a host."
     for dedup in (True, False):
         same = [run for run in limited if run["dedup"] is dedup]
+        phased = {run["plane"]: _fate(run).removeprefix("needed ") for run in same if run["phased"]}
         told = []
         for run in (run for run in same if not run["phased"]):
-            phased = [r for r in same if r["phased"] and r["plane"] == run["plane"]]
-            fates = [_fate(one).removeprefix("needed ") for one in phased]
-            when = [f" ({fate} if no stage overlaps rollout)" for fate in fates]
-            told.append(f"{_called(run)} {_fate(run)}{''.join(when)}")
+            fate = phased.get(run["plane"])
+            when = f" ({fate} if no stage overlaps rollout)" if fate else ""
+            told.append(f"{_called(run)} {_fate(run)}{when}")
         if told:
             said += f" {'With' if dedup else 'Without'} dedup, {_listed(told)}."
     return said

@@ -21,8 +21,14 @@ class NotWritten(RuntimeError):
     full."""
 
 
-def add_report(parser: ArgumentParser) -> None:
-    """Add the option `--json` of a command that writes a report and its page."""
+def add_reporting(commands: Any, name: str, what: str) -> ArgumentParser:
+    """Add a command that writes a report and its page; its last option is `add_json`."""
+    told = f"{what.capitalize()}. Prints a table; --json also writes a report and an HTML page."
+    parser: ArgumentParser = commands.add_parser(name, help=what, description=told)
+    return parser
+
+
+def add_json(parser: ArgumentParser) -> None:
     what = "write a JSON report to this file, and an HTML page next to it"
     parser.add_argument("--json", type=report, help=what)
 

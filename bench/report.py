@@ -49,21 +49,23 @@ def others_cores(run: Mapping[str, Any]) -> float:
     return float(max(0.0, (told["machine"] - ours) / run["cpu_counted_seconds"]))
 
 
+def new_table(title: str, names: Sequence[str], figures: Sequence[str]) -> Table:
+    """A table of so many columns, names on the left and figures on the right, without lines."""
+    look: Any = {"title_justify": "left", "box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0)}
+    shown = Table(title=title, pad_edge=False, **look)
+    for name in names:
+        shown.add_column(name)
+    for name in figures:
+        shown.add_column(name, justify="right", no_wrap=True)
+    return shown
+
+
 def table(runs: list[Run], machine: dict[str, Any]) -> Table:
     """One line a run, 80 columns wide. GB are 10⁹ bytes."""
     cores = f"{machine['cores']} cores, {machine['memory_bytes'] / _GB:.0f} GB"
-    shown = Table(
-        title=f"rollout → reward, reference → trainers, on {cores}",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
     lines = [cells(run) for run in runs]
-    for name in lines[0]:
-        figure = name != "run"
-        heading = name.replace(" ", "\n", 1)
-        shown.add_column(heading, justify="right" if figure else "left", no_wrap=figure)
+    name, *figures = (name.replace(" ", "\n", 1) for name in lines[0])
+    shown = new_table(f"rollout → reward, reference → trainers, on {cores}", [name], figures)
     for run, line in zip(runs, lines, strict=True):
         style = "green" if run["status"] == "ok" else "red"
         line["status"] = f"[{style}]{line['status'].replace(' ', chr(10))}[/]"

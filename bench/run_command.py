@@ -28,32 +28,16 @@ _DEDUP = {"on": (True,), "off": (False,), "both": (True, False)}
 
 def register(commands: Any) -> None:
     what = "run a trace through several planes and compare them"
-    run = commands.add_parser(
-        "run",
-        help=what,
-        description=(
-            f"{what.capitalize()}. Prints a table; --json also writes a report and an HTML page."
-        ),
-    )
-    _add_work(run)
-    _add_planes(run)
+    run = outputs.add_reporting(commands, "run", what)
     run.set_defaults(perform=_run)
-
-
-def _add_work(run: argparse.ArgumentParser) -> None:
-    """Add the options of the work: what is run, by how many workers, on which hosts."""
     what = f"tasks to run, separated by commas: {', '.join(TASKS)}"
     add(run, "--trace", names(TASKS), what, required=True)
-    add(
-        run,
-        "--trace-file",
-        Path,
+    what = (
         "replay this trace: a Parquet file written by `trace`, PolyTrace files, or a directory "
         "written by `dataplane record` (which also sets the defaults of --hosts, --steps and "
-        "--staleness)",
-        nargs="+",
-        default=[],
+        "--staleness)"
     )
+    add(run, "--trace-file", Path, what, nargs="+", default=[])
     known = ",".join(PLANES)
     what = f"planes to run, separated by commas (default: {known})"
     add(run, "--planes", names(PLANES), what, default=tuple(PLANES))
@@ -83,10 +67,6 @@ def _add_work(run: argparse.ArgumentParser) -> None:
     run.add_argument("--phased", action="store_true", help=what)
     what = "wait for the recorded durations, divided by this factor (default: do not wait)"
     add(run, "--pace", positive, what, default=0.0)
-
-
-def _add_planes(run: argparse.ArgumentParser) -> None:
-    """Add the options of the planes, of their limits and of the report."""
     what = (
         "whether to send the media of a group only once, for all planes: on, off, or both in turn "
         "(default: on)"
@@ -95,14 +75,9 @@ def _add_planes(run: argparse.ArgumentParser) -> None:
     add(run, "--arena", size, "arena size of each dataplane peer, such as 1GiB", default=0)
     what = "memory limit of each host, such as 3GiB, set with a cgroup"
     add(run, "--memory-limit", size, what, default=0)
-    add(
-        run,
-        "--timeout",
-        seconds,
-        "time limit for each run, in seconds (default: 240)",
-        default=240.0,
-    )
-    outputs.add_report(run)
+    what = "time limit for each run, in seconds (default: 240)"
+    add(run, "--timeout", seconds, what, default=240.0)
+    outputs.add_json(run)
 
 
 def _run(options: argparse.Namespace, command: str) -> int:

@@ -97,14 +97,6 @@ class Line:
     band: Sequence[tuple[float, float]] = ()  # lowest and highest at each point
 
 
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """What an axis counts. `ticks`: just these, for what comes in sizes."""
-
-    unit: str
-    ticks: Sequence[float] = ()
-
-
 def number(value: float) -> str:
     """Three digits that matter, without noise."""
     if abs(value) >= 100:
@@ -125,7 +117,7 @@ def bars(title: str, content: Sequence[Bar], unit: str) -> Panel:
             starts = itertools.accumulate((length for _, length in bar.parts), initial=0.0)
             for start, (colour, length) in zip(starts, bar.parts, strict=False):
                 ax.barh(y + 0.77, length, 0.26, left=start, color=theme[colour])
-        _axis(ax.xaxis, Scale(unit))
+        _axis(ax.xaxis)
         ax.set_xlim(0, ax.get_xlim()[1])
         ax.set_xlabel(unit, color=theme["soft"], fontsize=_LETTER - 1, loc="right")
         ax.set_yticks([])
@@ -138,12 +130,14 @@ def bars(title: str, content: Sequence[Bar], unit: str) -> Panel:
 def lines(
     title: str,
     content: Sequence[Line],
-    x: Scale,
-    y: Scale,
+    x: str,
+    y: str,
+    ticks: Sequence[float] = (),
     limit: tuple[float, str] | None = None,
 ) -> Panel:
     """Lines with their names on the right, moved apart where they would lie on each other; higher
-    where the names need it."""
+    where the names need it. x, y: what the axes count. ticks: those of x, where it comes in sizes.
+    """
     height = max(_LINES_HEIGHT, sum(map(_name_height, content)) + 60)
 
     def draw(ax: Axes, theme: Theme) -> None:
@@ -154,15 +148,15 @@ def lines(
             above: dict[str, Any] = {"xycoords": ax.get_yaxis_transform(), "xytext": (0, 4)}
             above |= {"textcoords": "offset points", "fontsize": _LETTER - 1}
             ax.annotate(limit[1], (0.02, limit[0]), **above)
-        _axis(ax.xaxis, x)
-        _axis(ax.yaxis, y)
+        _axis(ax.xaxis, ticks)
+        _axis(ax.yaxis)
         ax.set_ylim(0, max(ax.get_ylim()[1], (limit[0] if limit else 0) * 1.12))
-        if x.ticks:
+        if ticks:
             ax.margins(x=0.06)
         small: dict[str, Any] = {"color": theme["soft"], "fontsize": _LETTER - 1}
-        ax.set_xlabel(x.unit, loc="right", **small)
+        ax.set_xlabel(x, loc="right", **small)
         spot: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points"}
-        ax.annotate(y.unit, (0, 1), (-6, 7), ha="left", **spot, **small)
+        ax.annotate(y, (0, 1), (-6, 7), ha="left", **spot, **small)
         ax.grid(axis="y", color=theme["grid"], lw=1)
         _names(ax, theme, content, height - 60)
 
@@ -178,13 +172,12 @@ def _line(ax: Axes, theme: Theme, line: Line) -> None:
     ax.plot(at[:, 0], at[:, 1], color=colour, lw=2, ls=dash, solid_joinstyle="round")
     if line.dots:
         ax.plot(at[:, 0], at[:, 1], "o", color=colour, ms=5)
-    for spots, form in ((line.hollow, "o"), (line.crosses, "X")):
+    paper = theme["paper"]
+    marks = ((line.hollow, "o", colour, paper, 6), (line.crosses, "X", paper, colour, 11))
+    for spots, form, edge, face, size in marks:
         if spots:
-            face = theme["paper"] if form == "o" else theme[line.colour]
-            edge = colour if form == "o" else theme["paper"]
-            size = 6 if form == "o" else 11
-            where = np.array(spots)
-            ax.plot(*where.T, form, mec=edge, mfc=face, ms=size, clip_on=False, zorder=5)
+            where = np.array(spots).T
+            ax.plot(*where, form, mec=edge, mfc=face, ms=size, clip_on=False, zorder=5)
 
 
 def _names(ax: Axes, theme: Theme, content: Sequence[Line], room: float) -> None:
@@ -223,9 +216,9 @@ def apart(wanted: Sequence[float], sizes: Sequence[float], room: float) -> list[
     return found
 
 
-def _axis(axis: Any, scale: Scale) -> None:
-    if scale.ticks:
-        axis.set_ticks(list(scale.ticks))
+def _axis(axis: Any, ticks: Sequence[float] = ()) -> None:
+    if ticks:
+        axis.set_ticks(list(ticks))
     else:
         axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
     axis.set_minor_locator(NullLocator())

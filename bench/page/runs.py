@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from bench.page import drawing
-from bench.page.drawing import LIGHT, Bar, Figure, Line, Scale, number
+from bench.page.drawing import LIGHT, Bar, Figure, Line, number
 from bench.report import Run, Steady, dedup, grouped, limits_of_links, placement, steady
 
 Report = Mapping[str, Any]
@@ -38,14 +38,6 @@ def gib(nbytes: float) -> str:
     return f"{nbytes / GIB:.3g} GiB" if nbytes < 10 * GIB else f"{nbytes / GIB:.0f} GiB"
 
 
-def label(run: Run, among: Sequence[Run]) -> str:
-    """The plane, and those settings in which the runs differ."""
-    parts = [run["plane"]]
-    if differ(among, "dedup"):
-        parts.append(dedup(run))
-    return ", ".join([*parts, *_settings(run, among)])
-
-
 def _settings(run: Run, among: Sequence[Run], told: Collection[str] = ()) -> list[str]:
     """Of what makes a job, that in which the runs differ; `told` are said elsewhere."""
     limit = run["memory_limit_bytes"]
@@ -53,10 +45,12 @@ def _settings(run: Run, among: Sequence[Run], told: Collection[str] = ()) -> lis
     if run["steps"] == 1:
         shown["steps"] = "one step"
     shown |= {name: f"{name} {run[name]}" for name in ("staleness", "seed", "pace")}
-    shown["apart"] = placement(run)
-    shown["phased"] = "no stage overlaps rollout" if run["phased"] else "stages overlap"
-    shown["link"] = limits_of_links(run)
-    shown["memory_limit_bytes"] = f"{gib(limit)} a host" if limit else "no memory limit"
+    shown |= {
+        "apart": placement(run),
+        "phased": "no stage overlaps rollout" if run["phased"] else "stages overlap",
+        "link": limits_of_links(run),
+        "memory_limit_bytes": f"{gib(limit)} a host" if limit else "no memory limit",
+    }
     return [text for name, text in shown.items() if name not in told and differ(among, name)]
 
 
@@ -67,12 +61,8 @@ def differ(runs: Sequence[Run], setting: str) -> bool:
 def _job(run: Run, runs: Sequence[Run]) -> str:
     """What a run was about; of the rarer settings those in which runs like it differ."""
     among = [r for r in runs if (r["trace"], r["hosts"]) == (run["trace"], run["hosts"])]
-    return ", ".join(
-        [
-            f"{run['trace']}, {run['hosts']} hosts, {run['prompts']} prompts × {run['samples']}",
-            *_settings(run, among, ("hosts", "prompts")),
-        ]
-    )
+    what = f"{run['trace']}, {run['hosts']} hosts, {run['prompts']} prompts × {run['samples']}"
+    return ", ".join([what, *_settings(run, among, ("hosts", "prompts"))])
 
 
 def step(run: Run) -> Steady | None:
@@ -134,8 +124,8 @@ def hosts(runs: Sequence[Run]) -> Figure | None:
             dashed, kind = name.endswith("off"), colour(members[0]["plane"])
             band = [(s.fastest, s.slowest) for _, s in timed]
             drawn.append(Line(told, kind, points, dashed, True, cold, died, band))
-        sizes = Scale("hosts", sorted({int(run["hosts"]) for run in family}))
-        panels.append(drawing.lines(_family(family[0]), drawn, sizes, Scale("seconds")))
+        sizes = sorted({int(run["hosts"]) for run in family})
+        panels.append(drawing.lines(_family(family[0]), drawn, "hosts", "seconds", sizes))
     sentence = (
         "Each host brings the same work, so a flat line means that hosts share no bottleneck. "
         "Points are medians of steady steps, bands show the fastest and the slowest; each step has "
@@ -216,16 +206,16 @@ def memory(runs: Sequence[Run]) -> Figure | None:
         curves = []
         for run in members:
             fullest = max(_wholes(run).values(), key=max)
-            name = "\n".join([*label(run, members).split(", "), _end(run)])
-            dashed = not run["dedup"] and differ(members, "dedup")
+            differs = differ(members, "dedup")
+            settings = [*([dedup(run)] if differs else []), *_settings(run, members)]
+            name = "\n".join([run["plane"], *settings, _end(run)])
+            dashed = not run["dedup"] and differs
             curve, kind = _curve(run, fullest), colour(run["plane"])
-            limit = (run["memory_limit_bytes"] or 0) / GIB
-            kill = [(run["killed"]["seconds"], limit)] if run["killed"] else []
-            curves.append(Line(name, kind, curve, dashed, dots=False, crosses=kill))
+            at = run["killed"] and (run["killed"]["seconds"], run["memory_limit_bytes"] / GIB)
+            curves.append(Line(name, kind, curve, dashed, dots=False, crosses=[at] if at else []))
         whose = "GiB, fullest host" if _limit(members[0]) else "GiB, all processes"
-        time = Scale("seconds since the start signal")
-        title = _job(members[0], runs)
-        panels.append(drawing.lines(title, curves, time, Scale(whose), _limit(members[0])))
+        title, axes = _job(members[0], runs), ("seconds since the start signal", whose)
+        panels.append(drawing.lines(title, curves, *axes, limit=_limit(members[0])))
     title = "Memory under the limit" if drawn and _limit(drawn[0]) else "Memory"
     return Figure("memory", title, _memory_sentence(drawn), panels) if panels else None
 

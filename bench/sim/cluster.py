@@ -3,13 +3,15 @@
 The jobs grow with the cluster: so many groups for each host, one worker of each stage and one
 trainer on each, recorded time at its own speed. A band is what comes out between a kind and an
 unkind place: processor seconds by the spread of what was measured, links that lose more or less of
-their speed when many senders meet at one receiver (incast).
+their speed when many senders meet at one receiver (incast). TCP into one port keeps 40-90 % of its
+speed when dozens send at once; the middle is what a fabric with shallow buffers and ECN is set up
+for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -20,75 +22,51 @@ from bench.planes.base import Job
 from bench.sim.fit import DESIGNS
 from bench.sim.model import Costs, Model, Outcome, Place, Plan
 
-# Assumed, as no test machine has them. Incast: TCP into one port keeps 40-90 % of its speed when
-# dozens send at once; the middle is what a fabric with shallow buffers and ECN is set up for.
-_ROUND_TRIP_S = 50e-6
-_COPIERS = 8  # cores that move a host's bytes
-_CROWD = 16
-_INCAST = {"low": 0.9, "middle": 0.7, "high": 0.4}
-_PACE = 1.0
 VARIANTS = (("dataplane", True), ("controller", True), ("controller", False))
 
 
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """What a host has and does."""
-
-    trace: str
-    groups_per_host: int
-    link_gbps: float
-
-    def job(self, plane: str, hosts: int, dedup: bool) -> Job:
-        prompts = hosts * self.groups_per_host
-        return Job(
-            plane=plane,
-            trace=self.trace,
-            dedup=dedup,
-            prompts=prompts,
-            hosts=hosts,
-            trainers=hosts,
-            pace=_PACE,
-        )
-
-    def place(self, kind: str) -> Place:
-        return Place(
-            cores=1,
-            one_machine=False,
-            link_bytes_s=self.link_gbps * 1e9 / 8,
-            round_trip_s=_ROUND_TRIP_S,
-            copiers=_COPIERS,
-            crowd=_CROWD,
-            crowded=_INCAST[kind],
-        )
-
-    def assumed(self) -> dict[str, Any]:
-        """For the report."""
-        return {
-            "trace": self.trace,
-            "groups_per_host": self.groups_per_host,
-            "link_gbps": self.link_gbps,
-            "pace": _PACE,
-            "round_trip_s": _ROUND_TRIP_S,
-            "copy_cores_per_host": _COPIERS,
-            "incast_from_senders": _CROWD,
-            "incast_share_left": _INCAST,
-        }
+def assume(
+    trace: str,
+    groups_per_host: int,
+    link_gbps: float,
+    cost_factors: Mapping[str, tuple[float, float]],
+) -> dict[str, Any]:
+    """What a host has and does, as the report says it. cost_factors: by plane, for the band."""
+    return {
+        "cost_factors": cost_factors,
+        "trace": trace,
+        "groups_per_host": groups_per_host,
+        "link_gbps": link_gbps,
+        "pace": 1.0,
+        "round_trip_s": 50e-6,
+        "copy_cores_per_host": 8,  # that move a host's bytes
+        "incast_from_senders": 16,
+        "incast_share_left": {"low": 0.9, "middle": 0.7, "high": 0.4},
+    }
 
 
 def carry(
-    cluster: Cluster,
-    hosts: int,
-    costs: Mapping[str, Costs],
-    spread: Mapping[str, tuple[float, float]],
+    assumed: Mapping[str, Any], hosts: int, costs: Mapping[str, Costs]
 ) -> Iterator[dict[str, Any]]:
-    """A result for each variant; `spread`: by plane, factors on costs for the band."""
+    """A result for each variant."""
+    place = Place(
+        cores=1,
+        one_machine=False,
+        link_bytes_s=assumed["link_gbps"] * 1e9 / 8,
+        round_trip_s=assumed["round_trip_s"],
+        copiers=assumed["copy_cores_per_host"],
+        crowd=assumed["incast_from_senders"],
+    )
+    settings = {"trace": assumed["trace"], "prompts": hosts * assumed["groups_per_host"]}
     for plane, dedup in VARIANTS:
-        job = cluster.job(plane, hosts, dedup)
-        plan, (low, high) = Plan(job), spread[plane]
+        counts = {"hosts": hosts, "trainers": hosts, "pace": assumed["pace"]}
+        job = Job(plane=plane, dedup=dedup, **settings, **counts)
+        plan, (low, high) = Plan(job), assumed["cost_factors"][plane]
         runs = {}
         for kind, factor in (("low", low), ("middle", 1.0), ("high", high)):
             prices = msgspec.structs.replace(costs[plane], factor=factor)
-            runs[kind] = Model(plan, prices, cluster.place(kind), DESIGNS[plane]).run()
+            link = replace(place, crowded=assumed["incast_share_left"][kind])
+            runs[kind] = Model(plan, prices, link, DESIGNS[plane]).run()
         yield _told(job, runs)
 
 

@@ -16,7 +16,6 @@ from statistics import mean
 from typing import Any, TypeVar
 
 import msgspec
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -25,9 +24,9 @@ from bench.bounds import Impossible
 from bench.options import add, count, positive, several, up_to
 from bench.pace import recorded_seconds
 from bench.planes.base import Job
-from bench.report import progress
+from bench.report import new_table, progress
 from bench.run import Progress, execute_again
-from bench.sim.cluster import VARIANTS, Cluster, carry
+from bench.sim.cluster import VARIANTS, assume, carry
 from bench.sim.fit import DESIGNS, Seen, check, fit
 from bench.sim.model import Costs
 from bench.traces import TASKS
@@ -114,7 +113,7 @@ def perform(options: argparse.Namespace, command: str) -> int:
     size = _QUICK if options.quick else _FULL
     told: dict[str, Any] = {"machine": machine.describe(), "command": command}
     told["quick"] = options.quick
-    cluster = Cluster(options.trace, options.groups, options.link_gbps)
+    cluster = partial(assume, options.trace, options.groups, options.link_gbps)
     try:
         for part in _simulate(size, options.hosts, cluster, partial(progress, console)):
             told |= part
@@ -128,7 +127,7 @@ def perform(options: argparse.Namespace, command: str) -> int:
 
 
 def _simulate(
-    size: Size, sizes: Sequence[int], cluster: Cluster, bar: Bar
+    size: Size, sizes: Sequence[int], cluster: Callable[..., dict[str, Any]], bar: Bar
 ) -> Iterator[dict[str, Any]]:
     """The parts of the report, each as it is known."""
     cores, failed = machine.describe()["cores"], list[str]()
@@ -143,12 +142,11 @@ def _simulate(
             job = paced(plane, *told, size.steps, size.step_s)
             cases.append(check(job, costs[plane], place, runs[_CHECK, told, plane]))
     yield {"cases": cases, "failed_runs": failed, **_accuracy(cases, cores)}
-    factors = _factors(costs, cases)
-    assumed = {"cost_factors": factors, **cluster.assumed()}
+    assumed = cluster(_factors(costs, cases))
     model: list[dict[str, Any]] = []
     for hosts in sizes:
         with bar(f"a model of {hosts} hosts", "designs") as shown:
-            for result in carry(cluster, hosts, costs, factors):
+            for result in carry(assumed, hosts, costs):
                 model.append(result)
                 shown(len(model) % len(VARIANTS) or len(VARIANTS), len(VARIANTS))
         yield {"assumed": assumed, "model": model}
@@ -164,8 +162,7 @@ def _observe(size: Size, bar: Bar, failed: list[str]) -> dict[tuple[str, Case, s
     for number, run in enumerate(order):
         _, case, plane = run
         job = paced(plane, *case, size.steps, size.step_s)
-        several = "s" if job.hosts > 1 else ""
-        label = f"{job.trace} / {job.plane}, {job.hosts} host{several}"
+        label = f"{job.trace} / {job.plane}, {job.hosts} host{'s' if job.hosts > 1 else ''}"
 
         def repeated(why: str, label: str = label) -> None:
             failed.append(f"{label}: {why}")
@@ -183,14 +180,9 @@ def _accuracy(cases: Sequence[Mapping[str, Any]], cores: int) -> dict[str, Any]:
     other programs took of this machine's cores meanwhile; `quiet`: whether that was little."""
     others = mean(cores for case in cases for cores in case["others_cores"])
     by_plane = {plane: _skill([c for c in cases if c["plane"] == plane]) for plane in DESIGNS}
-    return {
-        "skill": _skill(cases),
-        "skill_goal": GOAL,
-        "skill_by_plane": by_plane,
-        "spread": mean(case["spread"] for case in cases),
-        "others_cores": others,
-        "quiet": others <= _QUIET * cores,
-    }
+    told = {"skill": _skill(cases), "skill_goal": GOAL, "skill_by_plane": by_plane}
+    told["spread"] = mean(case["spread"] for case in cases)
+    return told | {"others_cores": others, "quiet": others <= _QUIET * cores}
 
 
 def _skill(cases: Sequence[Mapping[str, Any]]) -> float:
@@ -202,8 +194,7 @@ def _skill(cases: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _factors(
-    costs: Mapping[str, Costs],
-    cases: Sequence[Mapping[str, Any]],
+    costs: Mapping[str, Costs], cases: Sequence[Mapping[str, Any]]
 ) -> dict[str, tuple[float, float]]:
     """By plane: how far what a step took beyond recorded time was below and above the model.
 
@@ -261,16 +252,9 @@ def _assumptions(assumed: Mapping[str, Any]) -> str:
 
 
 def _cases(cases: Sequence[Mapping[str, Any]]) -> Table:
-    shown = Table(
-        title="seconds per step: recorded time alone, predicted, median of the runs",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
-    shown.add_column("case", no_wrap=True)
-    for name in ("recorded", "model", "median", "spread", "messages", "counted"):
-        shown.add_column(name, justify="right", no_wrap=True)
+    title = "seconds per step: recorded time alone, predicted, median of the runs"
+    figures = ("recorded", "model", "median", "spread", "messages", "counted")
+    shown = new_table(title, ["case"], figures)
     for case in cases:
         shown.add_row(
             f"{case['trace']} / {case['plane']}, {case['hosts']} hosts",
@@ -284,17 +268,13 @@ def _cases(cases: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _model(results: Sequence[Mapping[str, Any]], assumed: Mapping[str, Any]) -> Table:
-    shown = Table(
-        title=f"a model, not a measurement: {assumed['trace']}, {assumed['groups_per_host']} "
-        f"groups a host, {assumed['link_gbps']:g} Gbit/s",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
+    title = (
+        f"a model, not a measurement: {assumed['trace']}, {assumed['groups_per_host']} "
+        f"groups a host, {assumed['link_gbps']:g} Gbit/s"
     )
-    for name in ("hosts", "plane\ndedup", "step stall s\n(band)", "claim\np99 ms"):
-        shown.add_column(name, justify="right", no_wrap=True)
-    for name in ("fullest\nservice GB", "peers a claim\nmean (most)"):
-        shown.add_column(name, justify="right", no_wrap=True)
+    figures = ["hosts", "plane\ndedup", "step stall s\n(band)", "claim\np99 ms"]
+    figures += ["fullest\nservice GB", "peers a claim\nmean (most)"]
+    shown = new_table(title, [], figures)
     for result in results:
         stall, claim = result["stall_s"], result["claim_ms"]
         peers = result["peers_per_claim"]

@@ -60,10 +60,6 @@ class Seen:
         seconds = self.run["cpu_seconds"].items()
         return float(sum(s for name, s in seconds if name.startswith("peer-")))
 
-    def others_cores(self) -> float:
-        """Cores that strangers of this machine took meanwhile, on average."""
-        return others_cores(self.run)
-
     def messages(self) -> float:
         """That peers sent each other, but for those sent by the clock."""
         told: dict[str, float] = (self.run["messages"] or {}).get("between", {})
@@ -88,7 +84,7 @@ def fit(seen: Mapping[str, Sequence[Seen]], cores: int) -> tuple[dict[str, Costs
     """
     runs = [each for runs in seen.values() for each in runs]
     columns = [[each.run["cpu_counted_seconds"], sum(each.job.crowd().values())] for each in runs]
-    unknown = [each.others_cores() * each.run["cpu_counted_seconds"] for each in runs]
+    unknown = [others_cores(each.run) * each.run["cpu_counted_seconds"] for each in runs]
     rivals, end = least_squares(columns, unknown, max(unknown))
     place = Place(cores=cores, one_machine=True, rivals=rivals)
     costs = {"controller": priced(seen["controller"], place, end)}
@@ -113,7 +109,10 @@ def priced(
     operation, a message, a byte of a page, a byte that is moved. With more prices so few runs fit
     their own noise.
     """
-    activities, watch = _activities(seen), float(np.median([_watched(each) for each in seen]))
+    # The runner's share of a core. More processes do not make it more: its looks at them rest nine
+    # times as long as they took (bench/memory.py).
+    watch = median(each.run["cpu_seconds"]["runner"] / each.run["seconds"] for each in seen)
+    activities = _activities(seen)
     free = Costs(activities, 0.0, 0.0, 0.0, 0.0, watch, end)
     columns, wanted = [], []
     for each in seen:
@@ -152,7 +151,7 @@ def check(job: Job, costs: Costs, place: Place, runs: Sequence[Seen]) -> dict[st
         "median_step_s": middle,
         "steps_s": seen,
         "spread": (max(seen) - min(seen)) / middle,
-        "others_cores": [run.others_cores() for run in runs],
+        "others_cores": [others_cores(run.run) for run in runs],
         "messages": {
             "predicted": mean(run.messages for run in drawn),
             "counted": median(run.messages() for run in runs),
@@ -187,18 +186,11 @@ def _activities(seen: Sequence[Seen]) -> dict[str, dict[str, Price]]:
         for activity in activities
     }
     for role, activity in sorted(names):
-        columns = [_features(each, role, activity) for each in seen]
+        columns = []
+        for each in seen:
+            work = each.work(role)
+            times = each.times(role, activity)
+            columns.append([times, work.rows, work.text_bytes, work.media_bytes])
         wanted = [each.cpu_s(role, activity) for each in seen]
         prices[role][activity] = Price(*least_squares(columns, wanted))
     return dict(prices)
-
-
-def _features(seen: Seen, role: str, activity: str) -> list[float]:
-    work = seen.work(role)
-    return [seen.times(role, activity), work.rows, work.text_bytes, work.media_bytes]
-
-
-def _watched(seen: Seen) -> float:
-    """The share of a core that the runner takes. More processes do not make it more: its looks at
-    them rest nine times as long as they took (bench/memory.py)."""
-    return float(seen.run["cpu_seconds"]["runner"] / seen.run["seconds"])

@@ -11,7 +11,7 @@ import random
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -130,8 +130,8 @@ def work_of(job: Job, what: str, prompt: Prompt) -> Work:
         fields = ADDED.get(what.removeprefix("added "), ())
     else:
         names = set(job.stages()[what])
-        fields = tuple(field for field in all_fields(job.task) if field.name in names)
-    media = tuple(field for field in fields if field.shared)
+        fields = tuple(one for one in all_fields(job.task) if one.name in names)
+    media = tuple(one for one in fields if one.shared)
     media_bytes = group_bytes(media, prompt, job.dedup)
     text_bytes = group_bytes(fields, prompt, job.dedup) - media_bytes
     return Work(len(prompt.samples), text_bytes, media_bytes)
@@ -211,18 +211,18 @@ class Hosts:
         return self._env.timeout(self._place.round_trip_s / 2)
 
 
+@dataclass(slots=True)
 class Outcome:
     """What a simulated run counted."""
 
-    def __init__(self) -> None:
-        self.step_ends: list[float] = []
-        self.claim_s: list[float] = []  # from rows ready and asked for to rows in hand
-        self.peers: Counter[int] = Counter()  # claims by how many peers each touched
-        self.operations = 0  # requests to services
-        self.messages = 0  # between services
-        self.copied_bytes = 0.0  # that services send and receive
-        self.touched_bytes = 0  # by peers: pages of arenas, the first time
-        self.peak_bytes: list[int] = []  # held by each service at its fullest
+    step_ends: list[float] = field(default_factory=list)
+    claim_s: list[float] = field(default_factory=list)  # from ready and asked for to in hand
+    peers: Counter[int] = field(default_factory=Counter)  # claims by how many peers each touched
+    operations: int = 0  # requests to services
+    messages: int = 0  # between services
+    copied_bytes: float = 0.0  # that services send and receive
+    touched_bytes: int = 0  # by peers: pages of arenas, the first time
+    peak_bytes: list[int] = field(default_factory=list)  # of each service at its fullest
 
     @property
     def step_s(self) -> float:

@@ -9,13 +9,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from bench.options import add, up_to, whole
 from bench.outputs import output
-from bench.report import progress
+from bench.report import new_table, progress
 from bench.traces import load, parquet
 from bench.traces.generator import MOST_PROMPTS, MOST_STEPS, drawn
 from bench.traces.sample import Prompt
@@ -73,10 +71,7 @@ def _info(options: argparse.Namespace, command: str) -> int:
     unique = sum({m.content: m.pixel_bytes for p in prompts for m in p.media}.values())
     console.print(f"{name}: {rows} rows in {len(prompts)} groups and {steps} steps")
     console.print(f"media: {unique / _GB:.2f} GB, counting each medium once", highlight=False)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("")
-    for heading in ("mean", "p50", "p90", "p99", "largest"):
-        table.add_column(heading, justify="right")
+    table = new_table("", [""], ("mean", "p50", "p90", "p99", "largest"))
     for label, values in columns(prompts).items():
         if len(values) and values.any():
             marks = (values.mean(), *np.quantile(values, _QUANTILES), values.max())

@@ -9,12 +9,11 @@ import sys
 from collections.abc import Sequence
 
 from bench import headline, links, publish, run_command
-from bench.bounds import Impossible
+from bench.options import Impossible
 from bench.outputs import NotWritten
 from bench.page import document
 from bench.sim import command as sim
 from bench.traces import commands as trace_commands
-from bench.traces.parquet import TraceError
 from tests.faults import command as faults
 from tests.perf import command as perf
 from tests.perf import smallest
@@ -35,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(one, _stop)
     try:
         return int(options.perform(options, f"python -m bench {shlex.join(arguments)}"))
-    except (TraceError, Impossible) as exc:
+    except Impossible as exc:
         print(f"python -m bench: {exc}", file=sys.stderr)
         return 2
     except NotWritten as exc:

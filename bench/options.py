@@ -1,7 +1,8 @@
 """Types of options for argparse, which refuse invalid values before anything starts.
 
 They also refuse what no machine can hold: every number of things that are kept has a limit
-(`up_to`), and the message says which and why.
+(`up_to`), and the message says which and why. Every process of a run holds the whole trace, and the
+runner a digest of every value. `bench sim` models larger clusters.
 """
 
 from __future__ import annotations
@@ -17,6 +18,11 @@ _DIGITS = 18  # of a number, so that it fits 64 bits wherever it is kept
 _LEAST, _MOST = 1e-6, 1e9
 _MOST_BYTES = 1 << 50
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_GROUPS = 32_768
+
+
+class Impossible(ValueError):
+    """A command cannot work with what it was given: options that contradict each other, a file."""
 
 
 def add(
@@ -104,3 +110,22 @@ positive = _within(_LEAST, _MOST, f"a number from {_LEAST:g} to {_MOST:g}")
 def several(parse: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
     """Several values of one kind, separated by commas."""
     return lambda text: tuple(parse(part) for part in text.split(","))
+
+
+host_count = up_to(64, "each host is one service and three workers on this machine")
+prompt_count = up_to(_GROUPS, "every process of a run holds all groups")
+step_count = up_to(_GROUPS, "every process of a run holds the groups of all steps")
+step_lead = up_to(
+    64, "a controller holds the batch of every step that rollout is ahead of training", whole
+)
+round_count = up_to(1_000, "the figures of every round are kept until the end")
+
+
+def check_groups(prompts: int, steps: int) -> None:
+    """Raise Impossible if a run of this size exceeds the limits."""
+    if (groups := prompts * steps) > _GROUPS:
+        raise Impossible(
+            f"{steps} steps of {prompts} prompts are {groups} groups, over the limit of "
+            f"{_GROUPS:,}, because every process of a run holds them all: reduce --steps "
+            "or --prompts"
+        )

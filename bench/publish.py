@@ -17,8 +17,8 @@ from typing import Any
 from rich.console import Console
 
 from bench import outputs
-from bench.bounds import Impossible
 from bench.headline import CALLED, OURS
+from bench.options import Impossible
 from bench.page import document
 from bench.page.runs import Report, figures, gib
 from bench.report import Run, grouped, limits_of_links, others_cores, placement, steady

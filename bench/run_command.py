@@ -12,8 +12,8 @@ from typing import Any
 from msgspec.structs import asdict, replace
 from rich.console import Console
 
-from bench import bounds, links, machine, outputs, report
-from bench.options import add, names, positive, seconds, size, whole
+from bench import links, machine, options, outputs, report
+from bench.options import Impossible, add
 from bench.page import document
 from bench.planes import PLANES
 from bench.planes.base import Job
@@ -31,7 +31,7 @@ def register(commands: Any) -> None:
     run = outputs.add_reporting(commands, "run", what)
     run.set_defaults(perform=_run)
     what = f"tasks to run, separated by commas: {', '.join(TASKS)}"
-    add(run, "--trace", names(TASKS), what, required=True)
+    add(run, "--trace", options.names(TASKS), what, required=True)
     what = (
         "replay this trace: a Parquet file written by `trace`, PolyTrace files, or a directory "
         "written by `dataplane record` (which also sets the defaults of --hosts, --steps and "
@@ -40,13 +40,13 @@ def register(commands: Any) -> None:
     add(run, "--trace-file", Path, what, nargs="+", default=[])
     known = ",".join(PLANES)
     what = f"planes to run, separated by commas (default: {known})"
-    add(run, "--planes", names(PLANES), what, default=tuple(PLANES))
-    add(run, "--hosts", bounds.hosts, "number of hosts, which share no memory (default: 2)")
+    add(run, "--planes", options.names(PLANES), what, default=tuple(PLANES))
+    add(run, "--hosts", options.host_count, "number of hosts, which share no memory (default: 2)")
     what = "groups per step (default: 16, or the number in the trace file)"
-    add(run, "--prompts", bounds.prompts, what)
-    add(run, "--steps", bounds.steps, "number of steps to run (default: 1)")
+    add(run, "--prompts", options.prompt_count, what)
+    add(run, "--steps", options.step_count, "number of steps to run (default: 1)")
     what = "how many steps rollout may run ahead of training (default: 0, synchronous)"
-    add(run, "--staleness", bounds.staleness, what)
+    add(run, "--staleness", options.step_lead, what)
     what = (
         "rate of each host's link in each direction, in tc's notation, such as 400mbit; `none` "
         "uses loopback without limits (default: 100 Gbit/s per 64 cores, scaled down to the cores "
@@ -54,7 +54,7 @@ def register(commands: Any) -> None:
     )
     add(run, "--link", links.rate, what, metavar="RATE|none")
     what = "seed of the trace; the same seed gives the same trace (default: 0)"
-    add(run, "--seed", whole, what, default=0)
+    add(run, "--seed", options.whole, what, default=0)
     what = (
         "run rollout on the first half of the hosts and the other stages on the second half "
         "(default: every host runs every stage)"
@@ -66,77 +66,77 @@ def register(commands: Any) -> None:
     )
     run.add_argument("--phased", action="store_true", help=what)
     what = "wait for the recorded durations, divided by this factor (default: do not wait)"
-    add(run, "--pace", positive, what, default=0.0)
+    add(run, "--pace", options.positive, what, default=0.0)
     what = (
         "whether to send the media of a group only once, for all planes: on, off, or both in turn "
         "(default: on)"
     )
     run.add_argument("--dedup", choices=_DEDUP, default="on", help=what)
-    add(run, "--arena", size, "arena size of each dataplane peer, such as 1GiB", default=0)
+    add(run, "--arena", options.size, "arena size of each dataplane peer, such as 1GiB", default=0)
     what = "memory limit of each host, such as 3GiB, set with a cgroup"
-    add(run, "--memory-limit", size, what, default=0)
+    add(run, "--memory-limit", options.size, what, default=0)
     what = "time limit for each run, in seconds (default: 240)"
-    add(run, "--timeout", seconds, what, default=240.0)
+    add(run, "--timeout", options.seconds, what, default=240.0)
     outputs.add_json(run)
 
 
-def _run(options: argparse.Namespace, command: str) -> int:
+def _run(asked: argparse.Namespace, command: str) -> int:
     """As `carry_out`, with the runs that the options ask for."""
-    if options.trace_file and len(options.trace) > 1:
+    if asked.trace_file and len(asked.trace) > 1:
         raise TraceError(
-            options.trace_file[0],
+            asked.trace_file[0],
             "files of PolyTrace and recordings hold one task each: pass exactly one --trace",
         )
-    recording = load.recorded_job(options.trace_file) if options.trace_file else None
+    recording = load.recorded_job(asked.trace_file) if asked.trace_file else None
     if recording is not None:
         Console().print("\n".join(told(recording)), markup=False, highlight=False)
-    job = _job(options, recording or Recording("", hosts=2, staleness=0, phased=False, steps=[[]]))
-    bounds.check(job.prompts, job.steps)
+    job = _job(asked, recording or Recording("", hosts=2, staleness=0, phased=False, steps=[[]]))
+    options.check_groups(job.prompts, job.steps)
     if job.apart and job.hosts < 2:
-        raise bounds.Impossible("--apart needs at least two hosts: pass --hosts 2 or more")
-    rate = None if options.link == links.NONE else options.link or links.fair_rate(job.hosts)
+        raise Impossible("--apart needs at least two hosts: pass --hosts 2 or more")
+    rate = None if asked.link == links.NONE else asked.link or links.fair_rate(job.hosts)
     if rate is not None:
-        job = with_link(job, rate, options.no_links)
+        job = with_link(job, rate, asked.no_links)
     plan = [
         replace(job, trace=trace, plane=plane, dedup=dedup and PLANES[plane].can_dedup)
-        for trace in options.trace
-        for dedup in _DEDUP[options.dedup]
-        for plane in options.planes
+        for trace in asked.trace
+        for dedup in _DEDUP[asked.dedup]
+        for plane in asked.planes
     ]
-    for name in options.planes if options.dedup == "on" else ():
+    for name in asked.planes if asked.dedup == "on" else ():
         if not PLANES[name].can_dedup:
             Console().print(f"{name} has no dedup, so it runs without it", markup=False)
     each_once = list(dict.fromkeys(plan))
-    return carry_out(each_once, options.json, command, options.no_links if rate else None)
+    return carry_out(each_once, asked.json, command, asked.no_links if rate else None)
 
 
-def _job(options: argparse.Namespace, recorded: Recording) -> Job:
+def _job(asked: argparse.Namespace, recorded: Recording) -> Job:
     """The first of the jobs that are asked for. What no option says is as it was recorded.
     TraceError where a run cannot be made of the files."""
-    hosts = options.hosts or recorded.hosts
-    steps = options.steps or len(recorded.steps)
-    prompts = options.prompts or load.PROMPTS
-    if files := options.trace_file:
-        found = load.of_run(files, options.trace[0], options.seed, steps, options.prompts)
+    hosts = asked.hosts or recorded.hosts
+    steps = asked.steps or len(recorded.steps)
+    prompts = asked.prompts or load.PROMPTS
+    if files := asked.trace_file:
+        found = load.of_run(files, asked.trace[0], asked.seed, steps, asked.prompts)
         prompts = max(Counter(prompt.step for prompt in found).values())
     stages = _stages(recorded, hosts)
     return Job(
-        plane=options.planes[0],
-        trace=options.trace[0],
+        plane=asked.planes[0],
+        trace=asked.trace[0],
         prompts=prompts,
-        seed=options.seed,
+        seed=asked.seed,
         hosts=hosts,
         trainers=next((one.workers for one in stages if one.role == "train"), hosts),
         steps=steps,
-        staleness=recorded.staleness if options.staleness is None else options.staleness,
-        pace=options.pace,
-        apart=options.apart,
-        phased=options.phased or recorded.phased,
+        staleness=recorded.staleness if asked.staleness is None else asked.staleness,
+        pace=asked.pace,
+        apart=asked.apart,
+        phased=asked.phased or recorded.phased,
         trace_files=tuple(map(str, files)),
         recorded=stages,
-        arena_bytes=options.arena,
-        memory_limit_bytes=options.memory_limit,
-        timeout_s=options.timeout,
+        arena_bytes=asked.arena,
+        memory_limit_bytes=asked.memory_limit,
+        timeout_s=asked.timeout,
     )
 
 

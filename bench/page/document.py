@@ -13,8 +13,7 @@ from string import Template
 from typing import Any
 
 from bench import outputs
-from bench.bounds import Impossible
-from bench.options import add
+from bench.options import Impossible, add
 from bench.page import drawing
 from bench.page.drawing import Figure
 from bench.page.runs import Report, figures, gib

@@ -20,8 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import machine, outputs
-from bench.bounds import Impossible
-from bench.options import add, count, positive, several, up_to
+from bench.options import Impossible, add, count, positive, several, up_to
 from bench.pace import recorded_seconds
 from bench.planes.base import Job
 from bench.report import new_table, progress

@@ -19,6 +19,7 @@ import msgspec
 import pyarrow
 import pyarrow.parquet
 
+from bench.options import Impossible
 from bench.outputs import replacing
 from bench.traces.sample import Medium, Prompt, Sample, StageTimes, Turn
 from bench.traces.tasks import TASKS
@@ -56,7 +57,7 @@ class _Row(msgspec.Struct, forbid_unknown_fields=True):
     times: list[StageTimes]
 
 
-class TraceError(ValueError):
+class TraceError(Impossible):
     """A trace file that cannot be used: its path and line, and the reason."""
 
     def __init__(self, path: Path, why: str, line: int | None = None) -> None:

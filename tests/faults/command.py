@@ -14,9 +14,10 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import bounds, machine, outputs
+from bench import machine, outputs
 from bench.options import names, up_to
 
+FRAMES = up_to(100_000_000, "a peer takes only a few thousand a second")
 SCENARIOS = (
     "killed_two_replicas",
     "killed_one_replica",
@@ -50,7 +51,7 @@ def register(commands: Any) -> None:
     )
     faults.add_argument(
         "--frames",
-        type=bounds.frames,
+        type=FRAMES,
         default=100_000,
         help="corrupt frames to send to each socket (default: 100000)",
     )

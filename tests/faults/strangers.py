@@ -24,7 +24,6 @@ import psutil
 import zmq
 
 import dataplane
-from bench import bounds
 from bench.options import whole
 from dataplane.launch import rundir, settings
 from dataplane.peer.net.greetings import Gate
@@ -34,6 +33,7 @@ from dataplane.transport.tickets import plane_key, proof
 from dataplane.wire import frames, limits, peering
 from dataplane.wire.messages import Hello, Request, Welcome
 from dataplane.wire.peering import PeerHello, PeerRequest
+from tests.faults.command import FRAMES
 
 VECTORS = Path(__file__).resolve().parents[2] / "protocol" / "vectors"
 BETWEEN_PEERS = 8
@@ -320,7 +320,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.strangers")
     parser.add_argument("--name", help="the peer (default: the only one of this host)")
     parser.add_argument("--run", help="the run (default: this process's)")
-    parser.add_argument("--count", type=bounds.frames, default=100_000, help="frames at each door")
+    parser.add_argument("--count", type=FRAMES, default=100_000, help="frames at each door")
     parser.add_argument("--seed", type=whole, default=0)
     options = parser.parse_args(argv)
     outcome = attack(Target.find(options.name, options.run), options.count, options.seed)

@@ -10,8 +10,8 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import bounds, machine, outputs, report
-from bench.options import names
+from bench import machine, outputs, report
+from bench.options import names, round_count
 from tests.cluster import Failed
 from tests.perf import gpu, transports
 
@@ -22,7 +22,7 @@ def register(commands: Any) -> None:
     )
     perf.add_argument(
         "--rounds",
-        type=bounds.rounds,
+        type=round_count,
         default=5,
         help="take medians over this many rounds (default: 5)",
     )

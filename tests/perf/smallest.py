@@ -15,17 +15,26 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from msgspec.structs import replace
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench import bounds, machine, outputs
-from bench.bounds import Impossible
+from bench import machine, outputs
 from bench.machine import memory_bytes
-from bench.options import names, seconds, several, size, whole
+from bench.options import (
+    Impossible,
+    check_groups,
+    host_count,
+    names,
+    prompt_count,
+    seconds,
+    several,
+    size,
+    up_to,
+    whole,
+)
 from bench.planes import PLANES
 from bench.planes.base import Job
-from bench.report import progress
+from bench.report import new_table, progress
 from bench.run import Progress, execute
 from bench.traces import TASKS
 
@@ -115,6 +124,7 @@ def register(commands: Any) -> None:
         "memory", help="find the smallest memory limit of a host that a run survives"
     )
     parser.add_argument("--trace", choices=TASKS, default="video", help="task (default: video)")
+    trainers = up_to(64, "each trainer is a process on this machine")
     planes = names(PLANES)
     parser.add_argument(
         "--planes",
@@ -124,14 +134,12 @@ def register(commands: Any) -> None:
     )
     parser.add_argument(
         "--prompts",
-        type=several(bounds.prompts),
+        type=several(prompt_count),
         default=[4, 8, 16],
         help="numbers of prompts to try (default: 4,8,16)",
     )
-    parser.add_argument("--hosts", type=bounds.hosts, default=2, help="hosts (default: 2)")
-    parser.add_argument(
-        "--trainers", type=bounds.trainers, default=2, help="trainer ranks (default: 2)"
-    )
+    parser.add_argument("--hosts", type=host_count, default=2, help="hosts (default: 2)")
+    parser.add_argument("--trainers", type=trainers, default=2, help="trainer ranks (default: 2)")
     parser.add_argument("--seed", type=whole, default=0, help="seed of the trace (default: 0)")
     parser.add_argument(
         "--least", type=size, default=_LEAST, help="smallest limit to try (default: 256MiB)"
@@ -165,7 +173,7 @@ def perform(options: argparse.Namespace, command: str) -> int:
         raise Impossible(
             f"--least ({options.least} bytes) is more than --most ({options.most} bytes)"
         )
-    bounds.check(max(options.prompts), 1)
+    check_groups(max(options.prompts), 1)
     job = Job(
         plane=options.planes[0],
         trace=options.trace,
@@ -193,15 +201,8 @@ def perform(options: argparse.Namespace, command: str) -> int:
 def table(cases: Sequence[Case]) -> Table:
     """One line a plane and dedup, one column a number of prompts."""
     prompts = sorted({case["prompts"] for case in cases})
-    shown = Table(
-        title="smallest memory limit of a host that a run survives, MiB (>: none of those tried)",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
-    shown.add_column("plane")
-    for number in prompts:
-        shown.add_column(f"{number} prompts", justify="right")
+    title = "smallest memory limit of a host that a run survives, MiB (>: none of those tried)"
+    shown = new_table(title, ["plane"], [f"{number} prompts" for number in prompts])
     for plane, dedup in dict.fromkeys((case["plane"], case["dedup"]) for case in cases):
         found = {c["prompts"]: c for c in cases if (c["plane"], c["dedup"]) == (plane, dedup)}
         cells = [_cell(found[n]) if n in found else "" for n in prompts]

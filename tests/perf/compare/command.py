@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import bounds, machine, outputs, report
-from bench.options import names, several, size, up_to, whole
+from bench import machine, outputs, report
+from bench.options import names, round_count, several, size, up_to, whole
 from tests.perf.compare import measure, table
 from tests.perf.compare.ends import NAMES
 
@@ -47,13 +47,13 @@ def register(commands: Any) -> None:
     )
     parser.add_argument(
         "--rounds",
-        type=bounds.rounds,
+        type=round_count,
         default=defaults.rounds,
         help="rounds, each with new processes (default: 3)",
     )
     parser.add_argument(
         "--repeats",
-        type=bounds.rounds,
+        type=round_count,
         default=defaults.repeats,
         help="repeats per round (default: 3)",
     )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from bench.report import new_table
 from tests.perf.compare.tree import SINGLE
 
 _MOST_PROCESSES = 4
@@ -32,18 +32,9 @@ def show(console: Console, report: dict[str, Any]) -> None:
 
 def _table(report: dict[str, Any], lines: list[dict[str, Any]], batch: str) -> Table:
     rows = 1 if batch == SINGLE else report["rows"]
-    shown = Table(
-        title=f"{batch}: {rows} row{'s' if rows > 1 else ''}, {lines[0]['bytes'] / 1e6:.3g} MB",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
-    for name in ("plane", "operation"):
-        shown.add_column(name, no_wrap=True)
+    title = f"{batch}: {rows} row{'s' if rows > 1 else ''}, {lines[0]['bytes'] / 1e6:.3g} MB"
     rate = "a second" if batch == SINGLE else "GB/s"
-    for name in ("hosts", "ms", "range", rate):
-        shown.add_column(name, justify="right", no_wrap=True)
+    shown = new_table(title, ("plane", "operation"), ("hosts", "ms", "range", rate))
     shown.add_column("cpu")
     for line in sorted(lines, key=lambda line: (line["hosts"], line["operation"])):
         shown.add_row(*_cells(line))

@@ -19,7 +19,7 @@ import pytest
 import dataplane
 from dataplane import Partition, Plane, aio, cli, tag
 from dataplane.metadata.shard.reasons import FIRST_S, SOON_S
-from tests.end_to_end.conftest import PLANE, Cluster, until
+from tests.end_to_end.conftest import PLANE, Cluster, line, until
 
 
 def lines(caplog: pytest.LogCaptureFixture, what: str) -> list[str]:
@@ -116,9 +116,16 @@ def test_what_is_asked_for_is_part_of_the_reason(plane: Plane) -> None:
         "2 of 2 rows ready, and the claim returns once its budget of 50 (tag `n`) is full or "
         "the partition is sealed"
     )
-    assert said(part.wait, below=2) == ("2 of 2 rows ready, fewer than 2 wanted")
+    assert said(part.wait, below=2) == ("2 of 2 rows ready, fewer than 2 unfinished wanted")
     stale = said(part.wait, below=1, where=tag("n") > 5)
-    assert stale == ("1 of 2 rows ready, fewer than 1 wanted; the filter excludes 1 ready row")
+    assert stale == (
+        "1 of 2 rows ready, fewer than 1 unfinished wanted; the filter excludes 1 ready row"
+    )
+    part = plane.partition("q", stages={"s": ["x"]}, group_size=2, groups=5)
+    for group in range(2):
+        part.put({"x": [1, 2]}, group=group)
+    with pytest.raises(dataplane.ClaimTimeout, match=r"2 of its 5 groups have been closed"):
+        part.claim("s", groups=3, timeout=0.3)
 
 
 def test_a_partition_that_nobody_declares_is_named_without_any_configuration(
@@ -281,6 +288,31 @@ def test_a_forgotten_seal_a_dead_producer_and_a_misspelt_run_read_differently(
             part = plane.partition("q", stages={"s": ["x"]})
             until(lambda: "also exists in run 'other'" in why(), "its card names the partition")
             assert "connect both sides to the same run" in why()
+
+
+def test_a_producer_that_died_at_another_host_is_told_of_soon(cluster: Cluster) -> None:
+    """Although this host has asked about it just before."""
+    cluster.start("a", "b")
+    with cluster.connect("a") as plane:
+        part = plane.partition("p", stages={"s": ["x"]}, group_size=2)
+        producer = cluster.worker(
+            "import dataplane, sys\n"
+            "part = dataplane.connect('b').partition('p')\n"
+            "part.put({'x': [1]}, group='g')\n"
+            "print('put', flush=True)\n"
+            "sys.stdin.read()\n"
+        )
+        assert line(producer) == "put"
+
+        def why() -> str:
+            with pytest.raises(dataplane.ClaimTimeout) as caught:
+                part.claim("s", groups=1, timeout=0.2)
+            return caught.value.message
+
+        assert f"pid {producer.pid} on host b, `" in why() and "(connected)" in why()
+        producer.kill()
+        producer.wait()
+        until(lambda: "no producer is connected, so restart one" in why(), "it is known", 4)
 
 
 def test_a_call_that_waits_for_its_peers_backup_says_so_and_counts_that_time(

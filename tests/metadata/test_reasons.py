@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dataplane.errors import StageUndefined, duration, nearest
-from dataplane.metadata.shard.inspection import missing, unfinished, unknown_tags
+from dataplane.metadata.shard.inspection import idle, missing, unfinished, unknown_tags
 from dataplane.metadata.shard.journal import apply, dump
 from dataplane.metadata.shard.reasons import (
     FIRST_S,
@@ -186,8 +186,8 @@ def test_each_situation_has_a_sentence_of_its_own(situation: str) -> None:
 
 def test_who_waits_for_rows_to_go_is_not_told_to_seal() -> None:
     facts = Facts(ready=2, units=2, put_rows=4, producers=[ALIVE])
-    assert reason(facts, "s", "fewer than 2 wanted", for_rows=False) == (
-        "2 of 2 rows ready, fewer than 2 wanted"
+    assert reason(facts, "s", "fewer than 2 unfinished wanted", for_rows=False) == (
+        "2 of 2 rows ready, fewer than 2 unfinished wanted"
     )
 
 
@@ -289,20 +289,32 @@ HELD = (
 def test_admit_names_what_the_slowest_group_lacks_and_who_adds_it() -> None:
     one = store(group_size=2)
     put(one, ["a", "b"], ["g", "g"])
-    slow = unfinished(one, next(iter(one.groups.values())), 100.0)
-    assert of_admission(ADMISSION, 1, {}, slow=[slow]) == HELD + (
+    slow = unfinished(one, next(iter(one.groups.values())))
+    assert of_admission(ADMISSION, 1, {}, slow=[slow], idle=idle(one, 100.0)) == HELD + (
         "group 'g' has all its rows, but lacks `reward`, which stage 'train' needs; 2 rows are "
         "ready for stage 'reward', but no client has ever claimed from it"
     )
-    slow["lacks"]["reward"], slow["idle"] = ("train", "reward", "rewrad"), []
-    assert of_admission(ADMISSION, 1, {}, slow=[slow, slow]).endswith(
+    slow["lacks"]["reward"] = ("train", "reward", "rewrad")
+    assert of_admission(ADMISSION, 1, {}, slow=[slow]).endswith(
         "group 'g' has all its rows, but lacks `reward`, which stage 'train' needs and stage "
         "'reward' adds; rows have `rewrad`, which no stage needs: is it a misspelling of `reward`?"
     )
     put(one, ["c"], ["h"])
-    slow = unfinished(one, list(one.groups.values())[-1], 100.0)
+    slow = unfinished(one, list(one.groups.values())[-1])
     assert of_admission(ADMISSION, 1, {}, slow=[slow]).startswith(
         HELD + "group 'h' has 1 of 2 rows: put the missing rows, or drop the group"
+    )
+
+
+def test_admit_names_groups_that_lack_the_same_fields_together() -> None:
+    lacks = {"reward": ("train", "", ""), "safe": ("train", "", "")}
+    slow = [{"group": g, "rows": 2, "of": 0, "lacks": lacks} for g in ("g", "h")]
+    slow.append({**slow[0], "group": "i", "lacks": {**lacks, "kl": ("train", "ref", "")}})
+    assert of_admission(ADMISSION, 1, {}, slow=slow, idle=[("reward", 4, None)]) == HELD + (
+        "groups 'g' and 'h' have all their rows, but lack `reward` and `safe`, which stage 'train' "
+        "needs; group 'i' has all its rows, but lacks `reward` and `safe`, which stage 'train' "
+        "needs, and `kl`, which stage 'train' needs and stage 'ref' adds; 4 rows are ready for "
+        "stage 'reward', but no client has ever claimed from it"
     )
 
 

@@ -23,7 +23,7 @@ from dataplane.client.read.table import TableReader, reader_of
 from dataplane.client.read.tensors import Each, Layout, TensorDictForm
 from dataplane.client.write.columns import named_once
 from dataplane.client.write.rows import Names, TagValues
-from dataplane.errors import DataplaneError, LeaseExpired, NotFetched
+from dataplane.errors import DataplaneError, LeaseExpired, NotFetched, counted
 
 if TYPE_CHECKING:
     import pyarrow
@@ -355,6 +355,6 @@ class Batch(LeasedRows):
             state = f"leased, {left} left"
         added = f", added {', '.join(lease.added)}" if lease.added else ""
         return (
-            f"<Batch {len(self)} rows of {self.partition!r} for {self.stage!r}, {state}: "
-            f"{self._described_fields()}{added}>"
+            f"<Batch {counted(len(self), 'row')} of {self.partition!r} for {self.stage!r}, "
+            f"{state}: {self._described_fields()}{added}>"
         )

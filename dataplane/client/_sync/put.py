@@ -71,7 +71,6 @@ from dataplane.errors import (
     RowsGone,
     ShardFull,
     ValueTooLarge,
-    counted,
     sized,
 )
 from dataplane.wire.messages import Put, PutDone
@@ -202,13 +201,14 @@ def _check_passed_over(work: Putting, field: str) -> None:
             )
         return
     keys = row_names(identity.wire(None))[:SHOWN_NAMES]
+    rows, have = (f"all {n} rows", "have") if n > 1 else ("the row", "has")
     if work.there:
         freed = f" ({work.gone} of them freed since)" if work.gone else ""
         raise FieldExists(
-            f"nothing was put: partition {partition!r} already has these fields for all "
-            f"{counted(n, 'row')} of this put{freed}, for example row {keys[0]!r}. If this put is "
-            "a retry, the first attempt succeeded. Fields are written once; pass replace=True to "
-            "write new values",
+            f"nothing was put: partition {partition!r} already has these fields for {rows} of this "
+            f"put{freed}, for example row {keys[0]!r}. If this put repeats an earlier one, "
+            "continue with the next rows. Fields are written once; pass replace=True to write new "
+            "values",
             field=field,
             keys=keys,
         )
@@ -216,10 +216,9 @@ def _check_passed_over(work: Putting, field: str) -> None:
     which = f"group {groups[0]!r}" if groups else f"key {keys[0]!r}"
     which += ", …" if len(groups or keys) > 1 else ""
     raise RowsGone(
-        f"nothing was put into partition {partition!r}: all {counted(n, 'row')} of this put "
-        f"({which}) have already been stored, and every stage has acked them. A restarted "
-        "producer should continue with its next rows. To put new rows with these keys or group "
-        "ids, pass reuse=True",
+        f"nothing was put into partition {partition!r}: {rows} of this put ({which}) {have} "
+        "already been stored and acked by every stage. A restarted producer should continue with "
+        "its next rows. To put new rows with these keys or group ids, pass reuse=True",
         keys=keys,
         groups=groups,
     )

@@ -27,7 +27,7 @@ from dataplane.client.read.tensors import (
 )
 from dataplane.client.ref import Ref
 from dataplane.client.write.rows import group_names, row_groups, row_name, row_names, tag_values
-from dataplane.errors import InvalidCall, InvalidRows, NotFetched
+from dataplane.errors import InvalidCall, InvalidRows, NotFetched, counted
 from dataplane.wire.arrays import shown
 from dataplane.wire.foreign import unreadable
 from dataplane.wire.limits import NO_GROUP
@@ -268,7 +268,9 @@ class Selection:
 
     def __repr__(self) -> str:
         name = type(self).__name__
-        return f"<{name} {self._n} rows of {self.partition!r}: {self._described_fields()}>"
+        return (
+            f"<{name} {counted(self._n, 'row')} of {self.partition!r}: {self._described_fields()}>"
+        )
 
     def _described_fields(self) -> str:
         """For people: each field that is here with its dtype, lengths and first value."""
@@ -354,7 +356,7 @@ class Group:
         }
 
     def __repr__(self) -> str:
-        return f"<Group {self.id!r}: {len(self)} rows of {self._of.partition!r}>"
+        return f"<Group {self.id!r}: {counted(len(self), 'row')} of {self._of.partition!r}>"
 
 
 def _rows_at(rows: Rows, at: Index) -> Rows:

@@ -86,6 +86,8 @@ def missing(
         "leases": _in_the_way(state, stage, pending, now),
         "sealed": state.sealed,
         "put_rows": state.producers.rows,
+        "groups_wanted": state.definition.groups or 0,
+        "groups_closed": state.closed_groups,
         "producers": state.producers.latest(now),
         "lost": stage.lost,
         "weightless": _weightless(state, stage, budget_tag) if budget_tag else [],
@@ -166,26 +168,23 @@ def lacks(state: State) -> list[tuple[str, str, int]]:
     return found
 
 
-def unfinished(state: State, group: Group, now: float) -> dict[str, Any]:
+def unfinished(state: State, group: Group) -> dict[str, Any]:
     """Why a group is not complete. lacks: field → (the stage that needs it, the stage that adds
     it, a similar field that rows have). of: how many rows it gets, 0 if it is closed, -1 if
     unknown."""
     blocks: dict[int, Block] = {block.number: block for block in group.blocks}
     lacks: dict[str, tuple[str, str, str]] = {}
-    pending: dict[int, int] = {}
     for name, stage in state.stages.items():
         mine = {number: bits for number, block in blocks.items() if (bits := stage.pending(block))}
         lacking = _lacking(state, stage, mine)
         near = _near_fields(state, lacking)
         for field in lacking:
             lacks.setdefault(field, (name, _adder(state, field), near.get(field, "")))
-        pending |= mine
     return {
         "group": group.name,
         "rows": group.seen,
         "of": 0 if group.closed else group.expected,
         "lacks": lacks,
-        "idle": idle(state, now, pending),
     }
 
 

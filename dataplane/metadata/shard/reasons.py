@@ -48,7 +48,8 @@ class Facts:
     similar name if it has no rows). missing: field → rows without it. adders: field → the stage
     that has added it to other rows. near_fields: field → a similar one that rows have. idle: stages
     that nobody claims and that have pending rows ready, see `inspection.Idle`. leases: [(who,
-    stage, rows, seconds)]. put_rows: that were ever put. producers: who put rows, the most recent
+    stage, rows, seconds)]. put_rows: that were ever put. groups_wanted: after which the partition
+    seals itself, 0 if it does not; groups_closed: so far. producers: who put rows, the most recent
     first. lost: rows of the stage that went with a peer. waiting_puts: puts that wait for room, in
     an arena or in a shard. before: claims of its kind that wait for longer. weightless: for a claim
     by budget, how many rows have no weight, its tag, one of these rows. plan: why a rank waits for
@@ -76,6 +77,8 @@ class Facts:
     leases: Sequence[tuple[str, str, int, float]] = ()
     sealed: bool = False
     put_rows: int = 0
+    groups_wanted: int = 0
+    groups_closed: int = 0
     producers: Sequence[Producer] = ()
     waiting_puts: int = 0
     before: int = 0
@@ -236,6 +239,11 @@ def _seal(facts: Facts, for_rows: bool) -> list[str]:
     if not for_rows:
         return []
     said = [] if facts.plan else ["the partition is not sealed"]
+    if facts.groups_wanted:
+        said.append(
+            f"{facts.groups_closed} of its {counted(facts.groups_wanted, 'group')} have been "
+            "closed (groups=)"
+        )
     said += [_elsewhere(facts)] if not facts.put_rows else _produced(facts)
     return said
 
@@ -433,7 +441,8 @@ def of_admission(
     `before` this one.
 
     holders: how many groups each client may still open; `me` is the caller. slow: incomplete
-    groups that hold slots, from `inspection.unfinished`. idle, leases: as in `Facts`.
+    groups that hold slots, from `inspection.unfinished`. idle: of the whole partition. idle,
+    leases: as in `Facts`.
     """
     version = told["version"]
     taken = f"{told['unfinished_groups']} by unfinished groups"
@@ -451,11 +460,11 @@ def of_admission(
     if told["held_groups"]:
         begun = version - told["lag"]
         parts.append(f"groups started at version {begun} are not complete yet")
-    parts += [_slow(one) for one in slow]
+    parts += _incomplete([one for one in slow if not one["of"]])
+    parts += [_short(one) for one in slow if one["of"]]
     near_fields = {field: near for one in slow for field, (_, _, near) in one["lacks"].items()}
     parts += [_misspelt(field, near) for field, near in near_fields.items() if near]
-    nobody = {stage: (stage, *more) for one in slow for stage, *more in one["idle"]}
-    parts += [_nobody_claims(*one) for one in (*nobody.values(), *idle)]
+    parts += [_nobody_claims(*one) for one in idle]
     parts += _leases(leases, "", me)
     if told["finished_groups"]:
         parts.append("finished groups free their slots at the next part.advance(version)")
@@ -464,19 +473,34 @@ def of_admission(
     return "; ".join(parts)
 
 
-def _slow(group: Mapping[str, Any]) -> str:
-    """What a group waits for, and what to do about it."""
+def _short(group: Mapping[str, Any]) -> str:
+    """What to do about an open group."""
     name = f"group {group['group']!r}"
     if group["of"] < 0:
         return f"{name} has {counted(group['rows'], 'row')} and is not closed: close or drop it"
-    if group["of"]:
-        size = f"{group['rows']} of {counted(group['of'], 'row')}"
-        return f"{name} has {size}: put the missing rows, or drop the group"
-    lacks = [
-        f"`{field}`, which stage {stage!r} needs" + (f" and stage {by!r} adds" if by else "")
-        for field, (stage, by, _) in group["lacks"].items()
+    size = f"{group['rows']} of {counted(group['of'], 'row')}"
+    return f"{name} has {size}: put the missing rows, or drop the group"
+
+
+def _incomplete(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What closed groups lack: one clause for all groups that lack the same fields."""
+    alike: dict[str, list[str]] = {}
+    for group in groups:
+        fields: dict[tuple[str, str], list[str]] = {}
+        for name, (stage, by, _) in group["lacks"].items():
+            fields.setdefault((stage, by), []).append(f"`{name}`")
+        lacks = [
+            f"{' and '.join(names)}, which stage {stage!r} needs"
+            + (f" and stage {by!r} adds" if by else "")
+            for (stage, by), names in fields.items()
+        ]
+        alike.setdefault(", and ".join(lacks), []).append(repr(group["group"]))
+    return [
+        f"group {names[0]} has all its rows, but lacks {lacks}"
+        if len(names) == 1
+        else f"groups {' and '.join(names)} have all their rows, but lack {lacks}"
+        for lacks, names in alike.items()
     ]
-    return f"{name} has all its rows, but lacks {' and '.join(lacks)}"
 
 
 def _named(who: str, me: str) -> str:

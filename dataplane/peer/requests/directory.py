@@ -36,7 +36,7 @@ from dataplane.wire.tables import Owner
 
 ASK_S = 0.5
 """How long another peer's answer is awaited: the message must not be late for it."""
-FRESH_S = 5.0
+FRESH_S = 1.0
 """What another peer said of a client holds for so long."""
 MAX_KNOWN = 1_024
 """Clients of other hosts that are known; the least recently asked for are forgotten."""

@@ -203,7 +203,7 @@ def _wanted(body: Claim | Wait) -> str:
     if isinstance(body, Wait):
         if body.count:
             return f"{body.count} wanted"
-        return f"fewer than {body.below} wanted"
+        return f"fewer than {body.below} unfinished wanted"
     want = body.want
     if want.budget_tag is None:
         least = f" (at least {want.minimum})" if 0 < want.minimum < want.count else ""

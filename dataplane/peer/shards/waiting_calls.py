@@ -476,10 +476,10 @@ class WaitingCalls:
         who, me = {self.host.who(h): n for h, n in (+holders).items()}, one.asked.label
         told["only_own"] = one.asked.own and reasons.only_permits(told, who, me)
         now, (_, groups) = self.host.now(), store.permits.slowest(store)
-        slow = [inspection.unfinished(store, group, now) for group in groups[:SHOWN_SLOW]]
+        slow = [inspection.unfinished(store, group) for group in groups[:SHOWN_SLOW]]
         held = inspection.holders(store, now)
         leases = [(self.host.who(holder), of, rows, age) for holder, of, rows, age in held]
-        idle = [] if slow else inspection.idle(store, now)
+        idle = inspection.idle(store, now)
         why = reasons.of_admission(told, one.asked.count, who, me, slow, idle, leases)
         return ClaimTimeout(why, **told, reason=str(one.reason))
 

@@ -26,6 +26,8 @@ PARALLEL = 4
 IDLE_S = 60.0
 """Less than the owner's patience, so that a pooled connection is rarely found closed."""
 CONNECT_S = 5.0
+CHECK_S = 0.1
+"""A user that waits for a connection notices within this time that it was cancelled."""
 
 
 @dataclass(slots=True, eq=False)
@@ -95,11 +97,6 @@ class Connections:
             self._leave(remote)
             raise
 
-    def wake(self) -> None:
-        """Wake cancelled users that wait for a connection."""
-        with self._changed:
-            self._changed.notify_all()
-
     def give_back(self, connection: Connection) -> None:
         connection.idle_since = time.monotonic()
         with self._changed:
@@ -145,10 +142,11 @@ class Connections:
 
     def _await_turn(self, remote: Remote, deadline: float, user: Watch) -> None:
         while self._used.get(remote, 0) >= PARALLEL and not user.stopped:
-            if not self._changed.wait(deadline - time.monotonic()):
+            if time.monotonic() >= deadline:
                 raise TimeoutError(
                     f"all {PARALLEL} connections to {remote.address} stayed busy until the deadline"
                 )
+            self._changed.wait(min(CHECK_S, max(0.0, deadline - time.monotonic())))
         if user.stopped:
             raise ConnectionAbortedError("the transfer was cancelled")
 

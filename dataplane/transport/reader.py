@@ -62,6 +62,7 @@ from dataplane.transport.seam import (
     RegionKey,
     Remote,
     Transport,
+    read_cancelled,
 )
 from dataplane.transport.slices import Slice, cut, pieces_of
 from dataplane.transport.stream import BulkStream, iovecs
@@ -87,12 +88,11 @@ logger = logging.getLogger(__name__)
 class Reading:
     """One read in flight: the slices that are left, its streams, and the error that stopped it."""
 
-    def __init__(self, request: ReadRequest, slices: Iterator[Slice]) -> None:
+    def __init__(self, request: ReadRequest) -> None:
         self.request = request
         self.gone = np.zeros(len(request.copies), bool)
         self.nbytes = 0
-        self._left = deque(slices)
-        self.slices = len(self._left)
+        self.left: deque[Slice] = deque()
         self._renewals = MAX_RENEWALS
         self._streams: set[BulkStream] = set()
         self._lock = threading.Lock()
@@ -104,7 +104,7 @@ class Reading:
 
     def next(self) -> Slice | None:
         with self._lock:
-            return None if self._error or not self._left else self._left.popleft()
+            return None if self._error or not self.left else self.left.popleft()
 
     def renew(self) -> bool:
         """Whether a fresh ticket may replace one that expired at the owner. A ticket's time runs
@@ -132,6 +132,11 @@ class Reading:
             self.gone[part.index[gone]] = True
             self.nbytes += nbytes
 
+    def cancel(self) -> None:
+        """Make the read raise soon."""
+        self.request.cancelled.set()
+        self.stop(read_cancelled())
+
     def stop(self, error: DataplaneError) -> None:
         """Stop with an error. The first error counts, because later ones come from the aborted
         streams."""
@@ -153,29 +158,13 @@ class Reads(ABC):
         self._name = transport
         self._key = key
         self._connections = Connections(key, tls_only=tls_only)
-        self._live: dict[int, Reading] = {}
 
-    def read(self, request: ReadRequest) -> Mask:
-        """As `Transport.read`, for any number of copies."""
-        reading = self._live[request.job] = Reading(request, self._cut(request.copies))
-        try:
-            if request.cancelled.is_set():
-                self.cancel(request.job)
-            self._carry_out(reading)
-        finally:
-            del self._live[request.job]
+    def read(self, reading: Reading) -> Mask:
+        """Carry out a read. Return which of its copies are gone at the owner."""
+        reading.left.extend(self._cut(reading.request.copies))
+        self._carry_out(reading)
         reading.raise_error()
         return reading.gone
-
-    def cancel(self, job: int) -> None:
-        """Make the `read` of this job raise soon."""
-        if (reading := self._live.get(job)) is not None:
-            reading.stop(
-                TransferFailed(
-                    "the caller cancelled the read: repeat the call if the values are still needed"
-                )
-            )
-            self._connections.wake()
 
     def forget(self, remote: Remote) -> None:
         """See `Transport.forget`."""
@@ -189,7 +178,6 @@ class Reads(ABC):
                 part = self._take(reading, part)
         except BaseException as exc:
             reading.stop(_typed(exc, reading))
-            self._connections.wake()
 
     @contextmanager
     def _connection(self, reading: Reading) -> Iterator[Connection]:
@@ -246,7 +234,7 @@ class TcpReads(Reads):
     def _carry_out(self, reading: Reading) -> None:
         others: list[Future[None]] = []
         with suppress(RuntimeError):  # no more threads: this one does it alone
-            for _ in range(1, min(RUNS_PER_READ, reading.slices)):
+            for _ in range(1, min(RUNS_PER_READ, len(reading.left))):
                 others.append(self._runners.submit(super()._carry_out, reading))
         super()._carry_out(reading)
         # Those that have not started are not needed any more; no thread waits for a queue.

@@ -128,15 +128,19 @@ class ReadRequest:
 
     def check(self) -> None:
         if self.cancelled.is_set():
-            raise TransferFailed(
-                "the caller cancelled the read: repeat the call if the values are still needed"
-            )
+            raise read_cancelled()
         if time.monotonic() >= self.deadline:
             raise DeadlineExceeded(
                 "the transfer waited for other transfers until its "
                 "deadline: repeat the call, perhaps with a longer "
                 "timeout="
             )
+
+
+def read_cancelled() -> TransferFailed:
+    return TransferFailed(
+        "the caller cancelled the read: repeat the call if the values are still needed"
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

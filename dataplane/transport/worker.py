@@ -51,7 +51,7 @@ from dataplane.transport.bulk_frames import (
     encode,
 )
 from dataplane.transport.owner import EngineService, RangeServer, Service, TcpService
-from dataplane.transport.reader import EngineReads, Reads, TcpReads
+from dataplane.transport.reader import EngineReads, Reading, Reads, TcpReads
 from dataplane.transport.registry import TCP, load
 from dataplane.transport.seam import (
     Mask,
@@ -149,7 +149,7 @@ class Worker:
         self._desk = desk
         self._reads = reads
         self._jobs = ThreadPoolExecutor(JOBS, "bulk-job")
-        self._live: dict[int, ReadRequest] = {}
+        self._live: dict[int, Reading] = {}
 
     def serve(self) -> None:
         while (frame := self._control.receive()) is not None:
@@ -160,10 +160,8 @@ class Worker:
             case Read():
                 self._start(frame)
             case Cancel(job=job):
-                if (request := self._live.get(job)) is not None:
-                    request.cancelled.set()
-                    for reads in self._reads.values():
-                        reads.cancel(job)
+                if (reading := self._live.get(job)) is not None:
+                    reading.cancel()
             case PinAnswer():
                 self._desk.answered(frame)
             case Forget():
@@ -177,12 +175,12 @@ class Worker:
     def _start(self, frame: Read) -> None:
         copies = column(frame.copies, COPY)
         deadline = time.monotonic() + frame.timeout_ms / 1000
-        request = ReadRequest(frame.job, _remote(frame), copies, deadline)
-        self._live[frame.job] = request
-        self._jobs.submit(self._read, frame.transport, request)
+        reading = Reading(ReadRequest(frame.job, _remote(frame), copies, deadline))
+        self._live[frame.job] = reading
+        self._jobs.submit(self._read, frame.transport, reading)
 
-    def _read(self, transport: str, request: ReadRequest) -> None:
-        began = time.monotonic()
+    def _read(self, transport: str, reading: Reading) -> None:
+        request, began = reading.request, time.monotonic()
         try:
             check_destinations(self._region, request.copies)
             if transport not in self._reads:
@@ -190,7 +188,7 @@ class Worker:
                     f"the bulk worker of this peer does not support transport {transport}: start "
                     "all peers with the same --transport"
                 )
-            gone = self._reads[transport].read(request)
+            gone = self._reads[transport].read(reading)
             finished = _finished(request, gone, time.monotonic() - began)
         except DataplaneError as exc:
             finished = Finished(request.job, b"", 0, 0.0, Refused.of(exc))

@@ -23,6 +23,7 @@ import numpy as np
 
 from dataplane.errors import ProtocolError
 from dataplane.wire.arrays import dtype_of
+from dataplane.wire.frames import decoded
 from dataplane.wire.limits import ALIGNMENT_BYTES, MAX_FIELDS, MAX_LAYOUT_BYTES, MAX_RANK
 
 OPEN = -1
@@ -102,12 +103,7 @@ def decode(layout: bytes) -> tuple[ColumnSpec, ...]:
             f"a chunk layout is {len(layout)} bytes long: expected at most {MAX_LAYOUT_BYTES}. "
             "Install the same dataplane release everywhere"
         )
-    try:
-        found = _decoder.decode(layout)
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise ProtocolError(
-            f"could not decode a chunk layout: {exc}. Install the same dataplane release everywhere"
-        ) from exc
+    found = decoded(_decoder, layout, "a chunk layout")
     if found.version != VERSION:
         raise ProtocolError(
             f"a chunk has layout version {found.version}, but this client reads version "

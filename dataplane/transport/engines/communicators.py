@@ -18,9 +18,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-from dataplane.errors import DataplaneError, ProtocolError, TransferFailed, TransportMissing
+from dataplane.errors import DataplaneError, TransferFailed, TransportMissing
 from dataplane.gpu.device import Device
 from dataplane.gpu.registry import CUDA
+from dataplane.wire.frames import decoded
 
 Pieces = Sequence[tuple[int, int]]
 """Address and length of each piece, in order."""
@@ -204,13 +205,7 @@ class NcclRanks:
         return msgspec.msgpack.encode(self._nccl.get_unique_id())
 
     def join(self, unique_id: bytes, rank: int) -> Communicator:
-        try:
-            pair = _unique_ids.decode(unique_id)
-        except msgspec.MsgspecError as exc:
-            raise ProtocolError(
-                f"received an invalid NCCL unique id: {exc}. Install the same dataplane release "
-                "everywhere"
-            ) from exc
+        pair = decoded(_unique_ids, unique_id, "an NCCL unique id")
         self._device.bind()
         return _GpuRank(self._nccl, self._device, self._nccl.NcclCommunicator(2, pair, rank), rank)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from dataplane.errors import ProtocolError, TransferFailed, TransportMissing
+from dataplane.errors import ProtocolError, TransportMissing
 from dataplane.gpu.device import Copy, Device, Pool, PoolHandle
 from dataplane.gpu.registry import device_of
 from dataplane.transport.seam import (
@@ -30,6 +30,7 @@ from dataplane.transport.seam import (
     Remote,
     Transport,
 )
+from dataplane.wire.frames import decoded
 from dataplane.wire.tables import Owner
 
 NAME = "cuda_ipc"
@@ -44,6 +45,9 @@ class Card(msgspec.Struct, array_like=True):
 
     host: str
     pools: list[tuple[int, PoolHandle]]
+
+
+_cards = msgspec.msgpack.Decoder(Card)
 
 
 class _Theirs:
@@ -174,13 +178,7 @@ def this_host() -> str:
 
 
 def _card(key: RegionKey) -> Card:
-    try:
-        card = msgspec.msgpack.decode(key.card, type=Card)
-    except msgspec.MsgspecError as exc:
-        raise TransferFailed(
-            f"received an invalid {NAME} memory description from the owner of the values: {exc}. "
-            "Install the same dataplane release everywhere"
-        ) from exc
+    card = decoded(_cards, key.card, f"a {NAME} memory description")
     if card.host != this_host():
         raise TransportMissing(
             f"transport {NAME} cannot reach the owner of the values, which is on another host or "

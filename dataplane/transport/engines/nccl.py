@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from dataplane.errors import ProtocolError, TransferFailed, TransportMissing
+from dataplane.errors import TransferFailed, TransportMissing
 from dataplane.gpu.registry import CUDA
 from dataplane.transport.engines.communicators import (
     CHECK_S,
@@ -41,6 +41,7 @@ from dataplane.transport.seam import (
     SendRequest,
     Transport,
 )
+from dataplane.wire.frames import decoded
 from dataplane.wire.tables import Owner
 
 NAME = "nccl"
@@ -60,6 +61,9 @@ class Card(msgspec.Struct, array_like=True, frozen=True):
     number: int = 0
     unique_id: bytes = b""
     joined: bool = False
+
+
+_cards = msgspec.msgpack.Decoder(Card)
 
 
 class _Line:
@@ -241,10 +245,4 @@ class NcclTransport(Transport):
 
 
 def _card(key: RegionKey) -> Card:
-    try:
-        return msgspec.msgpack.decode(key.card, type=Card)
-    except msgspec.MsgspecError as exc:
-        raise ProtocolError(
-            f"received an invalid {NAME} memory description: {exc}. "
-            "Install the same dataplane release everywhere"
-        ) from exc
+    return decoded(_cards, key.card, f"an {NAME} memory description")

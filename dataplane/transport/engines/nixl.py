@@ -31,7 +31,6 @@ import numpy.typing as npt
 
 from dataplane.errors import (
     DataplaneError,
-    ProtocolError,
     TransferFailed,
     TransportMissing,
     Unavailable,
@@ -49,6 +48,7 @@ from dataplane.transport.seam import (
     Transport,
 )
 from dataplane.transport.slices import cut
+from dataplane.wire.frames import decoded
 from dataplane.wire.tables import Owner
 
 PIECE_BYTES = 16 << 20
@@ -147,7 +147,7 @@ class NixlTransport(Transport):
     def read(self, request: ReadRequest) -> None:
         held = request.held
         assert held is not None
-        card = _card(held.key)
+        card = decoded(_cards, held.key.card, "a nixl memory description")
         pieces = _pieces(request, held, self._own.stretches, Stretches(card.stretches))
         threads = self._threads(card, len(pieces))
         check = _one_at_a_time(held.check)
@@ -229,16 +229,6 @@ def _one_at_a_time(check: Callable[[], None]) -> Callable[[], None]:
                 raise told[0]
 
     return checked
-
-
-def _card(key: RegionKey) -> Card:
-    try:
-        return _cards.decode(key.card)
-    except msgspec.MsgspecError as exc:
-        raise ProtocolError(
-            f"received an invalid nixl memory description: {exc}. "
-            "Install the same dataplane release everywhere"
-        ) from exc
 
 
 def _pieces(request: ReadRequest, held: Held, own: Stretches, theirs: Stretches) -> list[Piece]:

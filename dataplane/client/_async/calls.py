@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from dataplane.client._async.backend import exchange, further
 from dataplane.client.deadline import Deadline
-from dataplane.client.session.connection import Connection
+from dataplane.client.session.connection import Connection, expect
 from dataplane.client.session.outgoing import Call
 from dataplane.client.session.session import Session
 from dataplane.client.tracebacks import shorten
@@ -19,7 +19,6 @@ from dataplane.errors import (
     DataplaneError,
     DeadlineExceeded,
     PeerLost,
-    ProtocolError,
     Unavailable,
 )
 from dataplane.wire.messages import Body
@@ -64,16 +63,6 @@ async def ask(
 async def wait_for(session: Session, body: Body, expected: type[B], timeout_s: float | None) -> B:
     """Send a request that waits at the peer for rows. Its body carries the same timeout."""
     return expect(await send(session, Call(body, Deadline(timeout_s), True)), expected, body)
-
-
-def expect(reply: object, expected: type[B], body: Body) -> B:
-    """Return the reply to `body`. Raise ProtocolError if it does not have the expected type."""
-    if not isinstance(reply, expected):
-        raise ProtocolError(
-            f"unexpected reply to {type(body).__name__}: expected {expected.__name__}, got "
-            f"{type(reply).__name__}. Install the same dataplane release everywhere"
-        )
-    return reply
 
 
 async def send(session: Session, call: Call) -> Body:

@@ -19,7 +19,7 @@ import numpy as np
 
 from dataplane.client._async.attaching import attach, comes_too_late
 from dataplane.client._async.backend import offload
-from dataplane.client._async.calls import expect, send
+from dataplane.client._async.calls import send
 from dataplane.client._async.other_memory import OtherPart
 from dataplane.client._async.space import (
     give_back,
@@ -33,6 +33,7 @@ from dataplane.client.arguments import flag, texts
 from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
 from dataplane.client.ref import Ref
+from dataplane.client.session.connection import expect
 from dataplane.client.session.outgoing import Call
 from dataplane.client.session.slabs import AHEAD_BYTES
 from dataplane.client.write import schema

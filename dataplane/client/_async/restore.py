@@ -19,12 +19,13 @@ import numpy as np
 from dataplane import progress
 from dataplane.client._async.attaching import attach, define
 from dataplane.client._async.backend import to_its_end
-from dataplane.client._async.calls import UNKNOWN, ask, expect, limit_beside, send
+from dataplane.client._async.calls import UNKNOWN, ask, limit_beside, send
 from dataplane.client._async.save import filing, path_of, within
 from dataplane.client._async.space import give_back
 from dataplane.client.checkpoint.archive import Manifest, PartitionNote, directory_name, verified
 from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
+from dataplane.client.session.connection import expect
 from dataplane.client.session.outgoing import Call
 from dataplane.client.session.session import Session
 from dataplane.client.write.chunks import NewChunk, chunks_of

@@ -14,7 +14,7 @@ from typing import ParamSpec, TypeVar
 
 from dataplane.client._sync.backend import exchange, further
 from dataplane.client.deadline import Deadline
-from dataplane.client.session.connection import Connection
+from dataplane.client.session.connection import Connection, expect
 from dataplane.client.session.outgoing import Call
 from dataplane.client.session.session import Session
 from dataplane.client.tracebacks import shorten
@@ -22,7 +22,6 @@ from dataplane.errors import (
     DataplaneError,
     DeadlineExceeded,
     PeerLost,
-    ProtocolError,
     Unavailable,
 )
 from dataplane.wire.messages import Body
@@ -65,16 +64,6 @@ def ask(session: Session, body: Body, expected: type[B], deadline: Deadline, doi
 def wait_for(session: Session, body: Body, expected: type[B], timeout_s: float | None) -> B:
     """Send a request that waits at the peer for rows. Its body carries the same timeout."""
     return expect(send(session, Call(body, Deadline(timeout_s), True)), expected, body)
-
-
-def expect(reply: object, expected: type[B], body: Body) -> B:
-    """Return the reply to `body`. Raise ProtocolError if it does not have the expected type."""
-    if not isinstance(reply, expected):
-        raise ProtocolError(
-            f"unexpected reply to {type(body).__name__}: expected {expected.__name__}, got "
-            f"{type(reply).__name__}. Install the same dataplane release everywhere"
-        )
-    return reply
 
 
 def send(session: Session, call: Call) -> Body:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from dataplane.client import arguments
 from dataplane.client._sync.attaching import attach
 from dataplane.client._sync.calls import ask
@@ -41,13 +43,10 @@ def read(
     if keys is not None and where is not None:
         raise InvalidCall("got both keys= and where=: pass only one of them")
     deadline = Deadline(timeout)
-    attach(handle, deadline)
-    if keys is None:
-        pages = _pages(handle, None, where, fields, deadline)
-    else:
-        parts = in_parts(name_list(keys, "key"), handle.session.max_rows)
-        pages = _read_parts(handle, [named_rows(p) for p in parts], fields, deadline)
-    return _gather(handle, pages)
+    parts: list[Rows | None] = [None]
+    if keys is not None:
+        parts = [named_rows(p) for p in in_parts(name_list(keys, "key"), handle.session.max_rows)]
+    return _read_parts(handle, parts, where, fields, deadline)
 
 
 def overview(handle: Handle, where: Where | None, limit: int, timeout: float | None) -> ReadDone:
@@ -65,7 +64,7 @@ def read_rows(
 ) -> TableReader:
     """Read the rows of a batch or a ref, in their order."""
     parts = _cut(rows, handle.session.max_rows)
-    return _gather(handle, _read_parts(handle, parts, fields, Deadline(timeout)))
+    return _read_parts(handle, parts, None, fields, Deadline(timeout))
 
 
 def handle_of(plane: Any, session: Session, ref: Ref) -> Handle:
@@ -104,59 +103,48 @@ def _cut(rows: Rows, size: int) -> list[Rows]:
 
 
 def _read_parts(
-    handle: Handle, parts: list[Rows], fields: Sequence[str] | None, deadline: Deadline
-) -> list[ReadDone]:
-    pages: list[ReadDone] = []
-    try:
-        for part in parts:
-            pages += _pages(handle, part, None, fields, deadline)
-    except BaseException:
-        # The parts before this one are pinned; their pins go with an object nobody keeps.
-        handle.session.pinned(*(page.pin for page in pages))
-        raise
-    return pages
-
-
-def _pages(
     handle: Handle,
-    rows: Rows | None,
+    parts: Sequence[Rows | None],
     where: Where | None,
     fields: Sequence[str] | None,
     deadline: Deadline,
-) -> list[ReadDone]:
-    session = handle.session
+) -> TableReader:
+    """Read the rows of each part (None: all rows), with one message per page."""
+    session, pages = handle.session, list[ReadDone]()
     generation = attach(handle, deadline)
-    wanted = arguments.optional_texts(fields, "fields")
-    filtered = arguments.filter_of(where)
-    pages: list[ReadDone] = []
-    after, size = b"", session.max_rows
+    wanted, filtered = arguments.optional_texts(fields, "fields"), arguments.filter_of(where)
+    ask_for = Read(handle.name, generation, None, filtered, wanted, session.max_rows)
+    try:
+        for part in parts:
+            _read_part(session, replace(ask_for, rows=part), deadline, pages)
+    except BaseException:
+        # The pages before this one are pinned; their pins go with an object nobody keeps.
+        session.pinned(*(page.pin for page in pages))
+        raise
+    reader = reader_of(session, [page.table for page in pages], [page.pin for page in pages])
+    session.tally.got(len(reader.table.rows.keys) // KEY.itemsize, reader.volume)
+    return reader
+
+
+def _read_part(session: Session, body: Read, deadline: Deadline, pages: list[ReadDone]) -> None:
+    """Add the pages of a reply. A message is repeated for fewer rows if its reply would be too
+    large."""
     while True:
-        body = Read(handle.name, generation, rows, filtered, wanted, size, after)
         try:
-            page = ask(handle.session, body, ReadDone, deadline)
+            page = ask(session, body, ReadDone, deadline)
         except FrameTooLarge:  # rows with many small values
-            count = size if rows is None else len(rows.keys) // KEY.itemsize
+            rows = body.rows
+            count = body.limit if rows is None else len(rows.keys) // KEY.itemsize
             if count == 1:
-                session.pinned(*(p.pin for p in pages))
                 raise
             if rows is not None:
-                return _read_parts(handle, _cut(rows, -(-count // 2)), fields, deadline)
-            size = count // 2
+                for part in _cut(rows, -(-count // 2)):
+                    _read_part(session, replace(body, rows=part), deadline, pages)
+                return
+            body = replace(body, limit=count // 2)
             continue
-        except BaseException:
-            # The pages before this one are pinned; their pins go with an object nobody keeps.
-            session.pinned(*(p.pin for p in pages))
-            raise
         pages.append(page)
-        session.warn_of_tags(handle.name, page.unknown_tags)
+        session.warn_of_tags(body.partition, page.unknown_tags)
         if not page.cursor:
-            return pages
-        after = page.cursor
-
-
-def _gather(handle: Handle, pages: list[ReadDone]) -> TableReader:
-    session = handle.session
-    reader = reader_of(session, [page.table for page in pages], [page.pin for page in pages])
-    rows = len(reader.table.rows.keys) // KEY.itemsize
-    session.tally.got(rows, reader.volume)
-    return reader
+            return
+        body = replace(body, after=page.cursor)

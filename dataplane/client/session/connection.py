@@ -14,6 +14,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import msgspec
 
@@ -48,6 +49,9 @@ _AT_ONCE = int(socket.MSG_DONTWAIT)
 
 Opener = Callable[[float], socket.socket]
 """Connects within so many seconds. TimeoutError, and what `connect` of a socket raises."""
+
+
+B = TypeVar("B", bound=Body)
 
 
 class Cancelled(BaseException):
@@ -335,6 +339,16 @@ def unwrap(body: Body) -> Body:
     if isinstance(body, Failed):
         raise from_wire(body.code, body.message, body.details)
     return body
+
+
+def expect(reply: object, expected: type[B], body: Body) -> B:
+    """Return the reply to `body`. Raise ProtocolError if it does not have the expected type."""
+    if not isinstance(reply, expected):
+        raise ProtocolError(
+            f"unexpected reply to {type(body).__name__}: expected {expected.__name__}, got "
+            f"{type(reply).__name__}. Install the same dataplane release everywhere"
+        )
+    return reply
 
 
 UNENCODABLE = (OverflowError, UnicodeEncodeError, TypeError, msgspec.MsgspecError)

@@ -16,6 +16,7 @@ from dataplane.client.session.connection import (
     Connection,
     Opener,
     answer,
+    expect,
     is_stopped,
     no_answer,
     peer_lost,
@@ -107,12 +108,7 @@ def open_connection(
             hello.rank = processes.own_rank(os.environ)
         request = Request(rid, joined, 0, 0, welcome.epoch, int(limit_s * 1e3), hello)
         connection.send(encode(request), deadline)
-        done = unwrap(answer(connection.receive(deadline), rid))
-        if not isinstance(done, HelloDone):
-            raise ProtocolError(
-                f"unexpected reply to Hello: expected HelloDone, got {type(done).__name__}. "
-                "Install the same dataplane release everywhere"
-            )
+        done = expect(unwrap(answer(connection.receive(deadline), rid)), HelloDone, hello)
     except BaseException as exc:
         pid, stopped = process_of(connection.sock), is_stopped(connection.sock)
         connection.close()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from msgspec.structs import replace
 
 from dataplane.client.deadline import Deadline
-from dataplane.client.session.connection import Connections, Opener
+from dataplane.client.session.connection import Connections, Opener, expect
 from dataplane.client.session.handshake import (
     HANDSHAKE_S,
     QueueFull,
@@ -29,7 +29,7 @@ from dataplane.client.session.handshake import (
 )
 from dataplane.client.session.housekeeping import Housekeeper, own_sessions
 from dataplane.client.session.session import Session
-from dataplane.errors import DataplaneError, InvalidCall, PeerLost, PeerNotFound, ProtocolError
+from dataplane.errors import DataplaneError, InvalidCall, PeerLost, PeerNotFound
 from dataplane.gpu.registry import AUTO, Wish, client_pools
 from dataplane.launch import processes, rundir, settings
 from dataplane.launch.embedded import attach
@@ -136,12 +136,7 @@ def _stats(session: Session) -> dict[str, Any]:
         answer = connection.exchange(encode(request), request.rid, deadline)
     finally:
         connection.close()
-    if not isinstance(answer, StatsDone):
-        raise ProtocolError(
-            f"unexpected reply to Stats: expected StatsDone, got {type(answer).__name__}. "
-            "Install the same dataplane release everywhere"
-        )
-    return answer.stats
+    return expect(answer, StatsDone, request.body).stats
 
 
 def visit(peer: LivingPeer) -> Housekeeper:

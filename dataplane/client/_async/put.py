@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from dataplane.client._async import other_memory
 from dataplane.client._async.attaching import attach, comes_too_late
 from dataplane.client._async.backend import offload
 from dataplane.client._async.calls import send
-from dataplane.client._async.other_memory import OtherPart
 from dataplane.client._async.space import (
     give_back,
     land,
@@ -161,8 +161,9 @@ async def _put(
     if len(units[0]) > 1:
         check_names(identity)
         work.check_units(units[0])
-    if others:
-        work.others = [OtherPart(one, some) for one, some in zip(others, units[1:], strict=True)]
+    work.others = others
+    for other, some in zip(others, units[1:], strict=True):
+        other.units = some
     await work.put_units(units[0], row_cost(identity))
     session.known_keys.note(generation, identity.continued_keys())
     session.tally.put_waited(time.monotonic() - began)
@@ -267,7 +268,7 @@ class Putting(msgspec.Struct, eq=False):
     committed: list[tuple[int, int]] = []
     """the first row of each message that took effect, and the row after its last, in the order of
     the units"""
-    others: Sequence[OtherPart] = ()
+    others: Sequence[OnDevice] = ()
     continuing: bool = False
     """whether this client put or leased the first group or row of the put before"""
 
@@ -317,7 +318,9 @@ class Putting(msgspec.Struct, eq=False):
         first, last = units[done].first, units[stop - 1].last
         try:
             for other in self.others:
-                pieces += await other.write(handle, generation, here, self.continuing, until)
+                pieces += await other_memory.write(
+                    other, handle, generation, here, self.continuing, until
+                )
             ahead = [self._want(0, units, here)]
             if self.others:
                 ahead += [0] * (len(session.slabs) - 1)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dataplane.client.deadline import Deadline
-from dataplane.client.write.chunks import NewChunk
+from dataplane.client.write.chunks import NewChunk, Unit
 from dataplane.client.write.columns import ValueColumn, checked_name, lengths_of, spec_of
 from dataplane.errors import InvalidCall, InvalidRows, counted
 from dataplane.gpu.device import Copy, Located
@@ -25,26 +25,49 @@ if TYPE_CHECKING:
 Columns = dict[str, list[Located]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OnDevice:
-    """The fields of a put whose values are all on the device of `opened`."""
+    """The fields of a put whose values are all on the device of `opened`. units: how they are
+    written, at the same rows as the other fields."""
 
     opened: Opened
     columns: list[ValueColumn]
+    units: Sequence[Unit] = ()
 
     @property
     def memory(self) -> int:
         """The number of the device arena."""
         return self.opened.number
 
-    @property
-    def most_bytes(self) -> int:
-        """How much of a put is copied at once: a quarter of the device arena."""
-        return self.opened.pool.nbytes // 4
+    def upto(self, first: int, last: int) -> int:
+        """Return how many of the units from `first` to `last` fit in one run, a quarter of the
+        device arena. At least one does."""
+        most, nbytes = self.opened.pool.nbytes // 4, 0
+        for stop in range(first, last):
+            nbytes += self.units[stop].nbytes
+            if stop > first and nbytes > most:
+                return stop - first
+        return last - first
 
-    def copies(self, chunks: Sequence[NewChunk], writes: WriteMaps) -> DeviceCopies:
-        """The copies of these fields' values to the places of their chunks."""
-        return DeviceCopies(self.opened, chunks, writes)
+    def copy(
+        self, chunks: Sequence[NewChunk], writes: WriteMaps, until: Deadline, keep: list[object]
+    ) -> None:
+        """Copy values to the places of their chunks, and return once the copies have finished. If
+        this raises, a stream may still use the chunks and what is in `keep`."""
+        copies: list[Copy] = []
+        for chunk in chunks:
+            for column, start in chunk.places():
+                target = chunk.offset + start
+                for value in column.source:
+                    if target >= self.opened.base:
+                        address = self.opened.place(target)
+                    else:  # in the host arena, because the device arena is full
+                        window = writes.view(target, max(1, value.nbytes))
+                        keep.append(window)
+                        address = int(window.__array_interface__["data"][0])
+                    copies.append((address, value.address, value.nbytes, value.stream))
+                    target += value.nbytes
+        self.opened.device.carry_out(copies, lambda: until.check("copying to the device arena"))
 
 
 def fields_on_devices(
@@ -107,33 +130,3 @@ def _column(name: str, values: list[Located]) -> ValueColumn:
     return ValueColumn(
         name, len(values), spec, values, sum(sizes), sizes, lengths_of(name, lengths)
     )
-
-
-class DeviceCopies:
-    """Copies of values to the places of their chunks, asked of the streams that the values are
-    on."""
-
-    def __init__(self, opened: Opened, chunks: Sequence[NewChunk], writes: WriteMaps) -> None:
-        self._opened, self._chunks, self._writes = opened, chunks, writes
-        self._windows: list[object] = []
-
-    def carry_out(self, until: Deadline) -> None:
-        """Copy the values, and return once the copies have finished. If this raises, a stream may
-        still use the chunks: keep this object until it does not."""
-        copies: list[Copy] = []
-        for chunk in self._chunks:
-            for column, start in chunk.places():
-                target = chunk.offset + start
-                for value in column.source:
-                    address = self._address(target, value.nbytes)
-                    copies.append((address, value.address, value.nbytes, value.stream))
-                    target += value.nbytes
-        self._opened.device.carry_out(copies, lambda: until.check("copying to the device arena"))
-
-    def _address(self, target: int, nbytes: int) -> int:
-        """Where an address of the peer's memory is in this process."""
-        if target >= self._opened.base:
-            return self._opened.place(target)
-        window = self._writes.view(target, max(1, nbytes))
-        self._windows.append(window)
-        return int(window.__array_interface__["data"][0])

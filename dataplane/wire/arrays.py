@@ -116,6 +116,7 @@ def as_array(value: object) -> Array | None:
             raise InvalidValue(
                 "storing a masked array would lose its mask: pass .data and .mask as two fields"
             )
+        _check_unit(array)
         array = np.asarray(array)
     if dtype_name(array.dtype) is None:
         array = _native(array)
@@ -191,14 +192,15 @@ def raw(array: Array) -> Array:
 
 
 def _native(array: Array) -> Array:
-    swapped = array.dtype.newbyteorder("=")
+    # NumPy's texts of any length have no byte order
+    swapped = array.dtype if array.dtype.kind == "T" else array.dtype.newbyteorder("=")
     if dtype_name(swapped) is not None:
         return array.byteswap().view(swapped)  # astype leaves times without a unit as they are
     dtype = array.dtype
-    if dtype.hasobject:
-        hint = "it holds Python objects: pass .tolist()"
-    elif dtype.kind in "UST":
+    if dtype.kind in "UST":
         hint = "it holds text: pass .tolist()"
+    elif dtype.hasobject:
+        hint = "it holds Python objects: pass .tolist()"
     else:
         hint = "it is a structured array: pass its parts as separate fields"
     raise InvalidValue(f"an array of dtype {dtype} cannot be stored, because {hint}")
@@ -232,6 +234,7 @@ def _foreign(value: object) -> Array | None:
         # cupy refuses silent copies to the host; `get` is its word for an intended one
         return np.asarray(value.get() if hasattr(value, "get") else value)
     if hasattr(value, "__array_interface__") or hasattr(value, "__array__"):
+        _check_unit(value)
         _check_columnar(value)
         return np.asarray(value)
     if hasattr(value, "__dlpack__"):
@@ -239,11 +242,33 @@ def _foreign(value: object) -> Array | None:
     return None
 
 
+def _check_unit(value: Any) -> None:
+    """InvalidValue for a quantity, such as those of astropy, pint and unyt: an array has no
+    unit."""
+    for unit in (getattr(value, "unit", None), getattr(value, "units", None)):
+        if unit is None or callable(unit):
+            continue
+        raise InvalidValue(
+            f"{kind_of(value)} has the unit {str(unit)!r:.40}, which a NumPy array cannot hold: "
+            "pass its numbers alone, and store the unit as a tag"
+        )
+
+
 def _check_columnar(column: Any) -> None:
-    """InvalidValue for an Arrow or Polars column of which numpy would lose something: in an array
-    nulls become NaN, and times lose their zone."""
+    """InvalidValue for an Arrow, Polars or pandas object of which numpy would lose something: in an
+    array nulls become NaN, times lose their zone, and a table its names and dtypes."""
+    if hasattr(column, "column_names") or hasattr(column, "columns"):
+        raise InvalidValue(
+            f"storing {kind_of(column)} would lose the names and types of its columns: pass each "
+            "column as a field, or .to_pylist() or .to_dict('records')"
+        )
+    for chunk in getattr(column, "chunks", None) or ():
+        _check_columnar(chunk)
+    # Arrow counts no nulls among the values of a dictionary, or of runs
+    encoded = (getattr(column, name, None) for name in ("dictionary", "values"))
     nulls = getattr(column, "null_count", 0)
-    if nulls() if callable(nulls) else nulls:
+    nulls = nulls() if callable(nulls) else nulls
+    if nulls or any(getattr(values, "null_count", 0) for values in encoded):
         raise InvalidValue(
             f"{kind_of(column)} contains nulls, which a NumPy array cannot hold: pass .to_pylist() "
             "or .to_list(), which turn nulls into None"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from dataplane.client.read.column_view import same
@@ -175,6 +176,46 @@ def test_arrays_of_other_libraries_are_taken(arena: Any) -> None:
         InvalidValue, match=r"x\[0\]: .*Refusing cannot be converted .* another device"
     ):
         arena.put({"x": [Refusing()]})
+
+
+class Quantity(np.ndarray):
+    """Numbers with a unit, as astropy and unyt have them."""
+
+    unit = "m / s"
+
+
+class Measured:
+    """The same as pint has it."""
+
+    units = "ms"
+
+    def __array__(self, *_: object, **__: object) -> np.ndarray:
+        return np.ones(2)
+
+
+SECONDS = np.ones(2).view(Quantity)
+NULLS = [1, None]
+RUNS = pa.RunEndEncodedArray.from_arrays(pa.array([1, 3], pa.int32()), pa.array(NULLS))
+CODED = pa.DictionaryArray.from_arrays(pa.array([0, 1]), pa.array(NULLS))
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (SECONDS, "Quantity has the unit 'm / s', which a NumPy array cannot hold"),
+        (Measured(), "Measured has the unit 'ms'"),
+        (pa.table({"a": [2**53 + 1], "b": [0.5]}), "would lose the names and types of its columns"),
+        (pa.record_batch({"a": NULLS}), "would lose the names and types of its columns"),
+        (RUNS, "contains nulls"),
+        (CODED, "contains nulls"),
+        (pa.chunked_array([CODED]), "contains nulls"),
+        (np.array(["a", "b"], np.dtypes.StringDType()), "it holds text"),
+    ],
+)
+def test_what_an_array_would_lose_is_refused_at_every_depth(value: Any, why: str) -> None:
+    for column in (value, [value], [{"a": value}], [[value]]):
+        with pytest.raises(InvalidValue, match=why):
+            prepare({"x": column})
 
 
 def test_byte_order_and_strides_are_made_plain(arena: Any) -> None:

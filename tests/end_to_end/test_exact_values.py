@@ -271,6 +271,13 @@ TAGS = st.one_of(
 )
 
 
+@pytest.mark.parametrize("values", [{"a", "b"}, frozenset([1, 2])])
+def test_a_set_of_tags_is_no_order_of_rows(plane: Plane, values: Any) -> None:
+    with pytest.raises(dataplane.InvalidRows, match="tag 't' is a set, which has no order"):
+        rows_of(plane, {"x": [1, 2]}, tags={"t": values})
+    assert rows_of(plane, {"x": [1, 2]}, tags={"t": dict(a=1, b=2).keys()}).tags["t"] == ["a", "b"]
+
+
 def plain(value: Any) -> Any:
     """The scalar of Python that stands for one of numpy."""
     return value.item() if isinstance(value, np.generic | np.ndarray) else value

@@ -279,6 +279,11 @@ def tag_columns(tags: TagValues | None, n: int) -> dict[str, list[Scalar]]:
             raise InvalidRows(f"invalid tag name {shown(name):.80}: expected a str")
         if (reason := unencodable(name)) is not None:
             raise InvalidRows(f"invalid tag name {shown(name):.80}, {reason}")
+        if isinstance(given, Set) and not isinstance(given, KeysView):
+            raise InvalidRows(
+                f"tag {name!r} is a set, which has no order: pass a list with one value per row",
+                tag=name,
+            )
         given = _listed(given, f"tag {name!r}")
         if isinstance(given, (str, *_NO_COLUMN)) or not isinstance(given, Iterable):
             given = [given]

@@ -110,6 +110,24 @@ def test_a_column_has_one_type_however_many_portions_it_has(
     assert all(rows[key]["big"] == [0] * 50_000 and rows[key]["x"] is None for key in "abcd")
 
 
+@pytest.mark.parametrize(("text", "raw"), [("a", b"a"), ([{"a": ["x"]}], [{"a": [b"x"]}])])
+def test_texts_do_not_become_bytes_because_other_portions_have_bytes(
+    plane: Plane,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    text: object,
+    raw: object,
+) -> None:
+    monkeypatch.setattr(export, "PORTION_BYTES", 1 << 12)
+    part = plane.partition("p", free="drop")
+    for n, one in enumerate((text, raw)):
+        part.put({"x": [one], "fill": [np.zeros(9_000, np.uint8)]}, key=[n], group=n)
+    plane.checkpoint(tmp_path / "saved")
+    said = refused(capsys, tmp_path / "saved", tmp_path / "out")
+    assert "field 'x': the values are" in said and "string" in said and "binary" in said
+
+
 def test_values_that_no_column_holds_are_named_and_the_other_fields_exported(
     plane: Plane, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

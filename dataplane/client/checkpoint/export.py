@@ -244,9 +244,12 @@ class _Part:
             return one
         schemas = [pa.schema([("x", type_)]) for type_ in (one, other)]
         try:
-            return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+            both = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
         except pa.ArrowException as exc:
             raise self._mixed(name, one, other) from exc
+        if not (_keeps_texts(one, both) and _keeps_texts(other, both)):
+            raise self._mixed(name, one, other)
+        return both
 
     def _mixed(self, name: str, one: pa.DataType, other: pa.DataType) -> InvalidValue:
         return InvalidValue(
@@ -307,6 +310,16 @@ def _kind(value: Any) -> object:
     if abs(value) <= 1 << 53:
         return int
     return "int64" if -(1 << 63) <= value < 1 << 63 else "larger"
+
+
+def _keeps_texts(one: pa.DataType, both: pa.DataType) -> bool:
+    """Whether texts of the first type are texts of the second, and not bytes, which Arrow makes of
+    texts and bytes together."""
+    if pa.types.is_struct(one):
+        return all(_keeps_texts(field.type, both.field(field.name).type) for field in one)
+    if pa.types.is_list(one) or pa.types.is_large_list(one):
+        return _keeps_texts(one.value_type, both.value_type)
+    return not (pa.types.is_string(one) and pa.types.is_binary(both))
 
 
 _INTS, _FLOATS = {int, "int64"}, {int, float}

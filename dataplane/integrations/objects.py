@@ -37,7 +37,8 @@ def packed_object(value: Any, other: Callable[[Any], Any] = lambda value: value)
         return value.detach()
     if isinstance(value, NonTensorData):
         return packed_object(value.data, other)
-    if isinstance(value, np.ndarray) and value.dtype.kind in "OSU":
+    masked = isinstance(value, np.ma.MaskedArray)  # which the plane refuses
+    if isinstance(value, np.ndarray) and value.dtype.kind in "OSU" and not masked:
         entries = value.ravel().tolist()
         if value.dtype.kind == "O":
             return {_ARRAY: [packed_object(one, other) for one in entries], "shape": value.shape}

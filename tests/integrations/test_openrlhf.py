@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -111,6 +112,9 @@ def test_a_put_waits_for_a_get_of_another_process(queue: Queue) -> None:
 def test_what_cannot_be_read_safely_is_named(queue: Queue) -> None:
     with pytest.raises(dataplane.InvalidValue, match="odd"):
         queue.put({"odd": object()})
+    for values in (["a", "b"], [1, None]):
+        with pytest.raises(dataplane.InvalidValue, match="would lose its mask"):
+            queue.put({"texts": np.ma.array(values, mask=[False, True])})
     assert queue.empty()
 
     @dataclass

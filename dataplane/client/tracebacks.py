@@ -7,12 +7,18 @@ class) always keeps its traceback.
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import ParamSpec, TypeVar
 
 from dataplane.errors import DataplaneError, InternalError, InvalidConfig
 from dataplane.launch import settings
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
@@ -32,6 +38,21 @@ def shorten(error: DataplaneError) -> None:
         if trace is not None and _is_ours(trace):
             one.__traceback__ = _of_others(trace)
         one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+
+
+def public_at_once(method: Callable[P, T]) -> Callable[P, T]:
+    """Mark a public method that blocks in neither client: the traceback of its errors ends at the
+    caller's line. For the others see `calls.public`."""
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(*args, **kwargs)
+        except DataplaneError as exc:
+            shorten(exc)
+            raise
+
+    return call
 
 
 def _full() -> bool:

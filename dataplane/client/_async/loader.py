@@ -23,6 +23,7 @@ from dataplane.client._async.lease import LEFT, Lease
 from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
 from dataplane.client.requests import Demand
+from dataplane.client.tracebacks import public_at_once
 from dataplane.errors import InvalidCall, StreamEnd
 from dataplane.wire.arrays import shown
 from dataplane.wire.tables import Name
@@ -103,6 +104,7 @@ class Loader:
             "done": [*held, *self._done.difference(held)],
         }
 
+    @public_at_once
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a `state_dict`: rows recorded in it are acked instead of being handed out.
         Call this before the loop starts. Raises InvalidCall if the state belongs to another

@@ -20,8 +20,8 @@ from dataplane.client.session.connection import Cancelled, Connection
 from dataplane.client.session.handshake import further
 from dataplane.client.session.housekeeping import Housekeeper
 from dataplane.client.session.session import Session
-from dataplane.client.tracebacks import is_ours, shorten
-from dataplane.errors import DataplaneError, StreamEnd
+from dataplane.client.tracebacks import is_ours
+from dataplane.errors import StreamEnd
 from dataplane.wire.messages import Body
 
 if TYPE_CHECKING:
@@ -51,11 +51,7 @@ log = logging.getLogger(__name__)
 
 
 def Connecting(kind: Callable[[Housekeeper], P], attach: Callable[[], Housekeeper]) -> P:  # noqa: N802
-    try:
-        return kind(attach())
-    except DataplaneError as exc:
-        shorten(exc)
-        raise
+    return kind(attach())
 
 
 def leave(keeper: Housekeeper, why: str) -> None:

@@ -27,6 +27,7 @@ from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
 from dataplane.client.ref import Dropped, Ref
 from dataplane.client.requests import Demand, shape_of
+from dataplane.client.tracebacks import public_at_once
 from dataplane.client.write.rows import Names, TagValues, name_list
 from dataplane.errors import InvalidCall
 from dataplane.metadata.tables.where import Where
@@ -200,6 +201,7 @@ class Partition:
         claiming = Claiming(self._handle, stage, demand, fields, timeout, lease)
         return Batch(self._handle, stage, *claiming.claim())
 
+    @public_at_once
     def stream(
         self,
         stage: str,
@@ -236,6 +238,7 @@ class Partition:
             lease_s=lease,
         )
 
+    @public_at_once
     def loader(
         self,
         stage: str,
@@ -389,6 +392,7 @@ class Partition:
         )
         wait_for(handle.session, body, Done, timeout)
 
+    @public_at_once
     def admit(
         self, n: int, *, per_version: int, max_lag: int = 1, timeout: float | None = None
     ) -> Admission:
@@ -421,6 +425,7 @@ class Partition:
         body = Advance(handle.name, attach(handle, deadline), version)
         ask(handle.session, body, Done, deadline)
 
+    @public_at_once
     def producing(self, items: Iterable[T]) -> Producer[T]:
         """Iterate over items to put rows for: `for prompt in part.producing(prompts):`.
 

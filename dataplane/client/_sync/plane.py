@@ -25,12 +25,14 @@ from dataplane.client.ref import Ref
 from dataplane.client.requests import definition_of
 from dataplane.client.session.housekeeping import Housekeeper
 from dataplane.client.session.opening import open_session, reconnect
+from dataplane.client.tracebacks import public_at_once
 from dataplane.events.merge import Event
 from dataplane.gpu.registry import wish_of
 from dataplane.launch import settings
 from dataplane.timeline.why import figures
 
 
+@public_at_once
 def connect(
     name: str | None = None,
     *,

@@ -26,6 +26,7 @@ from dataplane.client.read.tensors import (
     to_torch,
 )
 from dataplane.client.ref import Ref
+from dataplane.client.tracebacks import public_at_once
 from dataplane.client.write.rows import group_names, row_groups, row_name, row_names, tag_values
 from dataplane.errors import InvalidCall, InvalidRows, NotFetched, counted
 from dataplane.wire.arrays import shown
@@ -118,6 +119,7 @@ class Selection:
     def __getitem__(self, field: str) -> ColumnView: ...
     @overload
     def __getitem__(self, field: slice) -> Self: ...
+    @public_at_once
     def __getitem__(self, field: str | slice) -> Any:
         """Return a field, with one entry per row. With a slice, return the part with those rows.
         Raises NotFetched if the field was not fetched."""
@@ -147,6 +149,7 @@ class Selection:
     def __contains__(self, field: object) -> bool:
         return isinstance(field, str) and field in self._fetched
 
+    @public_at_once
     def rows(self, positions: Sequence[int] | npt.NDArray[Any]) -> Self:
         """Return the rows at these positions as a part, in the given order, without copying.
 
@@ -318,14 +321,17 @@ class Group:
     def __len__(self) -> int:
         return len(self.rows)
 
+    @public_at_once
     def __getitem__(self, field: str) -> ColumnView:
         """Return the group's entries of a field, one per row."""
         return self._of[field].take(self.rows)
 
+    @public_at_once
     def numpy(self, field: str, view: bool = False) -> npt.NDArray[Any] | list[Any]:
         """Return a field of this group's rows as NumPy arrays. See `Batch.numpy`."""
         return convert.to_numpy(self[field], view)
 
+    @public_at_once
     def torch(
         self,
         field: str,

@@ -184,9 +184,10 @@ class Session:
             if self.closed is not None and not parting:
                 raise ClientClosed(self.closed)
             self._last_op = op = self._last_op + 1
+            unanswered = self.unanswered
             if not waits:
-                self.unanswered.add(op)
-            floor = min(self.unanswered, default=op)
+                unanswered.add(op)
+            floor = min(unanswered) if unanswered else op
         rid = 0 if one_way else op
         return Request(rid, self.id, op, floor, self.epoch, deadline_ms, body)  # type: ignore[arg-type]
 
@@ -487,7 +488,9 @@ class KnownKeys:
                 self._noted_bytes -= len(self._noted.popleft()[1])
 
     def knows(self, generation: int, key: bytes) -> bool:
-        """Whether this key was noted."""
+        """Whether this key was noted. An empty one never is."""
+        if not key:
+            return False
         with self._lock:
             for of, keys in self._noted:
                 if self._newer_count >= MAX_KNOWN_KEYS:

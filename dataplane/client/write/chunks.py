@@ -202,7 +202,7 @@ def plan(
     everything = [*columns, *chain.from_iterable(others)]
     n = everything[0].count
     planner = _Planner()
-    units: list[list[Unit]] = []
+    units: list[list[Unit]] = [[] for _ in (columns, *others)]
     small: list[ValueColumn] = []
     for first, last, group in _blocks(n, groups):
         rows = last - first
@@ -219,12 +219,9 @@ def plan(
         cuts = [(first, last)]
         if group is None and (rows > UNGROUPED_ROWS or others or sum(sizes) > unit_bytes):
             cuts = _cuts(everything, first, last, unit_bytes)
-        rest, found, nbytes = [*columns], [], 0
+        found, rest, nbytes = list[ValueColumn](), columns, 0
         if inline:
-            chosen, nbytes = _smallest(columns, sizes, rows)
-            found = [columns[at] for at in chosen]
-            for at in reversed(chosen):
-                del rest[at]
+            found, rest, nbytes = _smallest(columns, sizes, rows)
         small = small if found == small else found
         for start, stop in cuts:
             alike = [Unit(start, stop, small, first, nbytes * (stop - start) // rows)]
@@ -233,8 +230,9 @@ def plan(
                 alike.append(Unit(start, stop))
                 planner.fill(alike[-1], _parts(other, start, stop), on_device=True)
             _check_size(alike)
-            units.append(alike)
-    return list(map(list, zip(*units, strict=True)))
+            for memory, unit in enumerate(alike):
+                units[memory].append(unit)
+    return units
 
 
 def _check_size(units: Sequence[Unit]) -> None:
@@ -272,20 +270,24 @@ def _runs(groups: Sequence[int]) -> list[tuple[int, int]]:
 
 def _smallest(
     columns: Sequence[ValueColumn], sizes: Sequence[int], rows: int
-) -> tuple[list[int], int]:
+) -> tuple[list[ValueColumn], list[ValueColumn], int]:
     """Which columns of a block go inline: the smallest, as long as their chunk keeps to the budgets
-    of a block and a row. Also how many bytes they have."""
-    chosen: list[int] = []
-    nbytes, left = 0, min(INLINE_BLOCK_BYTES, INLINE_ROW_BYTES * rows)
+    of a block and a row. Also the other columns, and how many bytes the former have."""
+    nbytes, left = sum(sizes), min(INLINE_BLOCK_BYTES, INLINE_ROW_BYTES * rows)
+    if nbytes + sum(map(len, map(_lengths, columns))) + _UP * len(sizes) <= left:
+        return [*columns], [], nbytes  # all of them, as most often for a single row
+    chosen = set[int]()
+    nbytes = 0
     for at in sorted(range(len(sizes)), key=sizes.__getitem__):
         size = sizes[at]
         left -= U4.itemsize * columns[at].spec.width * rows + (size + _UP & _DOWN)
         if left < 0:
             break
-        chosen.append(at)
+        chosen.add(at)
         nbytes += size
-    chosen.sort()  # the order of their sizes may change from block to block
-    return chosen, nbytes
+    # in the order of the fields: that of their sizes may change from block to block
+    found = [column for at, column in enumerate(columns) if at in chosen]
+    return found, [column for at, column in enumerate(columns) if at not in chosen], nbytes
 
 
 def _cuts(
@@ -442,7 +444,8 @@ def pieces_of(units: Sequence[Unit]) -> list[NewPiece]:
     """The pieces of neighbouring units. The small columns of a block become one inline chunk."""
     pieces: list[NewPiece] = []
     begin, nbytes = units[0], 0
-    for unit, following in zip(units, [*units[1:], None], strict=True):
+    for number, unit in enumerate(units, 1):
+        following = units[number] if number < len(units) else None
         pieces += unit.pieces
         if following is not None and following.inline is unit.inline:
             nbytes += unit.inline_bytes

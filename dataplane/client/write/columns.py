@@ -174,9 +174,7 @@ def prepare(
     schema.
     """
     columns = by_name(columns)
-    names, given = tuple(columns), list(columns.values())
-    plain = {*map(type, names)} <= {str}  # others may have a hash that raises
-    names = checked_names(names) if plain else tuple(map(checked_name, names))
+    names, given = checked_names(tuple(columns)), list(columns.values())
     if {*map(type, given)} != {list}:
         given = list(map(_column, names, given))
     _check_length(names, given, n, whose)
@@ -587,12 +585,13 @@ def _of_array(name: str, array: Array) -> ValueColumn:
 def _of_scalars(name: str, column: Sequence[Any], kind: type[Any]) -> ValueColumn | None:
     """Return a column of Python numbers or NumPy scalars of one type. None if the values do not
     fit one dtype."""
+    source: Array | list[Buffer]
     if kind in _NUMBERS:
-        dtype = np.dtype(_NUMBERS[kind])
         try:
-            numbers = np.array(column, dtype)
+            source = np.array(column, _NUMBERS[kind])
         except OverflowError:
             return None
+        dtype = source.dtype
     else:
         dtype = column[0].dtype
         is_time = issubclass(kind, (np.datetime64, np.timedelta64))
@@ -600,10 +599,11 @@ def _of_scalars(name: str, column: Sequence[Any], kind: type[Any]) -> ValueColum
             return None
         if dtype_name(dtype) is None:
             return None
-        numbers = np.frombuffer(b"".join(map(kind.tobytes, column)), np.uint8)
-    spec = _scalar_spec(dtype, kind in _NUMBERS)
-    source = numbers.view(np.uint8).reshape(len(column), -1)
-    return ValueColumn(name, len(column), spec, source, numbers.nbytes, dtype.itemsize)
+        source = list(map(kind.tobytes, column))
+    count, size = len(column), dtype.itemsize
+    return ValueColumn(
+        name, count, _scalar_spec(dtype, kind in _NUMBERS), source, count * size, size
+    )
 
 
 def _of_vectors(name: str, arrays: Sequence[Array]) -> ValueColumn | None:

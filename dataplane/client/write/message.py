@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from operator import attrgetter
-from types import NoneType
 from typing import Any
 
 import msgspec
@@ -24,10 +23,7 @@ from dataplane.wire.records import DIGEST, U4, ids_of
 from dataplane.wire.tables import INLINE, Owner, Values
 
 Records = npt.NDArray[Any]
-_rows, _nbytes, _layout = attrgetter("rows"), attrgetter("nbytes"), attrgetter("layout")
-_beside, _offset, _digest = attrgetter("beside"), attrgetter("offset"), attrgetter("digest")
-_is_inline, _number = attrgetter("is_inline"), attrgetter("number")
-_chunk, _at = attrgetter("chunk"), attrgetter("at")
+_layout, _chunk = attrgetter("layout"), attrgetter("chunk")
 _use = attrgetter("fields", "rows", "first", "at")
 CHUNK_COST_BYTES = 64
 """About what a chunk and its piece take in a message."""
@@ -62,52 +58,41 @@ class MessageValues(msgspec.Struct, eq=False):
 def values_of(owner: Owner, pieces: Sequence[NewPiece], base: int = 0) -> MessageValues:
     """What a message says of these pieces. owner: the peer of this host. base: the row of the
     write that is the first one of the message."""
-    chunks = sorted(chunks_of(pieces), key=_is_inline)
-    placed = len(chunks) - sum(map(_is_inline, chunks))
-    own, inline = chunks[:placed], chunks[placed:]
-    shared = list(filter(_number, own))
-    if shared:
-        own = [chunk for chunk in own if chunk.number is None]
-        chunks = [*own, *shared, *inline]
-    numbers = dict(zip(chunks, range(len(chunks)), strict=True))
-    form = _form if _are_alike(pieces) else _form.__wrapped__
-    fields, layouts, said, owners, of_layouts = form(
+    own, shared, inline = list[NewChunk](), list[NewChunk](), list[NewChunk]()
+    for chunk in chunks_of(pieces):
+        (inline if chunk.is_inline else own if chunk.number is None else shared).append(chunk)
+    chunks = [*own, *shared, *inline]
+    placed = len(chunks) - len(inline)
+    numbers = {chunk: number for number, chunk in enumerate(chunks)}
+    uses = (
         tuple(map(_layout, chunks)),
         tuple(map(_use, pieces)),
         tuple(map(numbers.__getitem__, map(_chunk, pieces))),
         placed,
         base,
     )
-    none = [0] * len(chunks)
-    names, offsets = none, none
-    if own:
-        offsets = [*map(_offset, own), *none[len(own) :]]
-    if shared:
-        names = [chunk.number or 0 for chunk in chunks]
-    every = map(
-        tables.Chunk,
-        owners,
-        names,
-        map(_rows, chunks),
-        map(_nbytes, chunks),
-        of_layouts,
-        map(_beside, chunks),
-        offsets,
-        map(_digest, chunks),
-    )
+    try:
+        form = _form(*uses) if len(pieces) <= _FEW_PIECES else _form.__wrapped__(*uses)
+    except TypeError:  # lists of rows have no hash, and few messages have the same
+        form = _form.__wrapped__(*uses)
+    fields, layouts, said, owners, of_layouts = form
+    every = [
+        tables.Chunk(
+            owners[number],
+            one.number or 0,
+            one.rows,
+            one.nbytes,
+            of_layouts[number],
+            one.beside,
+            max(0, one.offset),
+            one.digest,
+        )
+        for one, number in numbers.items()
+    ]
+    copied_bytes = sum([one.nbytes for one in chunks if one.number is None])
     owner_of = ([owner] if placed else []) + ([INLINE] if inline else [])
-    values = Values(fields, owner_of, layouts, list(every), said)
-    copied_bytes = sum(map(_nbytes, own)) + sum(map(_nbytes, inline))
+    values = Values(fields, owner_of, layouts, every, said)
     return MessageValues(values, own, shared, copied_bytes)
-
-
-def _are_alike(pieces: Sequence[NewPiece]) -> bool:
-    """Whether other messages are likely to have pieces of the same form."""
-    return (
-        len(pieces) <= _FEW_PIECES
-        and {*map(type, map(_rows, pieces))} == {range}
-        and {*map(type, map(_at, pieces))} == {NoneType}
-    )
 
 
 @lru_cache(128)

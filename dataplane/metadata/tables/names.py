@@ -85,8 +85,8 @@ def mint(session: int, counter: int) -> bytes:
 def mint_many(session: int, first: int, count: int) -> bytes:
     """The KEY column of `count` generated keys with consecutive counters."""
     if count <= _FEW:  # numpy costs more than the work
-        start = session.to_bytes(8, "big")
-        return b"".join([start + n.to_bytes(8, "big") for n in range(first, first + count)])
+        start = (session << 64) + first
+        return b"".join([n.to_bytes(16, "big") for n in range(start, start + count)])
     keys = np.empty(count, _MINTED_RECORD)
     keys["session"] = session
     keys["counter"] = np.arange(first, first + count, dtype=np.uint64)

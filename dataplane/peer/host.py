@@ -418,9 +418,7 @@ class Host:
         known = self.labels.get(holder)
         return known or (f"client {holder:x}" if holder else "its plan")
 
-    @staticmethod
-    def now() -> float:
-        return time.monotonic()
+    now = staticmethod(time.monotonic)
 
 
 class Serving:

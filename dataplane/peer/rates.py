@@ -16,15 +16,16 @@ class Recent:
         self.total = 0
         self._amounts: deque[list[int]] = deque()
         """[second, amount], the oldest first"""
+        self._newest = [-1, 0]
 
     def add(self, now: float, amount: int) -> None:
         self.total += amount
         second = int(now)
-        if self._amounts and self._amounts[-1][0] == second:
-            self._amounts[-1][1] += amount
-        elif amount:
+        if second != self._newest[0]:
             self._forget(second)
-            self._amounts.append([second, amount])
+            self._newest = [second, 0]
+            self._amounts.append(self._newest)
+        self._newest[1] += amount
 
     def per_s(self, now: float) -> float:
         """The average per second over the window, or since the start if that is shorter."""

@@ -345,9 +345,10 @@ def _chunks_in(values: wire.Values, known: Known) -> tuple[list[Chunk], list[Chu
             continue
         size = _same_size(nbytes)
         chunks.append(Chunk(owners[at], number, rows, size, layouts[form], one.inline))
-    numbers = [one.number for one in chunks if one.number]
-    if len(set(numbers)) < len(numbers):
-        _check_distinct(chunks)
+    if len(chunks) > 1:
+        numbers = [one.number for one in chunks if one.number]
+        if len(set(numbers)) < len(numbers):
+            _check_distinct(chunks)
     return chunks, before
 
 

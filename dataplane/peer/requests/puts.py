@@ -190,8 +190,9 @@ class Grants:
             return Committed(values)
         owners = values.owners
         inline = [owner == INLINE for owner in owners]
-        if not all(inline):
-            self._check_owners(owners)
+        if all(inline):
+            return Committed(values)
+        self._check_owners(owners)
         extents, shared, many, has_digests = list[Extent](), list[Chunk](), len(owners), False
         for one in values.chunks:
             at, nbytes, offset = one.owner, one.nbytes, one.offset

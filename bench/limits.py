@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,26 +126,22 @@ def limited_hosts(hosts: int, limit_bytes: int) -> Iterator[list[HostLimit]]:
     """One cgroup per host, removed at the end; none where there is no limit. Raises NoLimits if the
     machine allows none."""
     limits: list[HostLimit] = []
-    if not limit_bytes:
-        yield limits
-        return
-    try:
+    with ExitStack() as opened:
         try:
-            parent, files = _parent()
-            _remove_leftovers(parent)
-            for host in range(hosts):
-                path = parent / f"{_PREFIX}-{os.getpid()}-host{host}"
-                limits.append(HostLimit(path, files, limit_bytes))
-                limits[-1]._open()
+            if limit_bytes:
+                parent, files = _parent()
+                _remove_leftovers(parent)
+                for host in range(hosts):
+                    path = parent / f"{_PREFIX}-{os.getpid()}-host{host}"
+                    limits.append(HostLimit(path, files, limit_bytes))
+                    opened.callback(limits[-1].close)
+                    limits[-1]._open()
         except OSError as exc:
             raise NoLimits(
                 f"cannot set a memory limit on this machine: {exc}. Leave out "
                 "the limit, or run as root"
             ) from exc
         yield limits
-    finally:
-        for limit in limits:
-            limit.close()
 
 
 def check(limits: Sequence[HostLimit]) -> None:

@@ -129,12 +129,20 @@ class Network:
             for host in range(self.hosts):
                 self._plug_in(host)
         except BaseException:
-            self._end()
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end()
+        # Of a namespace that ended the kernel takes the links some time later: not before a next
+        # network, which would find its names taken.
+        for host in range(len(self._holders)):
+            subprocess.run(["ip", "link", "del", _port(host)], capture_output=True)
+        for holder in self._holders:
+            holder.kill()
+            holder.communicate()
+        self._holders.clear()
+        subprocess.run(["ip", "link", "del", _BRIDGE], capture_output=True)
 
     def wrap(self, host: int, argv: Sequence[str]) -> list[str]:
         """A command line that enters the host and then becomes `argv`, with the same pid."""
@@ -163,9 +171,8 @@ class Network:
 
     def _plug_in(self, host: int) -> None:
         waiting = ["unshare", "--net", "--", "sh", "-c", "echo && exec sleep infinity"]
-        holder = subprocess.Popen(
-            leashed(waiting), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
-        )
+        pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
+        holder = subprocess.Popen(leashed(waiting), **pipes)
         self._holders.append(holder)
         assert holder.stdout is not None
         if not holder.stdout.readline():  # it says when it has a namespace of its own
@@ -180,17 +187,6 @@ class Network:
             limit = ("root", "tbf", "rate", self.rate, "burst", _BURST, "latency", _QUEUE)
             _run("tc", "qdisc", "add", "dev", port, *limit)
             self.on(host, "tc", "qdisc", "add", "dev", "eth0", *limit)
-
-    def _end(self) -> None:
-        # Of a namespace that ended the kernel takes the links some time later: not before a next
-        # network, which would find its names taken.
-        for host in range(len(self._holders)):
-            subprocess.run(["ip", "link", "del", _port(host)], capture_output=True)
-        for holder in self._holders:
-            holder.kill()
-            holder.communicate()
-        self._holders.clear()
-        subprocess.run(["ip", "link", "del", _BRIDGE], capture_output=True)
 
 
 class Traffic:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from bench.planes.base import Job
 from bench.traces import Prompt
@@ -28,19 +28,13 @@ class Pace:
 
     def until(self, recorded: float) -> None:
         """Wait until this much recorded time has passed since the time given to `restart`."""
-        if self._speed:
-            self._sleep(self._zero + recorded / self._speed - time.monotonic())
+        self.spend(recorded, self._zero)
 
     def spend(self, recorded: float, since: float | None = None) -> None:
         """Do work that takes this much recorded time. since: when it started, if not now."""
         if self._speed:
             spent = 0.0 if since is None else time.monotonic() - since
-            self._sleep(recorded / self._speed - spent)
-
-    @staticmethod
-    def _sleep(seconds: float) -> None:
-        if seconds > 0:
-            time.sleep(seconds)
+            time.sleep(max(0.0, recorded / self._speed - spent))
 
 
 def reward_seconds(prompt: Prompt) -> float:
@@ -65,16 +59,11 @@ def _tokens(prompt: Prompt) -> int:
     return len(prompt.samples) * prompt.prompt_tokens + sum(prompt.response_tokens)
 
 
-class _Servers:
-    """Workers of a stage: whoever is free first takes the next group."""
-
-    def __init__(self, count: int) -> None:
-        self._free = [0.0] * count
-
-    def serve(self, ready: float, seconds: float) -> float:
-        end = max(ready, heapq.heappop(self._free)) + seconds
-        heapq.heappush(self._free, end)
-        return end
+def _serve(free: list[float], ready: float, seconds: float) -> float:
+    """The end of what the worker does that is free first; `free`: a heap of when each is."""
+    end = max(ready, free[0]) + seconds
+    heapq.heapreplace(free, end)
+    return end
 
 
 def ideal_seconds(job: Job) -> float:
@@ -89,10 +78,7 @@ def recorded_seconds(job: Job) -> float:
     Each step's rollout starts on every host when its last one is finished and the policy is out;
     groups go through the stages in the order in which they become ready.
     """
-    crowd = job.crowd()
-    reward, reference, train = (
-        _Servers(crowd.get(role, 1)) for role in ("reward", "reference", "train")
-    )
+    free = {role: [0.0] * count for role, count in job.crowd().items()}
     replay = job.replay_of("train")
     together = replay.least if replay else 1
     rolled = [0.0] * job.hosts
@@ -102,32 +88,22 @@ def recorded_seconds(job: Job) -> float:
         behind = step - job.staleness - 1
         policy = trained[behind] if behind >= 0 else 0.0
         starts = [max(end, policy) for end in rolled]
-        rolled = [start + _rollout(job, prompts, host) for host, start in enumerate(starts)]
-        done = []
-        for ready, prompt in _by_time(job, prompts, starts):
-            scored = reward.serve(ready, reward_seconds(prompt))
+        rolled, done = starts.copy(), []
+        put = [(starts[p.index % job.hosts] + p.rollout_seconds, p) for p in prompts]
+        for ready, prompt in sorted(put, key=lambda pair: pair[0]):
+            rolled[prompt.index % job.hosts] = ready  # the latest comes last
+            scored = _serve(free["reward"], ready, reward_seconds(prompt))
             if not job.is_trained(prompt):
                 continue
             referred = scored if job.task.survive is not None else ready
             if job.has_reference:
-                referred = reference.serve(referred, reference_seconds(prompt))
+                referred = _serve(free["reference"], referred, reference_seconds(prompt))
             done.append((max(scored, referred), train_seconds(prompt)))
         done.sort()
         ends = []
         for at in range(0, len(done), together):
             groups = done[at : at + together]
-            ends.append(train.serve(groups[-1][0], sum(seconds for _, seconds in groups)))
+            seconds = sum(seconds for _, seconds in groups)
+            ends.append(_serve(free["train"], groups[-1][0], seconds))
         trained.append(max([*ends, *rolled]) + optimiser_seconds(prompts))
     return trained[-1]
-
-
-def _rollout(job: Job, prompts: Iterable[Prompt], host: int) -> float:
-    mine = (prompt for prompt in prompts if prompt.index % job.hosts == host)
-    return max((prompt.rollout_seconds for prompt in mine), default=0.0)
-
-
-def _by_time(
-    job: Job, prompts: Sequence[Prompt], starts: Sequence[float]
-) -> list[tuple[float, Prompt]]:
-    ready = [(starts[p.index % job.hosts] + p.rollout_seconds, p) for p in prompts]
-    return sorted(ready, key=lambda pair: pair[0])

@@ -33,7 +33,7 @@ from bench.links import NODE_BITS, Network, NoNamespaces, Traffic, bits_per_seco
 from bench.memory import Sampler, oom_kills
 from bench.pace import ideal_seconds, recorded_seconds
 from bench.planes import PLANES
-from bench.planes.base import Counts, Job, Moved, Service, Worker
+from bench.planes.base import WAYS, Counts, Job, Moved, Service, Worker
 from bench.processes import Crew, ProcessDied, run_folder
 
 _MIB = 1 << 20
@@ -154,21 +154,23 @@ class _Run:
         self._opened = time.monotonic()  # the curve's zero where the workers never started
         self._started: float | None = None
         self._ended: float | None = None
-        self._moved = Moved()
         self._sampler = Sampler(dict)
         self._sampled_before_s = 0.0
         self._limits: list[HostLimit] = []
         self.network: Network | None = None
         self._traffic: Traffic | None = None
-        self._messages: dict[str, Any] | None = None
+        # What the report says of the end, where there was one.
+        self._counted: dict[str, Any] = self._copied(Moved()) | {
+            "messages": None,
+            "cpu_seconds": {},  # of services, the runner, everybody
+            "cpu_counted_seconds": 0.0,
+        }
         self.killed: dict[str, Any] | None = None
         self.endings: list[str] = []  # of processes, before the runner ended the others
         self._rollouts_done: Counter[int] = Counter()  # by step
         self._step_starts: dict[int, float] = {}  # of the first rollout worker
         self._trained: dict[int, list[float]] = defaultdict(list)  # when each trainer finished
         self._step_ends: list[float] = []
-        self._cpu_seconds: dict[str, float] = {}  # of services, the runner, everybody
-        self._counted_s = 0.0  # in which those were counted
 
     def perform(self) -> None:
         """The whole run, under the limits that the job asks for."""
@@ -196,13 +198,14 @@ class _Run:
                     crew.tell(worker, f"policy 0 {self._started}")
                 self._listen(crew, "the workers to finish", lambda: self._done.keys() >= workers)
             self._ended = max(self._done[worker]["end"] for worker in workers)
-            self._cpu_seconds = cpu.between(before, self._cpu_of_services(crew))
-            self._cpu_seconds["machine"] = cpu.machine_seconds() - busy
-            self._counted_s = time.monotonic() - counted_from
+            spent = cpu.between(before, self._cpu_of_services(crew))
+            spent["machine"] = cpu.machine_seconds() - busy
+            counted_s = time.monotonic() - counted_from
+            self._counted |= {"cpu_seconds": spent, "cpu_counted_seconds": counted_s}
             speaking = {name for name, one in crew.members.items() if one.speaks}
             self._listen(crew, "the plane to finish", lambda: self._done.keys() >= speaking)
-            self._moved = self._plane.moved(self._done)
-            self._messages = self._per_group(counted, self._plane.messages())
+            self._counted |= self._copied(self._plane.moved(self._done))
+            self._counted["messages"] = self._per_group(counted, self._plane.messages())
             check_limits(self._limits)
         except Exception as exc:
             self.endings = crew.endings()
@@ -318,20 +321,14 @@ class _Run:
             "rows_expected": self._ledger.expected_rows,
             "rows_filtered": self._ledger.filtered_rows,
             "bytes_unique": self._unique_bytes(),
-            "bytes_moved": self._moved.total,
-            "moved": {
-                way: getattr(self._moved, way) for way in ("copied_in", "across", "copied_out")
-            },
-            "pulled_bytes": self._moved.pulled,  # by host
+            **self._counted,
             "seconds": seconds,
             # From the end of the step before. The first is cold.
             "step_seconds": list(map(operator.sub, self._step_ends, [0.0, *self._step_ends])),
             "link": self.network.rate if self.network else None,
             "busiest_link": self._traffic.busiest() if self._traffic else None,
-            "computed_link": self._computed_link(),
             "recorded_step_seconds": recorded_seconds(job) / job.steps,
             "full_step": self._full_step(),
-            "messages": self._messages,
             "step_starts": [at for _, at in sorted(self._step_starts.items())],
             "step_ends": self._step_ends,
             **self._paced(seconds),
@@ -344,13 +341,17 @@ class _Run:
                 name: {what: event.get(what, {}) for what in ("seconds", "cpu_seconds")}
                 for name, event in self._done.items()
             },
-            "cpu_seconds": self._cpu_seconds,
-            "cpu_counted_seconds": self._counted_s,
             "latency_ms": latency(self._done),
             "bench_seconds": own_cost(
                 self._done, sampler.sampling_seconds - self._sampled_before_s
             ),
         }
+
+    def _copied(self, moved: Moved) -> dict[str, Any]:
+        """pulled_bytes: by host."""
+        ways = {way: getattr(moved, way) for way in WAYS}
+        told = {"bytes_moved": sum(ways.values()), "moved": ways, "pulled_bytes": moved.pulled}
+        return told | {"computed_link": self._computed_link(moved)}
 
     def _per_group(self, before: Counts | None, after: Counts | None) -> dict[str, Any] | None:
         """Messages by kind in a trained group's life, where the plane counts them."""
@@ -362,11 +363,11 @@ class _Run:
             for where, counts in after.items()
         }
 
-    def _computed_link(self) -> dict[str, Any] | None:
+    def _computed_link(self, moved: Moved) -> dict[str, Any] | None:
         """Where hosts have no links: how long the bytes of the busiest would take on one."""
-        if not self._job.computed_link or not self._moved.pulled:
+        if not self._job.computed_link or not moved.pulled:
             return None
-        ways = [*self._moved.pulled, *self._moved.sent]
+        ways = [*moved.pulled, *moved.sent]
         nbytes = max(ways)
         host = ways.index(nbytes) % self._job.hosts
         seconds = nbytes * 8 / bits_per_second(self._job.computed_link)

@@ -159,10 +159,6 @@ class Moved(msgspec.Struct, frozen=True):
     pulled: list[int] = []
     sent: list[int] = []
 
-    @property
-    def total(self) -> int:
-        return self.copied_in + self.across + self.copied_out
-
 
 @dataclass(frozen=True, slots=True)
 class Service:

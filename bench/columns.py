@@ -69,12 +69,10 @@ def rollout_fields(task: Task) -> tuple[Field, ...]:
 
 
 def all_fields(task: Task) -> tuple[Field, ...]:
-    """All fields of a finished row."""
     return (*rollout_fields(task), *_REWARD, *_REFERENCE)
 
 
 def stage_fields(task: Task, has_reference: bool = True) -> dict[str, list[str]]:
-    """The fields that each stage reads."""
     everything = [field.name for field in all_fields(task)]
     if not has_reference:
         everything = [name for name in everything if name != _REFERENCE[0].name]
@@ -86,7 +84,6 @@ def stage_fields(task: Task, has_reference: bool = True) -> dict[str, list[str]]
 
 
 def shape_of(field: Field, prompt: Prompt, sample: int) -> Shape:
-    """The shape of one row's value."""
     response = prompt.samples[sample].tokens
     total = prompt.prompt_tokens + response
     match field.name:

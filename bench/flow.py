@@ -72,7 +72,6 @@ class Orders:
         return self._since
 
     def wait_for_rollout(self, step: int) -> None:
-        """Wait until all rollout workers have finished the step."""
         while self._rolled < step:
             self._hear()
 
@@ -89,8 +88,6 @@ class Orders:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A worker and its tools."""
-
     worker: Worker
     endpoint: Endpoint
     pace: Pace

@@ -46,7 +46,6 @@ _HARDLY = 0.02
 
 
 def register(commands: Any) -> None:
-    """Add both commands to the bench's parser."""
     short = "measure transfer time, its share of a step, and memory (8 minutes)"
     long = "repeat the `headline` measurements on more hosts and with dedup off (half an hour)"
     for name, what, perform in (("headline", short, _headline), ("links", long, _links)):

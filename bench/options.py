@@ -122,7 +122,6 @@ round_count = up_to(1_000, "the figures of every round are kept until the end")
 
 
 def check_groups(prompts: int, steps: int) -> None:
-    """Raise Impossible if a run of this size exceeds the limits."""
     if (groups := prompts * steps) > _GROUPS:
         raise Impossible(
             f"{steps} steps of {prompts} prompts are {groups} groups, over the limit of "

@@ -50,7 +50,6 @@ def train_seconds(prompt: Prompt) -> float:
 
 
 def optimiser_seconds(prompts: Sequence[Prompt]) -> float:
-    """The optimiser's seconds of a step with these prompts."""
     times = prompts[0].times if prompts else None
     return times.optimiser if times else OPTIMISER_SECONDS
 

@@ -38,8 +38,6 @@ _emitting = threading.Lock()
 
 
 class ProcessDied(RuntimeError):
-    """A process exited early, or with an exit code other than 0."""
-
     def __init__(self, name: str, returncode: int, log: str, services: str = "") -> None:
         told = f"{name} ended with {_how(returncode)}; its last log lines:\n{log or '  (none)'}"
         super().__init__(told + services)
@@ -48,7 +46,6 @@ class ProcessDied(RuntimeError):
 
 
 def _how(returncode: int) -> str:
-    """How a process ended."""
     return f"signal {-returncode}" if returncode < 0 else f"exit code {returncode}"
 
 
@@ -145,7 +142,6 @@ class Crew:
             self._selector.register(process.stdout, selectors.EVENT_READ, member)
 
     def pids(self) -> dict[str, int]:
-        """The processes that still run."""
         return {
             m.name: m.process.pid
             for m in list(self.members.values())

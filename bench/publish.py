@@ -31,7 +31,6 @@ _UNSEEN = ("workers", "latency_ms", "messages", "moved", "step_starts", "step_en
 
 
 def register(commands: Any) -> None:
-    """Add `publish` to the command line."""
     what = "update the pictures and tables in README and docs from a `headline` report"
     parser = commands.add_parser("publish", help=what, description=what)
     parser.add_argument(

@@ -144,7 +144,6 @@ def _where(report: Report) -> str:
 
 
 def _table(runs: Sequence[Run]) -> str:
-    """A line a run."""
     told = [cells(run) | _more(run) for run in runs]
     head = "".join(f"<th>{escape(name)}</th>" for name in told[0])
     body = ""
@@ -166,7 +165,6 @@ def _more(run: Run) -> dict[str, str]:
 
 
 def register(commands: Any) -> None:
-    """Add `report` to the command line."""
     parser = commands.add_parser("report", help="make one HTML page from JSON reports")
     add(parser, "files", Path, "JSON reports of headline, links or run", nargs="+")
     what = "the page to write, such as report.html"

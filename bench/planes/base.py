@@ -60,7 +60,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def samples(self) -> int:
-        """The number of rows of a group."""
         return len(self.generate()[0].samples)
 
     def generate(self) -> Sequence[Prompt]:
@@ -98,7 +97,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return next((one for one in self.recorded if one.role == stage), None)
 
     def crowd(self) -> dict[str, int]:
-        """How many workers each role has."""
         crowd = {"rollout": self.hosts} | dict.fromkeys(self.stages(), self.hosts)
         crowd |= {one.role: one.workers for one in self.recorded}
         return crowd | {"train": self.trainers}

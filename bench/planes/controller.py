@@ -75,8 +75,6 @@ def _reserve(job: Job, fields: Sequence[Field], prompts: Sequence[Prompt]) -> in
 
 
 class ControllerEndpoint(Endpoint):
-    """A worker's connection to the controller."""
-
     def __init__(self, worker: Worker) -> None:
         job = worker.job
         self._dedup = job.dedup

@@ -44,8 +44,6 @@ def _connect(address: dict[str, Any]) -> Any:
 
 
 class DataplaneBatch(Batch):
-    """A claimed batch, as the client handed it out."""
-
     def __init__(self, batch: Any) -> None:
         self.claimed = batch
         self.added = 0  # bytes
@@ -63,8 +61,6 @@ class DataplaneBatch(Batch):
 
 
 class DataplaneEndpoint(Endpoint):
-    """A worker's client."""
-
     def __init__(self, worker: Worker) -> None:
         job = worker.job
         self._plane = _connect(worker.address)

@@ -66,7 +66,6 @@ class Board:
         await self._over.wait()
 
     async def put(self, step: int, prompt: int, host: int, places: dict[str, Any]) -> None:
-        """A new group."""
         self._groups[prompt] = Entry(step, {}, set())
         await self.add(prompt, host, places)
 
@@ -199,8 +198,6 @@ class StoreEndpoint(Endpoint):
 
 
 class RayStorePlane(Plane):
-    """References passed directly."""
-
     endpoint: ClassVar[type[Endpoint]] = StoreEndpoint
     packages: ClassVar[tuple[str, ...]] = ("ray",)
     _cluster = ""

@@ -26,8 +26,6 @@ def environment() -> dict[str, str]:
 
 
 class TransferQueueEndpoint(StoreEndpoint):
-    """A client."""
-
     def __init__(self, worker: Worker) -> None:
         os.environ |= environment()
         import transfer_queue
@@ -82,8 +80,6 @@ class TransferQueueEndpoint(StoreEndpoint):
 
 
 class TransferQueuePlane(RayStorePlane):
-    """Its storage units on every host."""
-
     endpoint = TransferQueueEndpoint
     packages = ("TransferQueue", "ray", "tensordict", "torch")
     can_dedup = False

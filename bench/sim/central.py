@@ -29,8 +29,6 @@ class _Inbox:
 
 
 class Central(Design):
-    """One controller."""
-
     def __init__(self, model: Model) -> None:
         super().__init__(model)
         crowd = self.job.crowd()

@@ -78,7 +78,6 @@ _QUICK = Size(
 
 
 def register(commands: Any) -> None:
-    """Add `sim` to the command line."""
     parser = commands.add_parser(
         "sim",
         help=("model larger clusters, with a model that is fitted and checked on this machine"),

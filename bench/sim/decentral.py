@@ -52,8 +52,6 @@ class _Stage:
 
 
 class Decentral(Design):
-    """One peer a host."""
-
     def __init__(self, model: Model) -> None:
         super().__init__(model)
         steps, hosts = range(self.job.steps), self.job.hosts

@@ -26,7 +26,6 @@ Floats = NDArray[np.float64]
 
 
 def register(commands: Any) -> None:
-    """Add both commands to the command line."""
     room = "a medium's id has no bits for more"
     make = commands.add_parser("trace", help="draw a trace and write it to a Parquet file")
     make.add_argument(

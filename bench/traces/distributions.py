@@ -91,7 +91,6 @@ class Tokens:
 
 
 def uniform(normals: Floats) -> Floats:
-    """The standard normal distribution function."""
     return np.array([0.5 * (1 + math.erf(z / math.sqrt(2))) for z in normals.flat]).reshape(
         normals.shape
     )

@@ -139,11 +139,9 @@ def _recorded(paths: Sequence[Path], task: Task, seed: int) -> list[Prompt]:
             if steps:
                 prompt = _as_told(prompt, steps[step][position], task, seed)
             if step in rewards:
-                timed = (
-                    dataclasses.replace(sample, reward_seconds=rewards[step])
-                    for sample in prompt.samples
-                )
-                prompt = dataclasses.replace(prompt, samples=tuple(timed))
+                took = rewards[step]
+                samples = (dataclasses.replace(s, reward_seconds=took) for s in prompt.samples)
+                prompt = dataclasses.replace(prompt, samples=tuple(samples))
             prompts.append(prompt)
     return prompts
 
@@ -153,15 +151,15 @@ def _told(paths: Sequence[Path], samples: int) -> tuple[dict[int, list[Group]], 
     steps: dict[int, list[Group]] = {}
     rewards: dict[int, float] = {}
     for path in paths:
-        told = polytrace.read(path, samples)
-        if told.steps and steps:
+        lengths, seconds = polytrace.read(path, samples)
+        if lengths and steps:
             why = (
                 "this is a second file with lengths: pass one file with lengths and one with "
                 "reward times"
             )
             raise TraceError(path, why)
-        steps |= told.steps
-        rewards = told.reward_seconds or rewards
+        steps |= lengths
+        rewards = seconds or rewards
     return steps, rewards
 
 

@@ -96,21 +96,12 @@ def write(
 
 def _rows(prompt: Prompt) -> list[_Row]:
     times = [prompt.times] if prompt.times else []
-    return [
-        _Row(
-            prompt.step,
-            prompt.index,
-            number,
-            prompt.prompt_tokens,
-            sample.tokens,
-            sample.turns,
-            prompt.media,
-            sample.reward,
-            sample.reward_seconds,
-            times,
-        )
-        for number, sample in enumerate(prompt.samples)
-    ]
+    rows = []
+    for number, sample in enumerate(prompt.samples):
+        names = (prompt.step, prompt.index, number, prompt.prompt_tokens)
+        scored = (sample.reward, sample.reward_seconds, times)
+        rows.append(_Row(*names, sample.tokens, sample.turns, prompt.media, *scored))
+    return rows
 
 
 def read_rows(path: Path, form: type[list[T]], instead: str) -> tuple[dict[bytes, bytes], list[T]]:

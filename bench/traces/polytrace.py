@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -27,14 +28,10 @@ from bench.traces.tasks import TOKEN_SECONDS
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 Group = tuple[int, list[list[Turn]]]  # prompt tokens, and the turns of each sample
+Lines = Sequence[tuple[int, str]]
+Recorded = tuple[dict[int, list[Group]], dict[int, float]]
+"""By step: its groups, and seconds of reward for one row."""
 T = TypeVar("T")
-
-
-class Recorded(msgspec.Struct):
-    """By step: its groups, and seconds of reward for one row."""
-
-    steps: dict[int, list[Group]]
-    reward_seconds: dict[int, float]
 
 
 class _Lengths(msgspec.Struct):
@@ -125,9 +122,7 @@ def _text(path: Path) -> str:
         ) from exc
 
 
-def _records(
-    path: Path, lines: Sequence[tuple[int, str]], form: type[T]
-) -> Iterator[tuple[int, T]]:
+def _records(path: Path, lines: Lines, form: type[T]) -> Iterator[tuple[int, T]]:
     decoder = msgspec.json.Decoder(form)
     for number, line in lines:
         try:
@@ -164,7 +159,7 @@ def _by_step(path: Path, text: str, samples: int) -> Recorded:
             found[int(name)] = _chunks(rows, samples)
         except ValueError as exc:  # msgspec's are ValueErrors
             raise TraceError(path, f"step {name}: {exc}", line) from exc
-    return Recorded(found, {})
+    return found, {}
 
 
 def _single(lengths: _Lengths, samples: int) -> list[tuple[int, list[Turn]]]:
@@ -183,12 +178,8 @@ def _session(session: _Lengths) -> tuple[int, list[Turn]]:
         raise ValueError(
             f"a session has {len(session.input)} inputs but {len(session.output)} outputs"
         )
-    answers = [*session.input[1:], 0]
-    turns = [
-        written(tokens, tool_tokens=answer)
-        for tokens, answer in zip(session.output, answers, strict=True)
-    ]
-    return session.input[0], turns
+    told = zip(session.output, [*session.input[1:], 0], strict=True)
+    return session.input[0], [written(tokens, tool_tokens=answer) for tokens, answer in told]
 
 
 def _chunks(rows: list[tuple[int, list[Turn]]], samples: int) -> list[Group]:
@@ -198,7 +189,7 @@ def _chunks(rows: list[tuple[int, list[Turn]]], samples: int) -> list[Group]:
     return [(rows[at][0], [turns for _, turns in rows[at : at + samples]]) for at in starts]
 
 
-def _prompts(path: Path, lines: Sequence[tuple[int, str]]) -> Recorded:
+def _prompts(path: Path, lines: Lines) -> Recorded:
     """Lines of validation, and those that further tensor-parallel ranks repeat, do not count.
 
     Ranks append to one file as they end; a prompt's place in its step is by rank and local index.
@@ -219,10 +210,10 @@ def _prompts(path: Path, lines: Sequence[tuple[int, str]]) -> Recorded:
             found.setdefault(record.step, []).append((place, group))
     for groups in found.values():
         groups.sort(key=lambda placed: placed[0])
-    return Recorded({step: [group for _, group in told] for step, told in found.items()}, {})
+    return {step: [group for _, group in told] for step, told in found.items()}, {}
 
 
-def _trajectories(path: Path, lines: Sequence[tuple[int, str]]) -> Recorded:
+def _trajectories(path: Path, lines: Lines) -> Recorded:
     found: dict[int, dict[str | int, dict[str | int, tuple[int, list[Turn]]]]] = {}
     for number, record in _records(path, lines, _TrajectoryLine):
         if record.validate:
@@ -242,7 +233,7 @@ def _trajectories(path: Path, lines: Sequence[tuple[int, str]]) -> Recorded:
         ]
         for step, groups in found.items()
     }
-    return Recorded(steps, {})
+    return steps, {}
 
 
 def _trajectory(record: _TrajectoryLine) -> list[Turn]:
@@ -261,15 +252,13 @@ def _trajectory(record: _TrajectoryLine) -> list[Turn]:
     ]
 
 
-def _rewards(path: Path, lines: Sequence[tuple[int, str]]) -> Recorded:
-    rows: dict[int, int] = {}
-    seconds: dict[int, float] = {}
+def _rewards(path: Path, lines: Lines) -> Recorded:
+    rows, seconds = Counter[int](), defaultdict[int, float](float)
     for _, record in _records(path, lines, _RewardLine):
-        if record.validate:
-            continue
-        rows[record.step] = rows.get(record.step, 0) + record.batch_size
-        seconds[record.step] = seconds.get(record.step, 0.0) + record.reward_time_s
-    return Recorded({}, {step: total / rows[step] for step, total in seconds.items()})
+        if not record.validate:
+            rows[record.step] += record.batch_size
+            seconds[record.step] += record.reward_time_s
+    return {}, {step: total / rows[step] for step, total in seconds.items()}
 
 
 def written(

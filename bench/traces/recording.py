@@ -101,7 +101,6 @@ def is_recording(path: Path) -> bool:
 
 
 def read(folder: Path) -> Recording:
-    """Read a recording. Raises TraceError."""
     index = _index(folder / INDEX)
     if index.format != _FORMAT:
         raise TraceError(
@@ -120,7 +119,9 @@ def read(folder: Path) -> Recording:
     starts = _starts(steps, staleness, optimiser)
     ends = [step.ended + seconds for step, seconds in zip(steps, optimiser, strict=True)]
     hosts = index.hosts
-    had = _workers(steps)
+    had = dict[str, int]()  # workers of each stage: in some steps some had nothing to do
+    for step in steps:
+        had |= {stage: max(1, n, had.get(stage, 1)) for stage, n in step.workers.items()}
     workers = _replayed(steps, had, hosts)
     made, number, folded, untrained = list[list[Prompt]](), 0, dict[str, None](), 0
     for at, step in enumerate(steps):
@@ -142,22 +143,20 @@ def read(folder: Path) -> Recording:
             untrained += not group.trained
         made.append(prompts)
     seconds = [ends[0] - starts[0], *(after - before for before, after in pairwise(ends))]
+    phased = all(step.first_lease >= step.last_put for step in steps)
+    stages = (StageReplay(r, many, *_claim(steps, r, had, many)) for r, many in workers.items())
     return Recording(
-        index.run,
-        hosts,
-        staleness,
-        all(len(prompts) > 1 for prompts in made)
-        and all(step.first_lease >= step.last_put for step in steps),
-        made,
-        seconds,
-        index.ended,
-        list(folded),
-        untrained,
-        index.lost_peers,
-        tuple(
-            StageReplay(role, many, *_claim(steps, role, had, many))
-            for role, many in workers.items()
-        ),
+        run=index.run,
+        hosts=hosts,
+        staleness=staleness,
+        phased=phased and all(len(prompts) > 1 for prompts in made),
+        steps=made,
+        step_seconds=seconds,
+        ended=index.ended,
+        folded=list(folded),
+        untrained=untrained,
+        lost_peers=index.lost_peers,
+        stages=tuple(stages),
     )
 
 
@@ -211,15 +210,6 @@ def _role(step: _Step, stage: str) -> str:
     others = [one for one in step.stages if one != step.last_stage]
     reward = next((one for one in others if "reward" in one), next(iter(others), ""))
     return "reward" if stage == reward else "reference"
-
-
-def _workers(steps: Sequence[_Step]) -> dict[str, int]:
-    """How many workers each stage had: in some steps some had nothing to do."""
-    had = dict[str, int]()
-    for step in steps:
-        for stage, many in step.workers.items():
-            had[stage] = max(1, many, had.get(stage, 1))
-    return had
 
 
 def _replayed(steps: Sequence[_Step], had: dict[str, int], hosts: int) -> dict[str, int]:

@@ -190,18 +190,15 @@ def reward(work: Work) -> Iterator[None]:
     """Score groups as they arrive: a number, and its position on the response's last token."""
     prompts = work.job.generate()
 
-    def scores(batch: Batch) -> Columns:
+    def scored(batch: Batch) -> Columns:
         rewards = [prompts[prompt].samples[sample].reward for prompt, sample in batch.rows()]
-        responses = batch.column("responses")
-        return {
-            "reward": [np.array([reward], np.float32) for reward in rewards],
-            "token_level_scores": [
-                at_the_end(reward, response)
-                for reward, response in zip(rewards, responses, strict=True)
-            ],
-        }
+        scores = [np.zeros(response.shape, np.float32) for response in batch.column("responses")]
+        for reward, score in zip(rewards, scores, strict=True):
+            score[-1:] = reward  # on the last token, as outcome rewards are given
+        told = [np.array([reward], np.float32) for reward in rewards]
+        return {"reward": told, "token_level_scores": scores}
 
-    return _annotate(work, scores, pace.reward_seconds)
+    return _annotate(work, scored, pace.reward_seconds)
 
 
 def reference(work: Work) -> Iterator[None]:
@@ -246,13 +243,6 @@ def _annotate(
                     batch.drop(useless)
                 emit("filtered", prompts=useless)
             del batch  # while the next one is waited for, this one's bytes are nobody's
-
-
-def at_the_end(reward: float, response: Array) -> Array:
-    """The reward on the last token of the response, as outcome rewards are given."""
-    scores = np.zeros(response.shape, np.float32)
-    scores[-1:] = reward
-    return scores
 
 
 def train(work: Work) -> Iterator[None]:

@@ -58,14 +58,7 @@ _V1 = _Files(
     "total_cache",
     "total_shmem",
 )
-_V2 = _Files(
-    "memory.max",
-    "memory.swap.max",
-    "memory.current",
-    "memory.events",
-    "file",
-    "shmem",
-)
+_V2 = _Files("memory.max", "memory.swap.max", "memory.current", "memory.events", "file", "shmem")
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,9 +54,8 @@ def _line(path: str, name: str) -> str:
 
 def memory_bytes() -> int:
     """The memory of the host, or the limit of a memory cgroup of this process if that is lower."""
-    from dataplane.launch.values import (
-        allowed_memory_bytes,
-    )  # workers that ask nothing start faster
+    # Here: workers that ask nothing start faster.
+    from dataplane.launch.values import allowed_memory_bytes
 
     return allowed_memory_bytes()
 

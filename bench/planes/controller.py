@@ -37,27 +37,9 @@ from typing import Any
 import msgspec
 
 from bench.columns import Field, all_fields, group_bytes
-from bench.planes.base import (
-    Batch,
-    Columns,
-    Endpoint,
-    Group,
-    Job,
-    Moved,
-    Plane,
-    Service,
-    Worker,
-)
+from bench.planes.base import Batch, Columns, Endpoint, Group, Job, Moved, Plane, Service, Worker
 from bench.planes.dealing import Event, Step, Taker, deal
-from bench.planes.frames import (
-    Frame,
-    Landing,
-    pack,
-    receive_into,
-    receive_table,
-    send,
-    unpack,
-)
+from bench.planes.frames import Frame, Landing, pack, receive_into, receive_table, send, unpack
 from bench.processes import die_with, emit
 from bench.traces import Prompt
 

@@ -16,17 +16,7 @@ from typing import Any
 
 from bench.columns import DEDUP, Array
 from bench.peers import free_ports, peer_command, token_file
-from bench.planes.base import (
-    Batch,
-    Columns,
-    Counts,
-    Endpoint,
-    Job,
-    Moved,
-    Plane,
-    Service,
-    Worker,
-)
+from bench.planes.base import Batch, Columns, Counts, Endpoint, Job, Moved, Plane, Service, Worker
 from bench.processes import leashed
 
 _REWARD_ROWS = 64

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from bench.columns import all_fields, group_bytes
 from bench.planes.base import Job
@@ -26,15 +26,11 @@ class Event(NamedTuple):
     prompt: int = -1
 
 
-class Outbox(Protocol):
-    def put(self, order: tuple[int, int | None], /) -> None:
-        """(step, prompt): the next group of the worker. No prompt ends the step."""
-
-
 class Taker:
-    """A worker of a stage. unanswered: bytes of the groups that it has, by prompt."""
+    """A worker of a stage. Its orders, (step, prompt), are put into `outbox`; one without a prompt
+    ends a step. unanswered: bytes of the groups that it has, by prompt."""
 
-    def __init__(self, rank: int, outbox: Outbox) -> None:
+    def __init__(self, rank: int, outbox: Any) -> None:
         self.rank = rank
         self.outbox = outbox
         self.unanswered: dict[int, int] = {}

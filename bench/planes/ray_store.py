@@ -16,17 +16,7 @@ from typing import Any, ClassVar
 
 from bench.columns import DEDUP, Array
 from bench.planes import ray_cluster
-from bench.planes.base import (
-    WAYS,
-    Batch,
-    Columns,
-    Endpoint,
-    Group,
-    Moved,
-    Plane,
-    Service,
-    Worker,
-)
+from bench.planes.base import WAYS, Batch, Columns, Endpoint, Group, Moved, Plane, Service, Worker
 
 
 @dataclass(slots=True)

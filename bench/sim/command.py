@@ -68,13 +68,7 @@ _FULL = Size(
     steps=3,
     step_s=1.0,
 )
-_QUICK = Size(
-    fits=[("math", 1, 2)],
-    checks=[("math", 2, 2)],
-    times=1,
-    steps=1,
-    step_s=0.5,
-)
+_QUICK = Size(fits=[("math", 1, 2)], checks=[("math", 2, 2)], times=1, steps=1, step_s=0.5)
 
 
 def register(commands: Any) -> None:
@@ -112,8 +106,9 @@ def perform(options: argparse.Namespace, command: str) -> int:
     told: dict[str, Any] = {"machine": machine.describe(), "command": command}
     told["quick"] = options.quick
     cluster = partial(assume, options.trace, options.groups, options.link_gbps)
+    here = told["machine"]["cores"], partial(progress, console)
     try:
-        for part in _simulate(size, options.hosts, cluster, partial(progress, console)):
+        for part in _simulate(size, options.hosts, cluster, *here):
             told |= part
             if options.json:  # after each part: what is known survives a later failure
                 outputs.write_json(options.json, told)
@@ -125,10 +120,10 @@ def perform(options: argparse.Namespace, command: str) -> int:
 
 
 def _simulate(
-    size: Size, sizes: Sequence[int], cluster: Callable[..., dict[str, Any]], bar: Bar
+    size: Size, sizes: Sequence[int], cluster: Callable[..., dict[str, Any]], cores: int, bar: Bar
 ) -> Iterator[dict[str, Any]]:
     """The parts of the report, each as it is known."""
-    cores, failed = machine.describe()["cores"], list[str]()
+    failed = list[str]()
     runs = _observe(size, bar, failed)
     seen = {p: [run for case in size.fits for run in runs[_FIT, case, p]] for p in DESIGNS}
     costs, place = fit(seen, cores)

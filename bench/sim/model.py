@@ -142,9 +142,6 @@ class Plan:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self._steps: list[list[Prompt]] = [[] for _ in range(job.steps)]
-        for prompt in job.generate():
-            self._steps[prompt.step].append(prompt)
         self._of_host: dict[tuple[int, int], list[Prompt]] = defaultdict(list)
         for prompt in sorted(job.generate(), key=lambda prompt: prompt.rollout_seconds):
             self._of_host[prompt.step, prompt.index % job.hosts].append(prompt)
@@ -163,8 +160,8 @@ class Plan:
 
     def stage_of(self, stage: str, step: int) -> list[Prompt]:
         """The groups of a step that a stage gets to see."""
-        everything = stage == "reward"
-        return [prompt for prompt in self._steps[step] if everything or self.job.is_trained(prompt)]
+        prompts = self.job.of_step(step)
+        return [p for p in prompts if stage == "reward" or self.job.is_trained(p)]
 
 
 class Hosts:
@@ -268,6 +265,7 @@ class Model:
         self.outcome = Outcome()
         self._trained = [self.env.event() for _ in range(job.steps)]
         self._trainers = Counter[int]()
+        self._end_s = costs.factor * costs.end  # of a worker's process, while others work
         self._design = design(self)
 
     def run(self) -> Outcome:
@@ -300,7 +298,7 @@ class Model:
                     yield self.env.timeout(due - self.env.now)
                 yield from self._design.put(host, prompt)
             self._design.rolled(step)
-        yield self._end()
+        yield self.hosts.work(self._end_s)
 
     def _stage(self, stage: str, rank: int) -> Steps:
         job = self.job
@@ -320,11 +318,7 @@ class Model:
             if stage == "train":
                 yield self._spend(pace.OPTIMISER_SECONDS)
                 self._stepped(step)
-        yield self._end()
-
-    def _end(self) -> Any:
-        """A worker is done with its last step. The kernel ends its process while others work."""
-        return self.hosts.work(self.costs.factor * self.costs.end)
+        yield self.hosts.work(self._end_s)
 
     def _stepped(self, step: int) -> None:
         self._trainers[step] += 1

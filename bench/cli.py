@@ -19,6 +19,9 @@ from tests.perf import command as perf
 from tests.perf import smallest
 from tests.perf.compare import command as compare
 
+_COMMANDS = (
+    headline, run_command, perf, smallest, trace_commands, compare, sim, faults, document, publish
+)  # fmt: skip
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -81,14 +84,6 @@ def _parser() -> argparse.ArgumentParser:
         epilog="bench/README.md describes what is measured, and how.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    headline.register(commands)
-    run_command.register(commands)
-    perf.register(commands)
-    smallest.register(commands)
-    trace_commands.register(commands)
-    compare.register(commands)
-    sim.register(commands)
-    faults.register(commands)
-    document.register(commands)
-    publish.register(commands)
+    for module in _COMMANDS:
+        module.register(commands)
     return parser

@@ -152,12 +152,9 @@ def check(limits: Sequence[HostLimit]) -> None:
 
 def _parent(root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> tuple[Path, _Files]:
     """The runner's own group, below which groups can be made, and the version of its cgroups."""
-    own = dict(
-        (controllers, path.lstrip("/"))
-        for _, controllers, path in (
-            line.split(":", 2) for line in (proc / "self" / "cgroup").read_text().splitlines()
-        )
-    )
+    lines = (proc / "self" / "cgroup").read_text().splitlines()
+    parts = (line.split(":", 2) for line in lines)
+    own = {controllers: path.lstrip("/") for _, controllers, path in parts}
     if "memory" in own:
         # In a container the path may be the host's: then only the root of the mount is there.
         mount = root / "memory"

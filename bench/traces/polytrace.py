@@ -94,12 +94,10 @@ def read(path: Path, samples: int) -> Recorded:
     [(number, first)] = _records(path, lines[:1], dict[str, Any])
     if all(name.isdecimal() for name in first):
         return _by_step(path, text, samples)
-    if "turns" in first:
-        return _trajectories(path, lines)
-    if "reward_time_s" in first:
-        return _rewards(path, lines)
-    if "output" in first:
-        return _prompts(path, lines)
+    forms = {"turns": _trajectories, "reward_time_s": _rewards, "output": _prompts}
+    for name, form in forms.items():
+        if name in first:
+            return form(path, lines)
     raise TraceError(
         path,
         f"a record with the fields {sorted(first)} has none of PolyTrace's forms: "

@@ -45,7 +45,7 @@ def register(commands: Any) -> None:
     )
     faults.add_argument(
         "--seconds",
-        type=up_to(86_400, "a day"),
+        type=up_to(86_400, "no scenario needs more than a day"),
         default=60,
         help="duration of the scenarios with deaths or a slow consumer (default: 60)",
     )

@@ -108,6 +108,33 @@ def test_pins_that_a_call_took_along_which_was_given_up_are_told_again(
     assert peer.await_body(Unpin).pins == [1]
 
 
+def test_a_call_that_was_given_up_may_be_read_until_the_peer_ends_its_connection(
+    peer: ScriptedPeer, part: Partition, plane: Plane
+) -> None:
+    """A peer refuses what is below a request's floor, and would keep the room that it names."""
+    reads_on = threading.Event()
+
+    def reads(request: Request, body: Put) -> PutDone:
+        assert reads_on.wait(20)
+        return PutDone()
+
+    peer.scripts[Put] = reads
+    peer.scripts[Stats] = lambda r, b: StatsDone({})
+    with pytest.raises(dataplane.DeadlineExceeded):
+        part.put({"a": [np.arange(2000)] * 2}, timeout=0.5)
+    for _ in range(3):
+        plane.stats()  # on another connection, which the peer may read before
+    last = peer.requests[-1]
+    reads_on.set()
+    peer.await_body(Put)
+    (put,) = peer.requests_of(Put)
+    assert last.floor <= put.op < last.op
+    deadline = time.monotonic() + 10
+    while peer.requests[-1].floor <= put.op:
+        assert time.monotonic() < deadline, "the floor stays below a call that has ended"
+        plane.stats()
+
+
 def test_a_peer_that_is_slow_to_admit_is_told_as_soon_as_it_does(
     peer: ScriptedPeer, put: Put, part: Partition, monkeypatch: pytest.MonkeyPatch
 ) -> None:

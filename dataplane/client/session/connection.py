@@ -73,6 +73,7 @@ class Connection:
         "later",
         "early",
         "frame_sent",
+        "unread",
         "_begun",
         "_cancel_fd",
         "_complaint",
@@ -94,6 +95,8 @@ class Connection:
         """The reply to it, if that came first."""
         self.frame_sent = False
         """The frame of this call may have left this process to its last byte."""
+        self.unread: list[Request] = []
+        """requests whose callers have left, which the peer may not have read yet"""
         self._begun = b""
         """the rest of a frame that `send` sent only a part of"""
         self._rid = 0
@@ -109,9 +112,13 @@ class Connection:
         self.sock.close()
 
     @property
+    def is_open(self) -> bool:
+        return self.sock.fileno() >= 0
+
+    @property
     def is_whole(self) -> bool:
         """Open, and nobody has left it."""
-        return not self.left and self.sock.fileno() >= 0
+        return not self.left and self.is_open
 
     def ended(self) -> bool:
         """Whether the peer's side is closed; asked between calls."""
@@ -429,7 +436,7 @@ class Connections:
             self.give_back(connection)
             return
         self._open.discard(connection)
-        if connection.sock.fileno() >= 0:
+        if connection.is_open:
             self.orphaned(connection)
 
     def end_calls(self, why: str) -> None:

@@ -153,7 +153,7 @@ class Housekeeper:
             except (TimeoutError, BlockingIOError):
                 self.session.look_later(connection)
             except (OSError, DataplaneError):
-                connection.close()
+                self.session.end_orphan(connection)
         return due
 
     def _parting(self) -> list[Body]:

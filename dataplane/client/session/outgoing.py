@@ -141,14 +141,14 @@ class Call(msgspec.Struct, eq=False):
     def _give_up(self, session: Session, connection: Connection) -> None:
         was_told = connection.frame_sent and connection.is_whole  # else perhaps not to its end
         request, then = self.request, self.then
+        over = list(self.ahead) if self.in_flight else []
         if request is not None and self.keeps and self.in_flight:
             self.again = request
         elif request is not None:
-            session.answered(request)
-        for one in self.ahead:
-            if self.in_flight:
-                session.answered(one)
-            else:
+            over.append(request)
+        session.given_up(connection if self.in_flight else None, over)
+        if not self.in_flight:
+            for one in self.ahead:
                 session.tell_again(one)
         if request is not None and not was_told:
             session.not_told(request.unpin)

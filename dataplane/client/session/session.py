@@ -196,6 +196,16 @@ class Session:
         lock."""
         self.unanswered.discard(request.op)
 
+    def given_up(self, connection: Connection | None, requests: Sequence[Request]) -> None:
+        """Nobody waits for the answers to these. The peer may not have read them yet where they
+        left on an orphan: it would refuse them, and keep what they name, if a later request told it
+        that they will not be repeated. So they count as unanswered until the orphan has ended."""
+        if connection is not None and connection.left and connection.is_open:
+            connection.unread += requests
+        else:
+            for request in requests:
+                self.answered(request)
+
     def mint_keys(self, n: int) -> bytes:
         """n new row keys (KEY records). Up to 256 of them are a run, which shards store as one; the
         keys that this leaves out are never used."""
@@ -285,7 +295,13 @@ class Session:
         if self._orphans.qsize() < MAX_ORPHANS:
             self._orphans.put(connection)
         else:
-            connection.close()
+            self.end_orphan(connection)
+
+    def end_orphan(self, connection: Connection) -> None:
+        """The peer has read and ended this orphan, or nobody waits for that."""
+        connection.close()
+        for request in connection.unread:
+            self.answered(request)
 
     @property
     def orphaned(self) -> bool:

@@ -257,6 +257,16 @@ def test_a_peer_ends_when_told_whatever_signals_its_starter_blocks(folder: Path)
     end(pid, signal.SIGINT)
 
 
+def test_the_look_at_other_hosts_on_connecting_is_over_when_it_is_answered(
+    cluster: Cluster,
+) -> None:
+    """Else the peer would remember all that it ever answered to this client."""
+    cluster.start("a", "b")
+    for name in ("a", "b"):
+        with cluster.connect(name) as plane:
+            assert not plane._session.unanswered
+
+
 def test_several_named_peers_stand_side_by_side(cluster: Cluster) -> None:
     cluster.start("a", "b", "c")
     with pytest.raises(

@@ -131,10 +131,11 @@ def _stats(session: Session) -> dict[str, Any]:
     """The statistics of a run, without this session."""
     deadline = Deadline(_VISIT_S)
     connection = further(session, deadline)
+    request = session.request(Stats(), int(_VISIT_S * 1e3))
     try:
-        request = session.request(Stats(), int(_VISIT_S * 1e3))
         answer = connection.exchange(encode(request), request.rid, deadline)
     finally:
+        session.answered(request)
         connection.close()
     return expect(answer, StatsDone, request.body).stats
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import threading
@@ -17,7 +18,7 @@ import dataplane
 from dataplane import aio
 from dataplane.launch import rundir
 from tests.end_to_end.attacks import no_leaks, used_bytes
-from tests.end_to_end.conftest import PLANE, Cluster, line, until
+from tests.end_to_end.conftest import PLANE, Cluster, in_sync, line, until
 
 MIB = 1 << 20
 
@@ -187,6 +188,35 @@ def test_an_ack_holds_that_a_stopped_peer_reads_after_the_limit_of_its_lease(
             assert again.keys == ["held"]  # its limit still came
         with pytest.raises(dataplane.LeaseExpired):
             batch.ack()
+
+
+@pytest.mark.parametrize("outcome", ["ack", "release", "drop"])
+def test_a_batch_can_be_finished_after_the_peer_of_its_shard_had_not_answered(
+    cluster: Cluster, outcome: str
+) -> None:
+    """A call that got no answer may have taken effect. Its failure answers no later call."""
+    cluster.start("a", "b")
+    with cluster.connect("a") as plane, cluster.connect("b") as there:
+        in_sync(plane)
+        for number in range(40):
+            part = plane.partition(f"p{number}", {"s": ["x"]}, free="drop")
+            if part.name in there.stats()["partitions"]:
+                break
+        part.put({"x": list(range(6))}, key=list(range(6)))
+        batch = part.claim("s", rows=6, timeout=20)
+        half = batch[0:3]
+        cluster.freeze("b")
+        with pytest.raises(dataplane.DeadlineExceeded):
+            getattr(half, outcome)(timeout=0.5)
+        cluster.wake("b")
+        with contextlib.suppress(dataplane.InvalidRows):  # they were acked, released or dropped
+            getattr(half, outcome)(timeout=20)
+        batch[3:6].ack(timeout=20)
+        counts = part.stats()["stages"]["s"]
+        assert counts["leased_rows"] == 0
+        assert counts["acked_rows"] == (6 if outcome == "ack" else 3)
+        assert counts["ready_rows"] == (3 if outcome == "release" else 0)
+        del batch, half
 
 
 def test_a_stream_ends_within_its_time_out_at_a_stopped_peer(cluster: Cluster) -> None:

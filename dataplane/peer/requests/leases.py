@@ -229,6 +229,8 @@ class Finishing:
             return
         if body.outcome != "ack":
             self.grants.keep_where_full(lease.session, committed, failure)
+            # This failure is what a repetition would get, too: the client makes a new call.
+            failure.details.setdefault("ranges", b"")
             return
         failure.details["ranges"] = self._keep_written(lease, committed)
 

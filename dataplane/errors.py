@@ -269,6 +269,12 @@ class ProtocolError(DataplaneError):
     next_step = "Install the same dataplane release everywhere, or report a bug."
 
 
+def mixed_releases(what: str, /, **details: Any) -> ProtocolError:
+    """Return the error for a message that another peer or client of this release does not send.
+    what: what is wrong with it."""
+    return ProtocolError(f"{what}. Install the same dataplane release everywhere", **details)
+
+
 class FrameTooLarge(ProtocolError):
     """A message exceeds the size limit of the connection."""
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from dataplane.errors import ProtocolError
+from dataplane.errors import mixed_releases
 from dataplane.wire.events import EventsDone, Kind, Reason, Record
 from dataplane.wire.tables import Name, Owner
 
@@ -148,7 +148,6 @@ def _check(page: EventsDone) -> None:
         clocks += [one.at, one.seconds, one.client_s]
     counted = 0 < page.kept <= page.first and page.first + len(page.records) <= page.last + 1
     if not (all(map(math.isfinite, clocks)) and (counted or not page.records)):
-        raise ProtocolError(
-            f"peer {page.name!r} sent events with invalid times or sequence numbers: install the "
-            "same dataplane release everywhere"
+        raise mixed_releases(
+            f"peer {page.name!r} sent events with invalid times or sequence numbers"
         )

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from dataplane.errors import DeviceMissing, ProtocolError
+from dataplane.errors import DeviceMissing, mixed_releases
 from dataplane.wire.tables import PoolHandle as PoolHandle
 
 SPIN_S = 0.001
@@ -209,7 +209,6 @@ class Device(ABC):
 def check_inside(pool: Pool, offset: int, nbytes: int) -> None:
     """Raise ProtocolError unless all bytes are inside the pool."""
     if offset < 0 or nbytes < 0 or offset + nbytes > pool.nbytes:
-        raise ProtocolError(
-            f"{nbytes} bytes at offset {offset} are outside the device arena of "
-            f"{pool.nbytes} bytes: install the same dataplane release everywhere"
+        raise mixed_releases(
+            f"{nbytes} bytes at offset {offset} are outside the device arena of {pool.nbytes} bytes"
         )

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.errors import PeerLost, ProtocolError
+from dataplane.errors import PeerLost, mixed_releases
 from dataplane.memory.arena import (
     MAP_UNIT_BYTES,
     let_write,
@@ -185,9 +185,9 @@ class WriteMaps:
     def _opened(self, offset: int, length: int) -> tuple[_Writable, int, int]:
         """The mapping, in which this is open, and the first and last of its pages."""
         if offset < 0 or length < 0 or offset + length > self._size_bytes:
-            raise ProtocolError(
-                f"{length} bytes at offset {offset} are outside the arena of "
-                f"{self._size_bytes} bytes: install the same dataplane release everywhere"
+            raise mixed_releases(
+                f"{length} bytes at offset {offset} are outside the arena of {self._size_bytes} "
+                "bytes"
             )
         first, last = offset // MAP_UNIT_BYTES, -(-(offset + length) // MAP_UNIT_BYTES)
         with self._lock:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.errors import LimitExceeded, ProtocolError
+from dataplane.errors import LimitExceeded, mixed_releases
 from dataplane.memory.admission import (
     DEFAULT_SHARES,
     LONG_BYTES,
@@ -412,26 +412,22 @@ class Space:
     @staticmethod
     def _check_counts(refs: npt.NDArray[np.integer], ranges: int) -> None:
         if len(refs) != ranges:
-            raise ProtocolError(
-                f"expected one reference count per written range, got {len(refs)} for "
-                f"{ranges} ranges: install the same dataplane release everywhere"
+            raise mixed_releases(
+                f"expected one reference count per written range, got {len(refs)} for {ranges} "
+                "ranges"
             )
         if refs.min(initial=1) < 1:
-            raise ProtocolError(
-                "a written range has a reference count of 0: expected 1 "
-                "or more. Install the same dataplane release everywhere"
-            )
+            raise mixed_releases("a written range has a reference count of 0: expected 1 or more")
 
     def _padded(self, extents: Sequence[Extent]) -> list[Extent]:
         """Extents that a client named, padded, checked to be in the arena."""
         padded, base, size = list[Extent](), self.base, self.size_bytes
         for start, length in extents:
             if not base <= start < base + size or length > size or start % ALIGNMENT_BYTES:
-                raise ProtocolError(
-                    f"extent {len(padded)} of {len(extents)} ({length} bytes at offset "
-                    f"{start}) is outside the arena of {self.size_bytes} bytes, or its "
-                    f"offset is not a multiple of {ALIGNMENT_BYTES}: install the same dataplane "
-                    "release everywhere"
+                raise mixed_releases(
+                    f"extent {len(padded)} of {len(extents)} ({length} bytes at offset {start}) "
+                    f"is outside the arena of {self.size_bytes} bytes, or its offset is not a "
+                    f"multiple of {ALIGNMENT_BYTES}"
                 )
             padded.append((start, length + -length % ALIGNMENT_BYTES or ALIGNMENT_BYTES))
         return padded
@@ -513,9 +509,8 @@ class Holder:
                 end += length
                 continue
             if start < end:
-                raise ProtocolError(
-                    f"two of the {len(extents)} extents of the arena in this message overlap: "
-                    "install the same dataplane release everywhere"
+                raise mixed_releases(
+                    f"two of the {len(extents)} extents of the arena in this message overlap"
                 )
             if end >= 0:
                 joined.append((begin, end))
@@ -529,9 +524,8 @@ class Holder:
         for start, end in joined:
             found = bisect_right(starts, start) - 1
             if found < 0 or end > ends[found]:
-                raise ProtocolError(
-                    f"bytes {start}..{end} of the arena are not reserved for this client: "
-                    "install the same dataplane release everywhere",
+                raise mixed_releases(
+                    f"bytes {start}..{end} of the arena are not reserved for this client",
                     offset=start,
                     end=end,
                 )

@@ -28,11 +28,11 @@ from dataplane.errors import (
     DeadlineExceeded,
     InternalError,
     LimitExceeded,
-    ProtocolError,
     TicketRefused,
     TransferFailed,
     TransportMissing,
     VersionMismatch,
+    mixed_releases,
 )
 from dataplane.transport.bulk_frames import (
     CHALLENGE_BYTES,
@@ -275,9 +275,8 @@ class RangeServer:
                 f"the process of peer {self._owner.peer!r} has exited: repeat the call"
             )
         if isinstance(asked, Release):
-            raise ProtocolError(
-                "unexpected Release from the reader: the owner holds no ranges for this "
-                "reader. Install the same dataplane release everywhere"
+            raise mixed_releases(
+                "unexpected Release from the reader: the owner holds no ranges for this reader"
             )
         check_version(asked.version)
         service = self._service(asked.transport)
@@ -456,14 +455,12 @@ def _await_release(stream: BulkStream, nbytes: int, deadline: float) -> None:
         raise ConnectionResetError("the reader closed the connection before it released the ranges")
     release = decode_to_owner(frame)
     if not isinstance(release, Release):
-        raise ProtocolError(
-            "unexpected message from the reader: expected Release, got "
-            f"{type(release).__name__}. Install the same dataplane release everywhere"
+        raise mixed_releases(
+            f"unexpected message from the reader: expected Release, got {type(release).__name__}"
         )
     if release.nbytes != nbytes:
-        raise ProtocolError(
-            f"invalid Release from the reader: expected {nbytes} bytes, got "
-            f"{release.nbytes}. Install the same dataplane release everywhere"
+        raise mixed_releases(
+            f"invalid Release from the reader: expected {nbytes} bytes, got {release.nbytes}"
         )
 
 
@@ -482,9 +479,9 @@ def checked_pieces(asked: Get, most: int) -> Records:
     """Return the PIECE records of a request of at most so many bytes. Raises LimitExceeded or
     ProtocolError."""
     if len(asked.card) > MAX_CARD_BYTES:
-        raise ProtocolError(
+        raise mixed_releases(
             f"the reader's memory description is {len(asked.card)} bytes long, over the limit of "
-            f"{MAX_CARD_BYTES}: install the same dataplane release everywhere"
+            f"{MAX_CARD_BYTES}"
         )
     pieces: Records = column(asked.pieces, PIECE)
     if len(pieces) > MAX_GET_ITEMS:
@@ -505,9 +502,9 @@ def checked_pieces(asked: Get, most: int) -> Records:
             limit=most,
         )
     if nbytes != asked.nbytes:
-        raise ProtocolError(
+        raise mixed_releases(
             f"invalid request: it announces {asked.nbytes} bytes, but its pieces add up to "
-            f"{nbytes} bytes. Install the same dataplane release everywhere"
+            f"{nbytes} bytes"
         )
     return pieces
 
@@ -522,9 +519,9 @@ def sources_of(region: Region, pieces: Records, places: Records) -> Offsets:
     if (beyond & there).any():
         at = int(np.argmax(beyond & there))
         end = int(start[at]) + int(nbytes[at])
-        raise ProtocolError(
+        raise mixed_releases(
             f"piece {at} of the request ends at byte {end} of its range, which is only "
-            f"{int(length[at])} bytes long: install the same dataplane release everywhere"
+            f"{int(length[at])} bytes long"
         )
     size = np.uint64(region.nbytes)
     outside = (offset > size) | (length > size - np.minimum(offset, size))

@@ -29,10 +29,10 @@ from dataplane.errors import (
     DataplaneError,
     DeadlineExceeded,
     InternalError,
-    ProtocolError,
     TicketRefused,
     TransferFailed,
     Unavailable,
+    mixed_releases,
 )
 from dataplane.transport.bulk_frames import (
     GONE,
@@ -272,23 +272,22 @@ class TcpReads(Reads):
         if isinstance(answer, Refused):
             raise answer.error()
         if not isinstance(answer, Sending):
-            raise ProtocolError(
-                "unexpected reply to a request: expected Sending, got "
-                f"{type(answer).__name__}. Install the same dataplane release everywhere"
+            raise mixed_releases(
+                f"unexpected reply to a request: expected Sending, got {type(answer).__name__}"
             )
         copies, count, deadline = part.copies, len(part.copies), reading.request.deadline
         if answer.gone and len(answer.gone) != count:
-            raise ProtocolError(
+            raise mixed_releases(
                 f"invalid reply to a request: expected flags for {count} pieces, got "
-                f"{len(answer.gone)}. Install the same dataplane release everywhere"
+                f"{len(answer.gone)}"
             )
         gone = np.frombuffer(answer.gone or bytes(count), bool)
         copies = copies[~gone] if gone.any() else copies
         asked = int(copies["nbytes"].sum())
         if answer.nbytes != asked:
-            raise ProtocolError(
-                f"invalid reply to a request: expected {asked} bytes, but the owner "
-                f"announced {answer.nbytes}. Install the same dataplane release everywhere"
+            raise mixed_releases(
+                f"invalid reply to a request: expected {asked} bytes, but the owner announced "
+                f"{answer.nbytes}"
             )
         stream.receive_into(iovecs(self._base + copies["dest"], copies["nbytes"]), deadline)
         _confirm(stream, answer.nbytes, deadline)
@@ -352,9 +351,8 @@ class EngineReads(Reads):
         if isinstance(answer, Refused):
             raise answer.error()
         if not isinstance(answer, HeldFrame):
-            raise ProtocolError(
-                f"unexpected reply to a request: expected Held, got {type(answer).__name__}. "
-                "Install the same dataplane release everywhere"
+            raise mixed_releases(
+                f"unexpected reply to a request: expected Held, got {type(answer).__name__}"
             )
         mac = held_mac(self._key, nonce, answer.generation, answer.card, answer.sources)
         if not hmac.compare_digest(mac, answer.mac):

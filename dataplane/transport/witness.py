@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dataplane.errors import DataplaneError, ProtocolError
+from dataplane.errors import DataplaneError, ProtocolError, mixed_releases
 from dataplane.transport.bulk_frames import (
     MAX_JOIN_FRAME_BYTES,
     Configure,
@@ -248,9 +248,8 @@ async def _has_ended(
     writer.write(encode(Watch(owner)))
     watched = await _frame(reader)
     if not isinstance(watched, Watched):
-        raise ProtocolError(
-            "unexpected reply to Watch: expected Watched, got "
-            f"{type(watched).__name__}. Install the same dataplane release everywhere"
+        raise mixed_releases(
+            f"unexpected reply to Watch: expected Watched, got {type(watched).__name__}"
         )
     expected = watched_mac(key, nonce_of(joining.greeting.challenge, 0), owner, watched.ended)
     if not hmac.compare_digest(watched.mac, expected):

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.errors import InvalidValue, ProtocolError
+from dataplane.errors import InvalidValue, mixed_releases
 from dataplane.wire.limits import MAX_RANK
 
 Array = npt.NDArray[Any]
@@ -76,10 +76,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
             return np.dtype(name)
         except (TypeError, ValueError):
             pass
-    raise ProtocolError(
-        f"dtype {name[:64]!r} is not part of this protocol: install the same dataplane release "
-        "everywhere"
-    )
+    raise mixed_releases(f"dtype {name[:64]!r} is not part of this protocol")
 
 
 def is_ready(value: object) -> bool:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from dataplane.errors import FrameTooLarge, ProtocolError
+from dataplane.errors import FrameTooLarge, mixed_releases
 from dataplane.wire.limits import MAX_FRAME_BYTES
 from dataplane.wire.messages import Reply, Request
 
@@ -67,9 +67,7 @@ def decoded(
     try:
         return decoder.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
-        raise ProtocolError(
-            f"could not decode {what}: {exc}. Install the same dataplane release everywhere"
-        ) from exc
+        raise mixed_releases(f"could not decode {what}: {exc}") from exc
 
 
 decode_request = functools.partial(decoded, msgspec.msgpack.Decoder(Request), what="a request")

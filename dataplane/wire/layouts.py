@@ -21,7 +21,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from dataplane.errors import ProtocolError
+from dataplane.errors import mixed_releases
 from dataplane.wire.arrays import dtype_of
 from dataplane.wire.frames import decoded
 from dataplane.wire.limits import ALIGNMENT_BYTES, MAX_FIELDS, MAX_LAYOUT_BYTES, MAX_RANK
@@ -99,45 +99,38 @@ def encode(columns: tuple[ColumnSpec, ...]) -> bytes:
 def decode(layout: bytes) -> tuple[ColumnSpec, ...]:
     """Return the columns of a layout. Raise ProtocolError if it is invalid."""
     if len(layout) > MAX_LAYOUT_BYTES:  # this function keeps the layouts that it decoded
-        raise ProtocolError(
-            f"a chunk layout is {len(layout)} bytes long: expected at most {MAX_LAYOUT_BYTES}. "
-            "Install the same dataplane release everywhere"
+        raise mixed_releases(
+            f"a chunk layout is {len(layout)} bytes long: expected at most {MAX_LAYOUT_BYTES}"
         )
     found = decoded(_decoder, layout, "a chunk layout")
     if found.version != VERSION:
-        raise ProtocolError(
-            f"a chunk has layout version {found.version}, but this client reads version "
-            f"{VERSION}: install the same dataplane release everywhere"
+        raise mixed_releases(
+            f"a chunk has layout version {found.version}, but this client reads version {VERSION}"
         )
     if not 0 < len(found.columns) <= MAX_FIELDS:
-        raise ProtocolError(
-            f"invalid chunk layout: expected 1 to {MAX_FIELDS} columns, got {len(found.columns)}. "
-            "Install the same dataplane release everywhere"
+        raise mixed_releases(
+            f"invalid chunk layout: expected 1 to {MAX_FIELDS} columns, got {len(found.columns)}"
         )
     for spec in found.columns:
         if len(spec.shape) > MAX_RANK or any(length < OPEN for length in spec.shape):
-            raise ProtocolError(
+            raise mixed_releases(
                 f"invalid column shape {spec.shape}: expected at most {MAX_RANK} axes, each of "
-                f"length 0 or more, or {OPEN} for a variable length. Install the same dataplane "
-                "release everywhere"
+                f"length 0 or more, or {OPEN} for a variable length"
             )
         if bool(spec.dtype) != (spec.kind in _WITH_DTYPE):
-            raise ProtocolError(
+            raise mixed_releases(
                 f"invalid column of kind {spec.kind!r} with dtype {spec.dtype[:64]!r}: columns of "
-                f"kinds {', '.join(_WITH_DTYPE)} must have a dtype, and other columns must not. "
-                "Install the same dataplane release everywhere"
+                f"kinds {', '.join(_WITH_DTYPE)} must have a dtype, and other columns must not"
             )
         if spec.kind == "number" and spec.dtype not in _OF_NUMBERS:
-            raise ProtocolError(
+            raise mixed_releases(
                 f"invalid dtype {spec.dtype[:64]!r} for a column of kind 'number': expected "
-                f"{', '.join(_OF_NUMBERS[:-1])} or {_OF_NUMBERS[-1]}. Install the same dataplane "
-                "release everywhere"
+                f"{', '.join(_OF_NUMBERS[:-1])} or {_OF_NUMBERS[-1]}"
             )
         if spec.dtype:
             dtype_of(spec.dtype)
         if spec.shape and spec.kind != "array":
-            raise ProtocolError(
-                f"invalid shape {spec.shape} for a column of kind {spec.kind!r}: expected (). "
-                "Install the same dataplane release everywhere"
+            raise mixed_releases(
+                f"invalid shape {spec.shape} for a column of kind {spec.kind!r}: expected ()"
             )
     return found.columns

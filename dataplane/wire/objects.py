@@ -30,7 +30,12 @@ import numpy as np
 from msgspec.msgpack import Ext
 from xxhash import xxh3_128_digest
 
-from dataplane.errors import DataplaneError, InvalidValue, LimitExceeded, ProtocolError
+from dataplane.errors import (
+    DataplaneError,
+    InvalidValue,
+    LimitExceeded,
+    mixed_releases,
+)
 from dataplane.wire.arrays import (
     Array,
     as_array,
@@ -161,10 +166,9 @@ def decode(row: bytes | memoryview) -> Any:
     nbytes = len(row)
     begin = _SIZE.size + _SIZE.unpack_from(row)[0] if nbytes >= _SIZE.size else -1
     if not 0 < begin <= nbytes:
-        raise ProtocolError(
+        raise mixed_releases(
             f"received a truncated object: its head takes {max(begin, _SIZE.size)} bytes, but the "
-            f"whole object is only {nbytes} bytes long. Install the same dataplane release "
-            "everywhere"
+            f"whole object is only {nbytes} bytes long"
         )
     head, decoder = row[_SIZE.size : begin], _WITHOUT_ARRAYS
     if nbytes > begin:
@@ -173,16 +177,12 @@ def decode(row: bytes | memoryview) -> Any:
     try:
         value = decoder.decode(head)
         if type(value) in _MAY_HOLD_TIME and _TIMESTAMP.search(head) and _holds_time(value):
-            raise ProtocolError(
-                "received a MessagePack timestamp (ext code -1), which is not part of this "
-                "protocol: install the same dataplane release everywhere"
+            raise mixed_releases(
+                "received a MessagePack timestamp (ext code -1), which is not part of this protocol"
             )
         return value
     except (msgspec.MsgspecError, RecursionError, ValueError, TypeError) as exc:
-        raise ProtocolError(
-            f"received a value that cannot be decoded ({exc}): install the same dataplane release "
-            "everywhere"
-        ) from exc
+        raise mixed_releases(f"received a value that cannot be decoded ({exc})") from exc
 
 
 def _decoder_of(arrays: memoryview) -> msgspec.msgpack.Decoder[Any]:
@@ -209,10 +209,9 @@ def _ext(arrays: memoryview, code: int, data: memoryview) -> Any:
             return tuple(items)
     elif code == EXT_INT:
         return int.from_bytes(data, "little", signed=True)
-    raise ProtocolError(
+    raise mixed_releases(
         f"received MessagePack ext code {code} ({len(data)} bytes), which is not part of this "
-        "protocol: "
-        "install the same dataplane release everywhere"
+        "protocol"
     )
 
 
@@ -226,10 +225,9 @@ def _array(arrays: memoryview, leaf: Leaf) -> Array:
         or offset % OBJECT_ALIGNMENT_BYTES
         or offset + nbytes > max(len(arrays), offset)
     ):
-        raise ProtocolError(
+        raise mixed_releases(
             f"an array of dtype {dtype} and shape {shape} at byte {offset} does not fit in its "
-            f"object's {len(arrays)} bytes of array data. Install the same dataplane release "
-            "everywhere"
+            f"object's {len(arrays)} bytes of array data"
         )
     return np.ndarray(shape, dtype, arrays, offset if nbytes else 0)
 
@@ -461,10 +459,7 @@ def _tensor(leaf: Array) -> Any:
     except ImportError:
         return leaf
     except InvalidValue as exc:
-        raise ProtocolError(
-            f"received a tensor that cannot be decoded ({exc.message}): install the same dataplane "
-            "release everywhere"
-        ) from exc
+        raise mixed_releases(f"received a tensor that cannot be decoded ({exc.message})") from exc
 
 
 def _jagged(values: Array, offsets: Array, axis: int) -> Any:
@@ -477,10 +472,7 @@ def _jagged(values: Array, offsets: Array, axis: int) -> Any:
         or offsets[-1] != values.shape[axis]
         or (np.diff(offsets) < 0).any()
     ):
-        raise ProtocolError(
-            "received a nested tensor whose offsets do not match its values: install the same "
-            "dataplane release everywhere"
-        )
+        raise mixed_releases("received a nested tensor whose offsets do not match its values")
     try:
         import torch
     except ImportError:
@@ -524,9 +516,9 @@ def _scalar(data: memoryview) -> Any:
     end = 1 + data[0] if len(data) else 0
     dtype = dtype_of(str(data[1:end], "ascii"))
     if len(data) - end != dtype.itemsize:
-        raise ProtocolError(
+        raise mixed_releases(
             f"received {len(data) - end} bytes for a scalar of dtype {dtype}: expected "
-            f"{dtype.itemsize} bytes. Install the same dataplane release everywhere"
+            f"{dtype.itemsize} bytes"
         )
     return np.frombuffer(data, dtype, 1, end)[0]
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.errors import ProtocolError
+from dataplane.errors import mixed_releases
 
 EXTENT = np.dtype([("offset", "<u8"), ("length", "<u8")])
 """A contiguous part of the arena: reserved for writing, or (in a put) written as one range."""
@@ -35,10 +35,9 @@ def column(data: bytes | memoryview, dtype: np.dtype, count: int | None = None) 
     """Return a read-only view of a raw column. Raise ProtocolError unless it has `count`
     records."""
     if len(data) % dtype.itemsize or (count is not None and len(data) != count * dtype.itemsize):
-        raise ProtocolError(
+        raise mixed_releases(
             f"a column of {dtype.itemsize}-byte records is {len(data)} bytes long: expected "
-            f"{f'a multiple of {dtype.itemsize}' if count is None else count * dtype.itemsize}. "
-            "Install the same dataplane release everywhere"
+            f"{f'a multiple of {dtype.itemsize}' if count is None else count * dtype.itemsize}"
         )
     return np.frombuffer(data, dtype)
 

@@ -26,9 +26,9 @@ from dataplane.errors import (
     FrameTooLarge,
     InvalidRows,
     LeaseExpired,
-    ProtocolError,
     RowsGone,
     counted,
+    mixed_releases,
 )
 from dataplane.wire.messages import Claim, Claimed, Fetch, Fetched, Want
 from dataplane.wire.records import U4, column
@@ -123,10 +123,7 @@ async def join(
             session.spans.claim(handle.name, stage, began, lease)
     session.leased(claimed.lease, handle.name)
     if claimed.plan is None:
-        raise ProtocolError(
-            "unexpected reply to a plan request: expected a plan, got a batch. Install the same "
-            "dataplane release everywhere"
-        )
+        raise mixed_releases("unexpected reply to a plan request: expected a plan, got a batch")
     part = Part(handle, stage, claimed, claimed.plan.rows)
     if wanted is None and stage not in handle.definition.stages:  # declared meanwhile
         await define(handle, None, Deadline(DEFAULT_TIMEOUT_S))

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from dataplane.client.checkpoint.archive import FILES, FileNote, SummedFile, failing
-from dataplane.errors import ProtocolError, counted
+from dataplane.errors import ProtocolError, counted, mixed_releases
 from dataplane.wire.checkpoint import SaveDone
 from dataplane.wire.layouts import aligned
 from dataplane.wire.limits import NO_GROUP
@@ -130,10 +130,9 @@ class PartFiles:
                     + ". Install the same dataplane release everywhere"
                 )
             if not 0 <= chunk.layout < len(layouts):
-                raise ProtocolError(
+                raise mixed_releases(
                     f"invalid layout index {chunk.layout} for a chunk: the table has "
-                    f"{counted(len(layouts), 'layout')}. Install the same dataplane release "
-                    "everywhere"
+                    f"{counted(len(layouts), 'layout')}"
                 )
             space = aligned(chunk.nbytes)
             pending += [bytes_, bytes(space - chunk.nbytes)]

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.errors import ProtocolError
+from dataplane.errors import mixed_releases
 from dataplane.wire.arrays import Array, dtype_name
 from dataplane.wire.layouts import OBJECT_ALIGNMENT_BYTES, OPEN, ColumnSpec
 from dataplane.wire.limits import ALIGNMENT_BYTES
@@ -79,10 +79,7 @@ class ChunkColumn(msgspec.Struct, eq=False):
         try:
             return np.ndarray(shape, spec.items, self.memory, self.start + bound * spec.unit_bytes)
         except ValueError as exc:
-            raise ProtocolError(
-                f"a value cannot have the shape {shape}: {exc}. Install the same dataplane release "
-                "everywhere"
-            ) from exc
+            raise mixed_releases(f"a value cannot have the shape {shape}: {exc}") from exc
 
     def arrays(self, first: int, last: int) -> Iterable[Array]:
         """Neighbouring rows as views."""
@@ -136,10 +133,10 @@ def columns_of(
     if lengths is not None:
         source, end = lengths, 0
     if len(source) < head_bytes or (lengths is not None and len(source) > head_bytes):
-        raise ProtocolError(
+        raise mixed_releases(
             f"invalid chunk of {rows} rows, each with {sum(map(_width, specs))} lengths: expected "
             f"{'at least ' if lengths is None else ''}{head_bytes} bytes of lengths, got "
-            f"{len(source)}. Install the same dataplane release everywhere"
+            f"{len(source)}"
         )
     numbers: tuple[int, ...] = unpack_from(f"<{count}I", source)
     begin, found = 0, []
@@ -161,9 +158,8 @@ def columns_of(
         end = start + bounds[-1] * spec.unit_bytes
         found.append(ChunkColumn(spec, rows, mine, bounds, memory, start))
     if end != len(memory):
-        raise ProtocolError(
-            f"invalid chunk: expected {end} bytes (the size of its columns), got {len(memory)}. "
-            "Install the same dataplane release everywhere"
+        raise mixed_releases(
+            f"invalid chunk: expected {end} bytes (the size of its columns), got {len(memory)}"
         )
     return found
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from dataplane.client.read.chunk_columns import ChunkColumn, Memory
 from dataplane.client.read.ragged import Offsets, Padding, Ragged, ragged_of
 from dataplane.client.write.parallel import carry_out
-from dataplane.errors import DataplaneError, FieldUnknown, ProtocolError
+from dataplane.errors import DataplaneError, FieldUnknown, mixed_releases
 from dataplane.wire import objects
 from dataplane.wire.arrays import (
     Array,
@@ -158,10 +158,7 @@ class ColumnView(Sequence[Any]):
                 return [str(cell, "utf-8", "surrogatepass") for cell in cells]
             return map(bytes if kind == "bytes" else objects.decode, cells)
         except UnicodeDecodeError as exc:
-            raise ProtocolError(
-                f"field {self.field!r}: expected UTF-8 text: {exc}. Install the same dataplane "
-                "release everywhere"
-            ) from exc
+            raise mixed_releases(f"field {self.field!r}: expected UTF-8 text: {exc}") from exc
 
     def present(self, row: int) -> bool:
         """Return whether this row has the field."""

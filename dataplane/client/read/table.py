@@ -19,7 +19,7 @@ from dataplane.client.read.column_view import ColumnView, RowSpan, cut, stretche
 from dataplane.client.read.table_shape import TableShape, shape_of_values
 from dataplane.client.session.session import Session
 from dataplane.client.write.rows import Index, group_names, row_names, tag_values
-from dataplane.errors import InvalidRows, ProtocolError, counted
+from dataplane.errors import InvalidRows, ProtocolError, counted, mixed_releases
 from dataplane.memory.extents import Extent
 from dataplane.wire import layouts
 from dataplane.wire.limits import NO_GROUP
@@ -90,23 +90,23 @@ class TableReader:
     def _open(self, number: int) -> list[ChunkColumn]:
         chunk, known = self._values.chunks[number], self._values.layouts
         if not 0 <= chunk.layout < len(known):
-            raise ProtocolError(
+            raise mixed_releases(
                 f"invalid layout index {chunk.layout} for chunk {number}: the table has "
-                f"{counted(len(known), 'layout')}. Install the same dataplane release everywhere"
+                f"{counted(len(known), 'layout')}"
             )
         specs = layouts.decode(known[chunk.layout])
         if len(specs) != self._shape.columns[number]:
-            raise ProtocolError(
-                f"chunk {number} has {len(specs)} columns, but one of its pieces lists a different "
-                "number of fields. Install the same dataplane release everywhere"
+            raise mixed_releases(
+                f"chunk {number} has {len(specs)} columns, but one of its pieces lists a "
+                "different number of fields"
             )
         if not chunk.number:
             return columns_of(specs, chunk.rows, chunk.inline)
         offset, nbytes = self._places[number]
         if nbytes != chunk.nbytes:
-            raise ProtocolError(
-                f"chunk {number} and its extent differ in size: expected {chunk.nbytes} bytes, got "
-                f"{nbytes}. Install the same dataplane release everywhere"
+            raise mixed_releases(
+                f"chunk {number} and its extent differ in size: expected {chunk.nbytes} bytes, "
+                f"got {nbytes}"
             )
         return columns_of(specs, chunk.rows, *self._memory(chunk, offset))
 
@@ -117,9 +117,9 @@ class TableReader:
         if arena is None:
             arena = self._arena = np.asarray(self._pin)
         if offset + nbytes > len(arena):
-            raise ProtocolError(
+            raise mixed_releases(
                 f"a chunk of {nbytes} bytes at offset {offset} is outside the arena of "
-                f"{len(arena)} bytes. Install the same dataplane release everywhere"
+                f"{len(arena)} bytes"
             )
         return arena[offset : offset + nbytes], chunk.inline or None
 
@@ -149,10 +149,9 @@ def _check_page(table: Table) -> None:
     column(table.places, EXTENT, len(values.chunks))
     for number, chunk in enumerate(values.chunks):
         if not 0 <= chunk.layout < len(values.layouts):
-            raise ProtocolError(
+            raise mixed_releases(
                 f"invalid layout index {chunk.layout} for chunk {number}: the table has "
-                f"{counted(len(values.layouts), 'layout')}. Install the same dataplane release "
-                "everywhere"
+                f"{counted(len(values.layouts), 'layout')}"
             )
 
 

@@ -28,6 +28,7 @@ from dataplane.errors import (
     ProtocolError,
     duration,
     from_wire,
+    mixed_releases,
 )
 from dataplane.launch import processes
 from dataplane.wire.frames import FrameReader, decode_reply
@@ -335,9 +336,9 @@ def answer(reply: Reply, rid: int) -> Body:
 
 
 def _unexpected(reply: Reply, rid: int) -> ProtocolError:
-    return ProtocolError(
-        f"unexpected reply from the peer: expected a reply to request {rid}, got one to "
-        f"request {reply.rid}. Install the same dataplane release everywhere"
+    return mixed_releases(
+        f"unexpected reply from the peer: expected a reply to request {rid}, got one to request "
+        f"{reply.rid}"
     )
 
 
@@ -351,9 +352,9 @@ def unwrap(body: Body) -> Body:
 def expect(reply: object, expected: type[B], body: Body) -> B:
     """Return the reply to `body`. Raise ProtocolError if it does not have the expected type."""
     if not isinstance(reply, expected):
-        raise ProtocolError(
+        raise mixed_releases(
             f"unexpected reply to {type(body).__name__}: expected {expected.__name__}, got "
-            f"{type(reply).__name__}. Install the same dataplane release everywhere"
+            f"{type(reply).__name__}"
         )
     return reply
 

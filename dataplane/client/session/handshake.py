@@ -30,9 +30,9 @@ from dataplane.errors import (
     DeadlineExceeded,
     LimitExceeded,
     PeerLost,
-    ProtocolError,
     VersionMismatch,
     duration,
+    mixed_releases,
 )
 from dataplane.launch import processes, rundir
 from dataplane.launch.embedded import is_embedded
@@ -238,15 +238,11 @@ def _receive_welcome(connection: Connection, descriptors: list[int] | None) -> W
             connection.frames.add(data)
     body = unwrap(decode_reply(frame).body)
     if not isinstance(body, Welcome):
-        raise ProtocolError(
-            "unexpected first message from the peer: expected Welcome, got "
-            f"{type(body).__name__}. Install the same dataplane release everywhere"
+        raise mixed_releases(
+            f"unexpected first message from the peer: expected Welcome, got {type(body).__name__}"
         )
     if descriptors is not None and len(descriptors) != 2:
-        raise ProtocolError(
-            f"expected 2 file descriptors with Welcome, got {len(descriptors)}. "
-            "Install the same dataplane release everywhere"
-        )
+        raise mixed_releases(f"expected 2 file descriptors with Welcome, got {len(descriptors)}")
     connection.peer = body.peer
     return body
 

@@ -28,7 +28,7 @@ from dataplane.client.read.ragged import (
     unlike,
 )
 from dataplane.client.read.table import TableReader
-from dataplane.errors import DeviceMissing, InvalidValue, ProtocolError
+from dataplane.errors import DeviceMissing, InvalidValue, mixed_releases
 from dataplane.gpu.direct import DirectCopies, Landing, Runs
 from dataplane.memory.mapping import Pin
 from dataplane.wire.arrays import Array, dtype_name
@@ -59,10 +59,9 @@ class DeviceTableReader(TableReader):
             return super()._memory(chunk, offset)
         nbytes, opened = chunk.nbytes, self._devices.at(offset)
         if offset + nbytes > opened.base + opened.pool.nbytes:
-            raise ProtocolError(
-                f"a chunk of {nbytes} bytes at offset {offset - opened.base} is outside its device "
-                f"arena of {opened.pool.nbytes} bytes. Install the same dataplane release "
-                "everywhere"
+            raise mixed_releases(
+                f"a chunk of {nbytes} bytes at offset {offset - opened.base} is outside its "
+                f"device arena of {opened.pool.nbytes} bytes"
             )
         # Of this memory a chunk's columns are only slices.
         return cast(Memory, DeviceMemory(opened, offset, nbytes, self._pin)), chunk.inline
@@ -120,10 +119,7 @@ class DeviceChunkColumn(ChunkColumn):
         return map(self.array, range(first, last))
 
     def cells(self, first: int, last: int) -> list[memoryview]:
-        raise ProtocolError(
-            "a chunk on a device holds Python objects: expected arrays. Install the same dataplane "
-            "release everywhere"
-        )
+        raise mixed_releases("a chunk on a device holds Python objects: expected arrays")
 
 
 class DeviceColumn(ColumnView):

@@ -18,7 +18,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from dataplane.client.read.table import TableReader
-from dataplane.errors import DeviceMissing, ProtocolError
+from dataplane.errors import DeviceMissing, mixed_releases
 from dataplane.gpu import registry
 from dataplane.gpu.client.columns import DeviceTableReader
 from dataplane.gpu.client.puts import OnDevice, fields_on_devices
@@ -220,9 +220,9 @@ class OpenPools:
         for opened in (*self._opened.values(), *self._reached):
             if opened.base <= address < opened.base + opened.pool.nbytes:
                 return opened
-        raise ProtocolError(
+        raise mixed_releases(
             f"the peer sent address {address}, which is outside the arenas that this process has "
-            "mapped. Install the same dataplane release everywhere"
+            "mapped"
         )
 
     # what ends when the devices are done with what was asked of them

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from dataplane.errors import InvalidRows, LeaseExpired, ProtocolError, counted
+from dataplane.errors import InvalidRows, LeaseExpired, counted, mixed_releases
 from dataplane.metadata.shard.blocks import ACKED, LEASED, progress_field
 from dataplane.metadata.shard.leases import Lease, Part
 from dataplane.metadata.shard.puts import add_fields, check_added
@@ -57,9 +57,8 @@ def finish(state: State, lease: Lease, asked_for: Finish) -> dict[str, int]:
     """See `Store.finish`."""
     outcome, values, tags = asked_for.outcome, asked_for.values, asked_for.tags
     if outcome not in OUTCOMES:
-        raise ProtocolError(
-            f"invalid outcome {outcome!r:.40} for a lease: expected one of "
-            f"{', '.join(OUTCOMES)}. Install the same dataplane release everywhere"
+        raise mixed_releases(
+            f"invalid outcome {outcome!r:.40} for a lease: expected one of {', '.join(OUTCOMES)}"
         )
     if values.fields and outcome == "drop":
         raise InvalidRows(

@@ -8,7 +8,7 @@ from struct import Struct
 
 import numpy as np
 
-from dataplane.errors import FieldUnknown, ProtocolError, RowsGone, counted
+from dataplane.errors import FieldUnknown, RowsGone, counted, mixed_releases
 from dataplane.metadata.shard import blocks
 from dataplane.metadata.shard.blocks import (
     ACKED,
@@ -277,9 +277,8 @@ def place_of(rows: Rows) -> bytes:
 def _behind(parts: Sequence[tuple[Block, int]], place: bytes) -> list[tuple[Block, int]]:
     """What follows a place. Blocks are numbered as they come."""
     if len(place) != _PLACE.size:
-        raise ProtocolError(
-            f"invalid read position: expected {_PLACE.size} bytes, got {len(place)}. "
-            "Install the same dataplane release everywhere"
+        raise mixed_releases(
+            f"invalid read position: expected {_PLACE.size} bytes, got {len(place)}"
         )
     number, row = _PLACE.unpack(place)
     first = bisect_left(parts, number, key=lambda part: part[0].number)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dataplane.errors import ProtocolError, counted
+from dataplane.errors import counted, mixed_releases
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.journal import Given, Op
 from dataplane.wire.messages import Finish, Put
@@ -127,18 +127,17 @@ def named_by(op: Op) -> list[Named]:
     by_owner: dict[int, list[Chunk]] = {}
     for chunk in op.values.chunks:
         if chunk.number < 0 or chunk.nbytes < 0:
-            raise ProtocolError(
-                f"invalid chunk {chunk.number} of {chunk.nbytes} bytes: expected a "
-                "non-negative number and size. Install the same dataplane release everywhere"
+            raise mixed_releases(
+                f"invalid chunk {chunk.number} of {chunk.nbytes} bytes: expected a non-negative "
+                "number and size"
             )
         by_owner.setdefault(chunk.owner, []).append(chunk)
     found = []
     for number, chunks in by_owner.items():
         if not 0 <= number < len(op.values.owners):
-            raise ProtocolError(
+            raise mixed_releases(
                 f"invalid owner index {number} for a chunk: the record lists "
-                f"{counted(len(op.values.owners), 'owner')}. Install the same dataplane release "
-                "everywhere"
+                f"{counted(len(op.values.owners), 'owner')}"
             )
         if (owner := op.values.owners[number]) != INLINE:
             nbytes = np.array([chunk.nbytes for chunk in chunks], U8)

@@ -16,9 +16,9 @@ import msgspec
 from dataplane.errors import (
     InvalidRows,
     LimitExceeded,
-    ProtocolError,
     StageUndefined,
     did_you_mean,
+    mixed_releases,
 )
 from dataplane.metadata.shard.before_images import BeforeImages
 from dataplane.metadata.shard.blocks import (
@@ -452,14 +452,11 @@ class State:
         here = [(c, there) for n, there in numbers.items() if (c := self.chunk(old, n)) is not None]
         for _, there in here:
             if there < 1:
-                raise ProtocolError(
-                    f"invalid chunk number {there}: expected 1 or more. "
-                    "Install the same dataplane release everywhere"
-                )
+                raise mixed_releases(f"invalid chunk number {there}: expected 1 or more")
             if self.chunk(new, there) is not None:
-                raise ProtocolError(
-                    f"received chunk {there} of peer {new.peer}, but the partition already "
-                    "has a chunk with this number: install the same dataplane release everywhere"
+                raise mixed_releases(
+                    f"received chunk {there} of peer {new.peer}, but the partition already has a "
+                    "chunk with this number"
                 )
         moved = []
         for chunk, there in here:

@@ -18,11 +18,11 @@ from dataplane.errors import (
     InvalidRows,
     LimitExceeded,
     PartitionConflict,
-    ProtocolError,
     StageUndefined,
     TagConflict,
     counted,
     did_you_mean,
+    mixed_releases,
 )
 from dataplane.metadata.shard import (
     checkpoint,
@@ -323,9 +323,9 @@ class Store(State):
         """
         ids, there = (ids_of(one).tolist() for one in (ranges, new_ranges))
         if len({*ids}) != len(ids) or len({*there}) != len(ids):
-            raise ProtocolError(
-                f"cannot move {len(ids)} chunks to {len(there)} new ones: expected one "
-                "distinct new chunk per old chunk. Install the same dataplane release everywhere"
+            raise mixed_releases(
+                f"cannot move {len(ids)} chunks to {len(there)} new ones: expected one distinct "
+                "new chunk per old chunk"
             )
         moved = set(self.move_chunks(old, dict(zip(ids, there, strict=True)), new))
         if self.emit is not None:

@@ -14,7 +14,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from dataplane.errors import InvalidRows, LimitExceeded, ProtocolError, counted
+from dataplane.errors import InvalidRows, LimitExceeded, ProtocolError, counted, mixed_releases
 from dataplane.metadata.tables.bits import in_bytes
 from dataplane.metadata.tables.keys import KeyRun, Keys, keys_in, run_in, some_of
 from dataplane.metadata.tables.names import PROGRESS
@@ -96,10 +96,7 @@ def different(raw: bytes, what: str) -> list[bytes]:
     keys = keys_in(raw)
     if len(set(keys)) != len(keys):
         twice = Counter(keys).most_common(1)[0][0]
-        raise ProtocolError(
-            f"expected each {what} once in the message, got {twice.hex()} "
-            "twice: install the same dataplane release everywhere"
-        )
+        raise mixed_releases(f"expected each {what} once in the message, got {twice.hex()} twice")
     return keys
 
 
@@ -148,10 +145,9 @@ def _groups_in(rows: Rows, count: int) -> tuple[Sequence[int] | None, list[bytes
         numbers[numbers == NO_GROUP] = -1
         index = numbers.tolist()
     if max(index) >= len(group_keys):
-        raise ProtocolError(
+        raise mixed_releases(
             f"invalid group index {max(index)} for a row: the message has "
-            f"{counted(len(group_keys), 'group')}. Install the same dataplane release "
-            "everywhere",
+            f"{counted(len(group_keys), 'group')}",
             groups=len(group_keys),
         )
     if len(set(group_keys)) != len(group_keys):
@@ -285,15 +281,14 @@ def check_owners(values: wire.Values) -> None:
     for chunk in values.chunks:
         owner = chunk.owner
         if owner < 0 or owner >= owners:
-            raise ProtocolError(
+            raise mixed_releases(
                 f"invalid owner index {owner} for chunk {chunk.number}: the message lists "
-                f"{counted(owners, 'owner')}. Install the same dataplane release "
-                "everywhere"
+                f"{counted(owners, 'owner')}"
             )
         if chunk.number < 0 or chunk.nbytes < 0:
-            raise ProtocolError(
+            raise mixed_releases(
                 f"invalid chunk {chunk.number} of {chunk.nbytes} bytes: expected a non-negative "
-                "number and size. Install the same dataplane release everywhere"
+                "number and size"
             )
 
 
@@ -328,16 +323,12 @@ def _chunks_in(values: wire.Values, known: Known) -> tuple[list[Chunk], list[Chu
         mine = there[at]
         if mine is None:
             if number or len(one.inline) != nbytes:
-                raise ProtocolError(
-                    f"invalid inline chunk: expected {nbytes} bytes and no chunk number, "
-                    f"got {len(one.inline)} bytes and number {number}. Install the same dataplane "
-                    "release everywhere"
+                raise mixed_releases(
+                    f"invalid inline chunk: expected {nbytes} bytes and no chunk number, got "
+                    f"{len(one.inline)} bytes and number {number}"
                 )
         elif number < 1:
-            raise ProtocolError(
-                f"invalid chunk number {number}: expected 1 or more. "
-                "Install the same dataplane release everywhere"
-            )
+            raise mixed_releases(f"invalid chunk number {number}: expected 1 or more")
         elif (found := mine.get(number)) is not None:
             _check_same(found, one, layouts[form])
             chunks.append(found)
@@ -356,12 +347,11 @@ def _check_same(found: Chunk, one: wire.Chunk, layout: bytes) -> None:
     """ProtocolError unless a message describes a chunk as the shard has it."""
     has = found.rows, found.nbytes, found.layout, found.inline
     if has != (one.rows, one.nbytes, layout, one.inline):
-        raise ProtocolError(
+        raise mixed_releases(
             f"chunk {one.number} of peer {found.owner.peer} differs from the stored chunk in "
             f"size, layout or data: expected {counted(found.rows, 'row')} and "
-            f"{counted(found.nbytes, 'byte')}, got "
-            f"{counted(one.rows, 'row')} and {counted(one.nbytes, 'byte')}. Install the same "
-            "dataplane release everywhere"
+            f"{counted(found.nbytes, 'byte')}, got {counted(one.rows, 'row')} and "
+            f"{counted(one.nbytes, 'byte')}"
         )
 
 
@@ -371,54 +361,44 @@ def _check_distinct(chunks: Iterable[Chunk]) -> None:
     names = Counter([(one.owner, one.number) for one in chunks if one.number])
     (owner, number), times = names.most_common(1)[0]
     if times > 1:
-        raise ProtocolError(
+        raise mixed_releases(
             f"the message lists chunk {number} of peer {owner.peer} {times} times: expected each "
-            "chunk at most once. Install the same dataplane release everywhere"
+            "chunk at most once"
         )
 
 
 def _invalid(one: wire.Chunk, values: wire.Values) -> ProtocolError:
     """What is wrong with the description of a chunk."""
     if not 0 <= one.owner < len(values.owners):
-        return ProtocolError(
+        return mixed_releases(
             f"invalid owner index {one.owner} for chunk {one.number}: the message lists "
-            f"{counted(len(values.owners), 'owner')}. Install the same dataplane release "
-            "everywhere"
+            f"{counted(len(values.owners), 'owner')}"
         )
     if not 0 <= one.layout < len(values.layouts):
-        return ProtocolError(
+        return mixed_releases(
             f"invalid layout index {one.layout} for chunk {one.number}: the message has "
-            f"{counted(len(values.layouts), 'layout')}. Install the same dataplane release "
-            "everywhere"
+            f"{counted(len(values.layouts), 'layout')}"
         )
-    return ProtocolError(
+    return mixed_releases(
         f"invalid chunk {one.number}: expected 0 to {MAX_ROWS_PER_MESSAGE} rows and 0 or more "
-        f"bytes, got {one.rows} rows and {one.nbytes} bytes. Install the same dataplane release "
-        "everywhere"
+        f"bytes, got {one.rows} rows and {one.nbytes} bytes"
     )
 
 
 def _columns_in(fields: tuple[str, ...], columns: tuple[int, ...]) -> tuple[str, ...]:
     """The field that each column of a piece is."""
     if wrong := [field for field in columns if not -1 <= field < len(fields)]:
-        raise ProtocolError(
+        raise mixed_releases(
             f"invalid field index {wrong[0]} in a piece: the message has "
-            f"{counted(len(fields), 'field')}, and an unused column must have index -1. "
-            "Install the same dataplane release everywhere"
+            f"{counted(len(fields), 'field')}, and an unused column must have index -1"
         )
     names = tuple([UNUSED if field < 0 else fields[field] for field in columns])
     used = [name for name in names if name != UNUSED]
     if not used:
-        raise ProtocolError(
-            "invalid piece: expected at least one column, got none. "
-            "Install the same dataplane release everywhere"
-        )
+        raise mixed_releases("invalid piece: expected at least one column, got none")
     if len(set(used)) != len(used):
         twice = Counter(used).most_common(1)[0][0]
-        raise ProtocolError(
-            f"invalid piece: expected one column for field {twice!r}, got "
-            "two. Install the same dataplane release everywhere"
-        )
+        raise mixed_releases(f"invalid piece: expected one column for field {twice!r}, got two")
     return names
 
 
@@ -426,24 +406,21 @@ def _piece_in(form: MessageForm, one: wire.Piece) -> Piece[int]:
     """Check a piece. If the message has more rows than a block, the piece keeps its `base`: a mask
     of all rows can take 8 KiB, and a message can have 65,536 pieces."""
     if not 0 <= one.chunk < len(form.chunk_rows):
-        raise ProtocolError(
+        raise mixed_releases(
             f"a piece refers to chunk index {one.chunk}, but the message has only "
-            f"{counted(len(form.chunk_rows), 'chunk')}. Install the same dataplane release "
-            "everywhere"
+            f"{counted(len(form.chunk_rows), 'chunk')}"
         )
     if len(one.fields) > MAX_FIELDS:
-        raise ProtocolError(
-            f"invalid piece: expected at most {MAX_FIELDS} columns, got "
-            f"{len(one.fields)}. Install the same dataplane release everywhere"
+        raise mixed_releases(
+            f"invalid piece: expected at most {MAX_FIELDS} columns, got {len(one.fields)}"
         )
     names = _columns_in(form.fields, tuple(one.fields))
     has, given, base = form.chunk_rows[one.chunk], in_bytes(one.given), one.base
     many = given.bit_count()
     if not given or base < 0 or base + given.bit_length() > form.rows:
-        raise ProtocolError(
-            f"invalid piece of {counted(many, 'row')} from row {base}: a piece needs at "
-            f"least one row, and the message has only {counted(form.rows, 'row')}. Install the "
-            "same dataplane release everywhere"
+        raise mixed_releases(
+            f"invalid piece of {counted(many, 'row')} from row {base}: a piece needs at least one "
+            f"row, and the message has only {counted(form.rows, 'row')}"
         )
     if form.rows <= MAX_BLOCK_ROWS:
         given, base = given << base, 0

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from dataplane.errors import InvalidValue, LimitExceeded, ProtocolError
+from dataplane.errors import InvalidValue, LimitExceeded, ProtocolError, mixed_releases
 from dataplane.metadata.tables.names import unencodable
 from dataplane.metadata.tables.tags import Tags
 from dataplane.wire.arrays import shown
@@ -175,9 +175,9 @@ def checked(wire: Any) -> WireWhere:
 
 def _check(wire: Any, depth: int, budget: list[int]) -> None:
     if not isinstance(wire, list) or not wire or not isinstance(wire[0], str):
-        raise ProtocolError(
+        raise mixed_releases(
             f"invalid filter {shown(wire):.80}: expected a list that starts with the name of an "
-            "operator. Install the same dataplane release everywhere"
+            "operator"
         )
     _spend(budget, 1)
     if depth == 0:

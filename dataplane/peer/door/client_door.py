@@ -33,6 +33,7 @@ from dataplane.errors import (
     ProtocolError,
     VersionMismatch,
     counted,
+    mixed_releases,
 )
 from dataplane.metadata.shard.reasons import Subject
 from dataplane.peer import descriptors
@@ -351,10 +352,7 @@ class Connection(asyncio.Protocol):
         kind = type(body)
         handler = door.handlers.get(kind)
         if handler is None:
-            raise ProtocolError(
-                f"clients may not send {kind.__name__} messages: install the same dataplane "
-                "release everywhere"
-            )
+            raise mixed_releases(f"clients may not send {kind.__name__} messages")
         if self._running and len(self._running) >= limits.MAX_REQUESTS_PER_CONNECTION:
             raise ProtocolError(
                 f"this connection already has {len(self._running)} requests in flight, the "
@@ -386,9 +384,8 @@ class Connection(asyncio.Protocol):
 
     def _hello(self, body: Body) -> Body:
         if not isinstance(body, Hello):
-            raise ProtocolError(
-                "the first message from a client must be Hello, got "
-                f"{type(body).__name__}: install the same dataplane release everywhere"
+            raise mixed_releases(
+                f"the first message from a client must be Hello, got {type(body).__name__}"
             )
         try:
             session = self._session_of(body)

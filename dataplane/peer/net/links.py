@@ -24,6 +24,7 @@ from dataplane.errors import (
     Unavailable,
     VersionMismatch,
     from_wire,
+    mixed_releases,
 )
 from dataplane.peer.failures import LinkBroken, again, fail
 from dataplane.peer.host import Host
@@ -163,10 +164,9 @@ class Link:
         finally:
             close()
         if not isinstance(hello, PeerHello):
-            raise ProtocolError(
-                f"the peer at {self.address} sent an unexpected reply to a greeting: "
-                f"expected PeerHello, got {type(hello).__name__}. Install the same dataplane "
-                "release everywhere"
+            raise mixed_releases(
+                f"the peer at {self.address} sent an unexpected reply to a greeting: expected "
+                f"PeerHello, got {type(hello).__name__}"
             )
         mesh.others.meet(hello)
         self.calls = await self._stream(hello.stream, hello.stream_secret)

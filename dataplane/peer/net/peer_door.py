@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from dataplane.errors import FrameTooLarge, ProtocolError, StaleEpoch, Unavailable
+from dataplane.errors import FrameTooLarge, ProtocolError, StaleEpoch, Unavailable, mixed_releases
 from dataplane.peer.failures import failed
 from dataplane.peer.host import CallContext, Caller, Host, call_context
 from dataplane.peer.net.greetings import Gate
@@ -75,10 +75,8 @@ class PeerDoor:
         try:
             request = peering.decode_request(frame)
             if not isinstance(request.body, PeerHello):
-                raise ProtocolError(
-                    "expected PeerHello on the zmq socket, got "
-                    f"{type(request.body).__name__}: install the same dataplane release "
-                    "everywhere"
+                raise mixed_releases(
+                    f"expected PeerHello on the zmq socket, got {type(request.body).__name__}"
                 )
         except ProtocolError as exc:
             return self._refusal(exc)
@@ -111,10 +109,7 @@ class PeerDoor:
             request = peering.decode_request(frame)
             operation = OPERATIONS.get(type(request.body))
             if operation is None:
-                raise ProtocolError(
-                    f"peers may not send {type(request.body).__name__} "
-                    "messages: install the same dataplane release everywhere"
-                )
+                raise mixed_releases(f"peers may not send {type(request.body).__name__} messages")
         except ProtocolError as exc:
             self.streams.answer(stream, self._refusal(exc))
             return
@@ -161,10 +156,7 @@ class PeerDoor:
         """Raise ProtocolError or Unavailable for a request that the control stream does not
         accept."""
         if not operation.control:
-            raise ProtocolError(
-                f"unexpected {type(request.body).__name__} on the control stream: install the "
-                "same dataplane release everywhere"
-            )
+            raise mixed_releases(f"unexpected {type(request.body).__name__} on the control stream")
         if stream.unanswered_bytes >= self.control_bytes:
             raise Unavailable(
                 f"peer {request.sender} has {stream.unanswered_bytes} bytes of unanswered "

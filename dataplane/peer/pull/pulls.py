@@ -21,7 +21,6 @@ import numpy.typing as npt
 from dataplane.errors import (
     DataplaneError,
     DeadlineExceeded,
-    ProtocolError,
     RowsGone,
     RowsLost,
     TransferFailed,
@@ -29,6 +28,7 @@ from dataplane.errors import (
     Unavailable,
     counted,
     duration,
+    mixed_releases,
 )
 from dataplane.launch.values import AUTO, TransportChoice
 from dataplane.memory.admission import Admission
@@ -265,9 +265,9 @@ class Pulls:
             if reply.gone:
                 raise _freed(len(reply.gone) - reply.gone.count(0), owner)
             if len(reply.data) != nbytes:
-                raise ProtocolError(
-                    f"invalid reply from the peer at {owner.peer}: expected {nbytes} "
-                    f"bytes, got {len(reply.data)}. Install the same dataplane release everywhere"
+                raise mixed_releases(
+                    f"invalid reply from the peer at {owner.peer}: expected {nbytes} bytes, got "
+                    f"{len(reply.data)}"
                 )
             for start, size in zip(dest.tolist(), sizes.tolist(), strict=True):
                 view[start : start + size] = reply.data[at : at + size]
@@ -293,9 +293,9 @@ class Pulls:
             timeout_s=self.left_s(),
         )
         if reply.gone and len(reply.gone) != len(remote):
-            raise ProtocolError(
-                f"invalid reply from the peer at {owner.peer}: expected {len(remote)} "
-                f"ranges, got {len(reply.gone)}. Install the same dataplane release everywhere"
+            raise mixed_releases(
+                f"invalid reply from the peer at {owner.peer}: expected {len(remote)} ranges, got "
+                f"{len(reply.gone)}"
             )
         return reply
 
@@ -428,9 +428,9 @@ class Pulls:
         ranges = column(body.ranges, RANGE)
         sizes = column(body.sizes, U8, len(ranges))
         if (nbytes := sum(sizes.tolist())) > MAX_PULLED_BYTES:
-            raise ProtocolError(
-                f"invalid pull of {nbytes} bytes: expected at most {MAX_PULLED_BYTES} "
-                "bytes per request. Install the same dataplane release everywhere"
+            raise mixed_releases(
+                f"invalid pull of {nbytes} bytes: expected at most {MAX_PULLED_BYTES} bytes per "
+                "request"
             )
         if not nbytes:
             return Pulled(b"", self._gone(ranges))
@@ -446,9 +446,9 @@ class Pulls:
         lengths = places["length"].tolist()
         if any(map(gt, wanted, lengths)):
             most, size = next(one for one in zip(lengths, wanted, strict=True) if one[1] > one[0])
-            raise ProtocolError(
+            raise mixed_releases(
                 f"invalid pull of {size} bytes: expected at most {most} bytes, the size of the "
-                "range. Install the same dataplane release everywhere"
+                "range"
             )
         parts = zip(places["offset"].tolist(), wanted, strict=True)
         return Pulled(b"".join([view[start : start + size] for start, size in parts]))

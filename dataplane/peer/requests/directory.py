@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 from dataplane.errors import (
     DataplaneError,
     PartitionUndefined,
-    ProtocolError,
     duration,
     few,
+    mixed_releases,
     nearest,
 )
 from dataplane.launch import rundir
@@ -158,9 +158,9 @@ class Directory:
 
     def identify(self, caller: Caller, body: Identify) -> Body:
         if len(body.sessions) > MAX_IDENTIFIED:
-            raise ProtocolError(
+            raise mixed_releases(
                 f"the request lists {len(body.sessions)} sessions, over the limit of "
-                f"{MAX_IDENTIFIED}: install the same dataplane release everywhere"
+                f"{MAX_IDENTIFIED}"
             )
         told: list[tuple[str, int]] = []
         for session in body.sessions:

@@ -25,6 +25,7 @@ from dataplane.errors import (
     ProtocolError,
     ShardFull,
     counted,
+    mixed_releases,
 )
 from dataplane.memory.admission import Admission
 from dataplane.memory.extents import Extent, room
@@ -197,21 +198,19 @@ class Grants:
         for one in values.chunks:
             at, nbytes, offset = one.owner, one.nbytes, one.offset
             if at < 0 or at >= many:
-                raise ProtocolError(
+                raise mixed_releases(
                     f"invalid owner index {at} for chunk {one.number}: the message lists "
-                    f"{counted(len(owners), 'owner')}. Install the same dataplane release "
-                    "everywhere"
+                    f"{counted(len(owners), 'owner')}"
                 )
             if inline[at]:
                 continue
             if one.digest:
                 has_digests = True
             if nbytes < 0 or offset < 0 or (one.digest and len(one.digest) != _HASH_BYTES):
-                raise ProtocolError(
+                raise mixed_releases(
                     f"invalid chunk of {nbytes} bytes at offset {offset}, with a digest of "
                     f"{len(one.digest)} bytes: expected a non-negative size and offset, and a "
-                    f"digest of 0 or {_HASH_BYTES} bytes. Install the same dataplane release "
-                    "everywhere"
+                    f"digest of 0 or {_HASH_BYTES} bytes"
                 )
             if one.number:
                 shared.append(one)
@@ -247,10 +246,10 @@ class Grants:
         """ProtocolError unless these are the client's own peer and INLINE."""
         me = self.host.owner
         if others := [owner for owner in owners if owner not in (me, INLINE)]:
-            raise ProtocolError(
+            raise mixed_releases(
                 f"expected only chunks of the client's own peer {me.peer} (incarnation "
                 f"{me.incarnation}), got one of peer {others[0].peer} (incarnation "
-                f"{others[0].incarnation}): install the same dataplane release everywhere"
+                f"{others[0].incarnation})"
             )
 
     def _shared(self, chunks: Sequence[Chunk]) -> Array:
@@ -258,19 +257,15 @@ class Grants:
         of its chunk."""
         for one in chunks:
             if not 0 < one.number < 1 << 64:
-                raise ProtocolError(
-                    f"invalid chunk number {one.number}: expected 1 or more. "
-                    "Install the same dataplane release everywhere"
-                )
+                raise mixed_releases(f"invalid chunk number {one.number}: expected 1 or more")
         known = ranges_of(np.array([one.number for one in chunks], U8))
         places = self.host.space.ranges.hold(known)
         for one, (_, length) in zip(chunks, places, strict=True):
             if room(one.nbytes) != length:
                 self.host.space.release(known)
-                raise ProtocolError(
+                raise mixed_releases(
                     f"chunk {one.number} and its range differ in size: expected {one.nbytes} "
-                    f"bytes, but the range has {length}. Install the same dataplane release "
-                    "everywhere"
+                    f"bytes, but the range has {length}"
                 )
         return known
 

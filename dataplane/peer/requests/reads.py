@@ -16,7 +16,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from dataplane.errors import LeaseExpired, ProtocolError, RowsGone, RowsLost, Unavailable
+from dataplane.errors import (
+    LeaseExpired,
+    RowsGone,
+    RowsLost,
+    Unavailable,
+    mixed_releases,
+)
 from dataplane.memory.space import PULLER
 from dataplane.metadata.shard import inspection, rows_out
 from dataplane.metadata.tables.incoming import check_owners
@@ -91,10 +97,9 @@ class Reading:
             nbytes, (offset, room) = one.nbytes, next(spots)
             if room < nbytes:
                 space.unpin(holder, [pin])
-                raise ProtocolError(
-                    "the shard and the owner of a chunk disagree on its size: expected "
-                    f"{nbytes} bytes, but the range has {room}. Install the same dataplane release "
-                    "everywhere"
+                raise mixed_releases(
+                    f"the shard and the owner of a chunk disagree on its size: expected {nbytes} "
+                    f"bytes, but the range has {room}"
                 )
             places += offset, nbytes
         return _with_places(table, array("Q", places).tobytes()), pin

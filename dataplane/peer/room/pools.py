@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.errors import ProtocolError, TransportMissing
+from dataplane.errors import TransportMissing, mixed_releases
 from dataplane.memory.admission import Admission
 from dataplane.memory.space import Space
 from dataplane.peer.host import Host
@@ -58,9 +58,7 @@ class Pools:
         self, number: int, holder: int, admission: Admission, units: Units
     ) -> tuple[int, Array] | None:
         """As `Room.at_once`, in the pool of this number. None if it is full now, or too small."""
-        raise ProtocolError(
-            f"this peer has no device arena {number}. Install the same dataplane release everywhere"
-        )
+        raise mixed_releases(f"this peer has no device arena {number}")
 
     def overflowed(self, number: int, nbytes: int) -> None:
         """Note that values for this pool went to the host arena, because the pool was full."""

@@ -19,10 +19,10 @@ from dataplane.errors import (
     DeadlineExceeded,
     PartitionGone,
     PartitionUndefined,
-    ProtocolError,
     StaleEpoch,
     Unavailable,
     duration,
+    mixed_releases,
 )
 from dataplane.metadata.roster.roster import Flags
 from dataplane.metadata.shard.store import Store, check_definition
@@ -191,9 +191,8 @@ class Partitions:
 
     async def losses_here(self, caller: Caller, body: Losses) -> Body:
         if body.after < 0:
-            raise ProtocolError(
-                f"invalid position {body.after} in the list of lost rows: expected 0 or "
-                "more. Install the same dataplane release everywhere"
+            raise mixed_releases(
+                f"invalid position {body.after} in the list of lost rows: expected 0 or more"
             )
         until = self.host.now() + waits_s(body.timeout_ms)
         entry = self.host.shard(body.partition, body.generation)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.errors import DataplaneError, ProtocolError
+from dataplane.errors import DataplaneError, mixed_releases
 from dataplane.metadata.shard.second_copies import named_by
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.net.mesh import Mesh
@@ -187,7 +187,7 @@ class References:
 def check_caller(change: Change, caller: Caller) -> None:
     """Raise ProtocolError if a peer sent another peer's change."""
     if change.caller != caller.owner:
-        raise ProtocolError(
-            f"peer {caller.address} sent a change made by peer {change.caller.peer}, but a "
-            "peer may send only its own changes: install the same dataplane release everywhere"
+        raise mixed_releases(
+            f"peer {caller.address} sent a change made by peer {change.caller.peer}, but a peer "
+            "may send only its own changes"
         )

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from dataplane.errors import ProtocolError, TransportMissing
+from dataplane.errors import TransportMissing, mixed_releases
 from dataplane.gpu.device import Copy, Device, Pool, PoolHandle
 from dataplane.gpu.registry import device_of
 from dataplane.transport.seam import (
@@ -124,9 +124,9 @@ class CudaIpcTransport(Transport):
         for placed, device, pool in self._mine:
             if placed.holds(dest, nbytes):
                 return device, pool.address + dest - placed.start
-        raise ProtocolError(
-            f"the transfer would write {nbytes} bytes at offset {dest}, outside this peer's device "
-            "arenas: install the same dataplane release everywhere"
+        raise mixed_releases(
+            f"the transfer would write {nbytes} bytes at offset {dest}, outside this peer's "
+            "device arenas"
         )
 
     def _source(self, theirs: _Theirs, card: Card, device: Device, source: int, nbytes: int) -> int:
@@ -135,9 +135,9 @@ class CudaIpcTransport(Transport):
             if PlacedPool(start, handle).holds(source, nbytes):
                 pool = self._open(theirs, handle, device)
                 return pool.address + source - start
-        raise ProtocolError(
+        raise mixed_releases(
             f"the transfer would read {nbytes} bytes at offset {source}, outside the owner's "
-            "device arenas: install the same dataplane release everywhere"
+            "device arenas"
         )
 
     def _open(self, theirs: _Theirs, handle: PoolHandle, device: Device) -> Pool:

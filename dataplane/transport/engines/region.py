@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.errors import DeviceMissing, ProtocolError, TransportMissing, counted
+from dataplane.errors import DeviceMissing, TransportMissing, counted, mixed_releases
 from dataplane.gpu.device import Device, Pool
 from dataplane.gpu.registry import CUDA, device_of
 from dataplane.transport.seam import Offsets, Region
@@ -37,10 +37,7 @@ class Stretches:
 
     def __init__(self, stretches: Sequence[Stretch]) -> None:
         if not stretches:
-            raise ProtocolError(
-                "the region is empty: expected at least one memory "
-                "range. Install the same dataplane release everywhere"
-            )
+            raise mixed_releases("the region is empty: expected at least one memory range")
         self.all = tuple(sorted(stretches, key=lambda one: one.start))
         columns = [(one.start, one.address, one.nbytes, one.device) for one in self.all]
         self._starts, self._addresses, self._sizes, self._devices = np.array(columns, np.uint64).T
@@ -59,9 +56,9 @@ class Stretches:
         outside = (offsets < self._starts[at]) | (inside > sizes)
         outside |= nbytes > sizes - np.minimum(inside, sizes)
         if outside.any():
-            raise ProtocolError(
+            raise mixed_releases(
                 f"this transfer has {counted(int(outside.sum()), 'piece')} outside the region's "
-                "memory: install the same dataplane release everywhere"
+                "memory"
             )
         return np.column_stack([self._addresses[at] + inside, nbytes, self._devices[at]])
 

@@ -121,9 +121,9 @@ class Room:
         units: Sequence[npt.NDArray[np.uint64]],
         prefer: Sequence[Span] = (),
     ) -> tuple[int, list[Span]]:
-        """Allocate pieces for the first units, each whole. Return them, and how many units fit.
+        """Allocate spans for the first units, each whole. Return how many units fit, and the spans.
 
-        One piece holds as many units as possible. A unit that no piece holds is spread over
+        One span holds as many units as possible. A unit that no span holds is spread over
         several, range by range. Raises ValueTooLarge if a unit can never fit.
         """
         if not units:
@@ -131,26 +131,26 @@ class Room:
         ends, marks = self.lengths(admission, units)
         totals = ends[marks]
         self._evict_into(admission, page_up(int(totals[-1])))
-        pieces: list[Span] = []
+        spans: list[Span] = []
         done = 0
-        while done < len(units) and len(pieces) < MAX_EXTENTS:
+        while done < len(units) and len(spans) < MAX_EXTENTS:
             unit = ends[marks[done] : marks[done + 1] + 1]
-            upto, piece = done, list[Span]()
+            upto, some = done, list[Span]()
             if self._is_spread(int(unit[-1] - unit[0])):
-                piece = self._spread(admission, unit, prefer)
-            if not piece:
-                upto, piece = self._fill(admission, totals, done, prefer)
+                some = self._spread(admission, unit, prefer)
+            if not some:
+                upto, some = self._fill(admission, totals, done, prefer)
             if upto == done:
-                piece = piece or self._spread(admission, unit, prefer)
-                upto += bool(piece)
+                some = some or self._spread(admission, unit, prefer)
+                upto += bool(some)
             if upto == done and (done or not self._evict_between(admission, int(totals[1]))):
                 break
-            pieces += piece
+            spans += some
             done = upto
-        return done, pieces
+        return done, spans
 
     def take_ahead(self, admission: int, nbytes: int, prefer: Sequence[Span] = ()) -> list[Span]:
-        """Allocate a piece in advance, only while half of the class's quota stays free."""
+        """Allocate space in advance, only while half of the class's quota stays free."""
         nbytes = page_up(nbytes)
         if nbytes <= 0 or self._shares.room(admission) - nbytes < self._shares.caps[admission] // 2:
             return []
@@ -170,9 +170,9 @@ class Room:
             self._shares.charge(admission, nbytes)
         return start
 
-    def give_back(self, pieces: Sequence[Span], by_class: Sequence[int]) -> None:
+    def give_back(self, spans: Sequence[Span], by_class: Sequence[int]) -> None:
         """Free ranges that were charged to the classes with these bytes."""
-        self._allocator.free(pieces)
+        self._allocator.free(spans)
         for admission, nbytes in enumerate(by_class):
             self._shares.discharge(admission, nbytes)
 
@@ -201,7 +201,7 @@ class Room:
     def _fill(
         self, admission: int, ends: Bytes, done: int, prefer: Sequence[Span]
     ) -> tuple[int, list[Span]]:
-        """One piece for as many of the next parts as any can hold, and how far that gets.
+        """Allocate one span for as many of the next parts as it can hold. Return how far that is.
 
         ends: running bytes, part k lying between ends[k] and ends[k + 1].
         """
@@ -210,16 +210,16 @@ class Room:
         upto = self._touched_upto(ends, done, room) if nbytes > self.long_bytes else done
         if upto == done:
             if 0 < nbytes <= room:
-                piece = self._take(admission, nbytes, prefer)
-                if piece:
-                    return len(ends) - 1, piece
+                some = self._take(admission, nbytes, prefer)
+                if some:
+                    return len(ends) - 1, some
             upto = _upto(ends, done, min(self._allocator.largest_free, room))
         nbytes = page_up(int(ends[upto] - ends[done]))
         if not nbytes:
             return upto, []  # nothing fits, or parts without bytes do
-        piece = self._take(admission, nbytes, prefer)
-        assert piece, (nbytes, room)
-        return upto, piece
+        some = self._take(admission, nbytes, prefer)
+        assert some, (nbytes, room)
+        return upto, some
 
     def _is_spread(self, nbytes: int) -> bool:
         """Whether so much has no stretch of pages that were used before, and is worth several."""
@@ -227,28 +227,28 @@ class Room:
 
     def _touched_upto(self, ends: Bytes, done: int, room: int) -> int:
         """How far the parts from `done` get in the longest stretch of pages that were used before,
-        where that is long enough to be worth a piece of its own."""
+        where that is long enough to be worth a span of its own."""
         reach = min(self._allocator.largest_touched, room)
         return _upto(ends, done, reach) if reach >= self.long_bytes else done
 
     def _spread(self, admission: int, ends: Bytes, prefer: Sequence[Span]) -> list[Span]:
-        """Several pieces for the ranges of one unit, or none and no change."""
-        pieces: list[Span] = []
+        """Allocate several spans for the ranges of one unit, or none."""
+        spans: list[Span] = []
         if int(ends[-1] - ends[0]) > self._shares.room(admission):
-            return pieces
+            return spans
         done = 0
         while done < len(ends) - 1:
-            upto, piece = self._fill(admission, ends, done, prefer)
-            pieces += piece
-            if upto == done or len(pieces) > MAX_EXTENTS:
-                self._undo(admission, pieces)
+            upto, some = self._fill(admission, ends, done, prefer)
+            spans += some
+            if upto == done or len(spans) > MAX_EXTENTS:
+                self._undo(admission, spans)
                 return []
             done = upto
-        return pieces
+        return spans
 
-    def _undo(self, admission: int, pieces: list[Span]) -> None:
-        self._allocator.free(pieces)
-        self._shares.discharge(admission, sum([end - start for start, end in pieces]))
+    def _undo(self, admission: int, spans: list[Span]) -> None:
+        self._allocator.free(spans)
+        self._shares.discharge(admission, sum([end - start for start, end in spans]))
 
     def _evict_into(self, admission: int, nbytes: int) -> None:
         """Evict pulled copies as far as that lets this class in."""

@@ -96,11 +96,11 @@ class Allocator:
             return None
         return self._take(index, int(self._starts[index]), nbytes)
 
-    def free(self, pieces: Sequence[Span]) -> None:
+    def free(self, spans: Sequence[Span]) -> None:
         """Free ranges, in any order. Raises AssertionError (at the latest at the next
         allocation) if one is free already."""
-        self._returned += pieces
-        self.free_bytes += sum([end - start for start, end in pieces])
+        self._returned += spans
+        self.free_bytes += sum([end - start for start, end in spans])
 
     def _pages(self, first: int = 0, last: int | None = None) -> npt.NDArray[np.int64]:
         """Per free stretch, the bytes of its whole pages; negative where a page edge is missed."""

@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from dataplane.errors import LimitExceeded
-from dataplane.memory.extents import Bytes, Extent, Records
+from dataplane.memory.extents import Extent, Records
 from dataplane.wire.limits import ALIGNMENT_BYTES
-from dataplane.wire.records import EXTENT, U8
+from dataplane.wire.records import EXTENT
 
 
 def assign(sizes: Sequence[int], extents: Iterable[Extent]) -> tuple[list[int], list[Extent]]:
@@ -56,17 +55,6 @@ def placed(sizes: Sequence[int], extents: Iterable[Extent]) -> tuple[list[int], 
             fitting=len(offsets),
         )
     return offsets, left
-
-
-def place(sizes: npt.ArrayLike, extents: Records) -> Bytes:
-    """The offset of each range in the arena, u8. extents: EXTENT records. Raises LimitExceeded
-    if the ranges do not all fit; see `fitting`."""
-    return np.array(placed(np.asarray(sizes, U8).tolist(), extents.tolist())[0], U8)
-
-
-def fitting(sizes: npt.ArrayLike, extents: Records) -> int:
-    """How many of the first ranges fit, so that a writer knows whether its extents suffice."""
-    return len(assign(np.asarray(sizes, U8).tolist(), extents.tolist())[0])
 
 
 def extents_of(stretches: Sequence[Extent]) -> Records:

@@ -318,11 +318,6 @@ class Space:
         known = self._holders.get(holder)
         return known is not None and bool(known.granted_bytes or known.pins)
 
-    def held_bytes(self, holder: int) -> int:
-        """The bytes granted to the holder, and those of ranges that it pinned."""
-        known = self._holders.get(holder)
-        return known.granted_bytes + self._pinned_bytes([known]) if known else 0
-
     def disown(self, holder: int) -> None:
         """Quarantine a holder that is lost but whose processes may live: what it has stays
         charged until `forget`, and no other holder gets it."""

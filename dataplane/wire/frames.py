@@ -40,12 +40,9 @@ def encode(envelope: Request | Reply) -> bytes:
     return _header.pack(length) + body
 
 
-def body_length(
-    data: bytes | bytearray | memoryview, limit_bytes: int = MAX_FRAME_BYTES, at: int = 0
-) -> int:
-    """Return the length in the header of the frame at this offset. Raise FrameTooLarge if it is
-    over the limit."""
-    length: int = _length_in(data, at)[0]
+def body_length(data: bytes | bytearray | memoryview, limit_bytes: int = MAX_FRAME_BYTES) -> int:
+    """Return the length in the header of a frame. Raise FrameTooLarge if it is over the limit."""
+    length: int = _length_in(data)[0]
     if length > limit_bytes:
         raise _too_long(length, limit_bytes)
     return length

@@ -3,7 +3,7 @@
 Where the primary had a choice, the record has its decision: the rows that a claim got, the number
 of a lease. A put, an ack or a drop is recorded as the request itself, which the backup carries out
 as the primary did. So the result depends only on the records and their order. A snapshot consists
-of the same records; those that only a snapshot has use the tags 210 to 218. Blocks and groups have
+of the same records; those that only a snapshot has use the tags 210 to 217. Blocks and groups have
 the same numbers in every copy.
 """
 

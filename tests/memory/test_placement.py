@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.errors import LimitExceeded
-from dataplane.memory.placement import assign, fitting, place
+from dataplane.memory.placement import assign
 from dataplane.wire.records import EXTENT
+from tests.placing import fitting, place
 
 
 def extents(*pieces: tuple[int, int]) -> np.ndarray:

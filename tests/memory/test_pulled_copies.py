@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from dataplane.memory.admission import Admission
-from dataplane.memory.placement import place
 from dataplane.memory.space import Space
 from dataplane.wire.records import EXTENT, RANGE, U8
+from tests.placing import place
 
 PAGE = 4096
 PEER, READER, WRITER = 0, 1, 2

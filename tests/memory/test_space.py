@@ -7,10 +7,10 @@ import pytest
 
 from dataplane.errors import LimitExceeded, ProtocolError, RowsGone, ValueTooLarge
 from dataplane.memory.admission import Admission
-from dataplane.memory.placement import fitting, place
 from dataplane.memory.space import PULLER, Space
 from dataplane.wire.limits import MAX_STRETCHES_PER_SESSION
 from dataplane.wire.records import EXTENT, RANGE, U8
+from tests.placing import fitting, place
 
 PAGE = 4096
 OPEN, CONTINUE, PULL = Admission

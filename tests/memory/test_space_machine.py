@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from dataplane.errors import ProtocolError
 from dataplane.memory.admission import Admission
-from dataplane.memory.placement import place
 from dataplane.memory.space import Space
 from dataplane.wire.records import EXTENT, RANGE, U8
+from tests.placing import place
 
 PAGE = 4096
 HOLDERS = st.integers(1, 3)

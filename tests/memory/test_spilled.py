@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from dataplane.memory.admission import Admission
-from dataplane.memory.placement import place
 from dataplane.memory.space import Space
 from dataplane.memory.spill import DISK, Move, Spilled, SpillFile
 from dataplane.wire.records import EXTENT, RANGE, U8
+from tests.placing import place
 
 PAGE = 4096
 WRITER, READER = 1, 2

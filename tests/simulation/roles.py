@@ -36,7 +36,6 @@ from dataplane.errors import (
     Unavailable,
 )
 from dataplane.memory.extents import padded
-from dataplane.memory.placement import place
 from dataplane.metadata.tables import bits
 from dataplane.metadata.tables.names import KEY_BYTES, hash_name, mint
 from dataplane.wire import layouts
@@ -44,6 +43,7 @@ from dataplane.wire import messages as m
 from dataplane.wire.limits import ALIGNMENT_BYTES, INLINE_ROW_BYTES
 from dataplane.wire.records import EXTENT, RANGE, U4, U8, column, ids_of
 from dataplane.wire.tables import INLINE, Chunk, Name, Owner, Piece, Rows, Shape, Table, Values
+from tests.placing import place
 from tests.simulation.ledger import Group, Ledger, Row
 from tests.simulation.line import Client
 

@@ -23,9 +23,9 @@ from dataplane.client.write.chunks import (
 from dataplane.client.write.columns import ValueColumn, prepare
 from dataplane.client.write.copying import copy_chunks
 from dataplane.client.write.message import MessageValues, values_of
-from dataplane.memory.placement import place
 from dataplane.wire.records import EXTENT, KEY, U8
 from dataplane.wire.tables import Owner, Rows, Table
+from tests.placing import place
 
 PEER = Owner("10.0.0.1:1", 7)
 

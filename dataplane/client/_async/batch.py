@@ -53,7 +53,7 @@ class Converting(Fetching):
         """Return a field as a private, writable array `[n, …]`, or as a list of arrays if the
         shapes differ. `view=True` returns read-only views instead. They share the arena's memory if
         the rows are adjacent there."""
-        if view and field in self and (dense := convert.as_it_lies(self[field])) is not None:
+        if view and field in self and (dense := self[field].dense()) is not None:
             return dense
         made: npt.NDArray[Any] | list[Any] = await self._converted(
             [field], "cpu", lambda device: convert.to_numpy(self[field], view)

@@ -39,12 +39,6 @@ def to_numpy(column: ColumnView, view: bool = False) -> Array | list[Any]:
     return values if view else [_owned(value) for value in values]
 
 
-def as_it_lies(column: ColumnView) -> Array | None:
-    """What `to_numpy(column, view=True)` gives where rows lie side by side in host memory: there is
-    nothing to be done for it. None elsewhere."""
-    return column.dense()
-
-
 def _owned(value: Any) -> Any:
     """An object with private copies of the arrays in it."""
     if isinstance(value, np.ndarray):

@@ -1,0 +1,20 @@
+"""The layout rule over columns."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.memory.extents import Bytes, Records
+from dataplane.memory.placement import assign, placed
+from dataplane.wire.records import U8
+
+
+def place(sizes: npt.ArrayLike, extents: Records) -> Bytes:
+    """The offset of each range in the arena, u8. extents: EXTENT records."""
+    return np.array(placed(np.asarray(sizes, U8).tolist(), extents.tolist())[0], U8)
+
+
+def fitting(sizes: npt.ArrayLike, extents: Records) -> int:
+    """How many of the first ranges fit."""
+    return len(assign(np.asarray(sizes, U8).tolist(), extents.tolist())[0])

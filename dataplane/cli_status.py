@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dataplane.errors import counted, duration, few, sized
+from dataplane.errors import counted, duration, few, mixed_releases, sized
 
 STUCK_S = 10.0
 """Calls that have waited for at least this many seconds are shown first."""
@@ -35,8 +35,16 @@ def alone(stats: Stats) -> Stats:
     return {**stats, "peers": {stats["peer"]: line}, "everywhere": everywhere}
 
 
-def lines(peers: Mapping[str, Stats]) -> Iterator[str]:
-    """Yield the lines about one run. peers: the statistics of its peers on this host, by name."""
+def lines(peers: Mapping[str, Stats]) -> list[str]:
+    """Return the lines about one run. peers: the statistics of its peers on this host, by name.
+    Raise ProtocolError if a peer of another release leaves out an entry."""
+    try:
+        return list(_lines(peers))
+    except KeyError as exc:
+        raise mixed_releases(f"a peer's statistics have no entry {exc}") from exc
+
+
+def _lines(peers: Mapping[str, Stats]) -> Iterator[str]:
     seen = _everywhere(peers)
     yield from _stuck(seen)
     for name, stats in peers.items():

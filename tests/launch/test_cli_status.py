@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from dataplane import cli_status
+from dataplane.errors import ProtocolError
 
 
 def stage(**figures: float) -> dict[str, float]:
@@ -125,3 +128,8 @@ def test_what_is_stuck_comes_first_then_hosts_then_a_line_a_stage() -> None:
 
 def test_a_run_of_which_no_peer_answers_is_shown_too() -> None:
     assert list(cli_status.lines({"c": {"error": "gone"}})) == ["  ! peer c does not answer: gone"]
+
+
+def test_statistics_of_another_release_are_refused_in_one_line() -> None:
+    with pytest.raises(ProtocolError, match=r"no entry 'peer'\. Install the same"):
+        cli_status.lines({"a": {"everywhere": {"partitions": {}}, "peers": {"a": {}}}})

@@ -19,9 +19,9 @@ def test_what_a_device_that_fails_may_still_read_stays_held_and_is_asked_for_aga
         raise DeviceMissing("an illegal memory access")
 
     driver = SimpleNamespace(finish=failing)
-    opened: Any = SimpleNamespace(device=driver)
+    pool: Any = SimpleNamespace(opened=SimpleNamespace(device=driver))
     devices = OpenPools(AUTO)
-    devices._opened[1] = opened
+    devices.pools.append(pool)
     devices.ends([7])
     assert devices.finished() == [] == devices.finished() and devices.ending
     assert caplog.text.count("an illegal memory access") == 1

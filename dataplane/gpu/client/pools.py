@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 from dataplane.client.read.table import TableReader
 from dataplane.errors import DeviceMissing, mixed_releases
@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 MAX_TOLD = 64
 """Fields that the log is told of."""
+T = TypeVar("T")
 FINISH_S = 1.0
 """How long the housekeeper waits for a device before it looks again."""
 
@@ -52,6 +53,23 @@ class Opened:
         return self.pool.address + address - self.base
 
 
+@dataclass(slots=True, eq=False)
+class Offered:
+    """A pool of the peer, as far as this client uses it. number: 1 is the first. base: the first of
+    its addresses. kind: None if no package here supports its device. device: the device, once this
+    client has looked at it, which takes nothing of it. opened: the pool as its own device maps it.
+    reached: the same by the device that this client works on."""
+
+    number: int
+    base: int
+    handle: PoolHandle
+    kind: type[Device] | None = None
+    device: Device | None = None
+    opened: Opened | None = None
+    reached: Opened | None = None
+    is_refused: bool = False
+
+
 class OpenPools:
     """Of one session, for its threads."""
 
@@ -60,15 +78,7 @@ class OpenPools:
         self.in_place: list[int] = []
         """the pools whose values this session reads in place"""
         self.arena_bytes = 0
-        self._handles: list[PoolHandle] = []
-        self._kinds: list[type[Device] | None] = []
-        """of each pool; None: no package here supports it"""
-        self._bases: list[int] = []
-        self._devices: dict[int, Device] = {}
-        """devices that were looked at, which takes nothing of them"""
-        self._opened: dict[int, Opened] = {}
-        self._reached: list[Opened] = []
-        self._refused: set[int] = set()
+        self.pools: list[Offered] = []
         self._told: set[str] = set()
         self._broken = False
         """a driver failed, which says no more of what it still does"""
@@ -76,107 +86,96 @@ class OpenPools:
         self._ended: SimpleQueue[tuple[list[int], Sequence[Extent], object]] = SimpleQueue()
 
     def __repr__(self) -> str:
-        opened = ", ".join(self._handles[n - 1].device for n in sorted(self._opened)) or "none"
-        return f"<OpenPools of {len(self._handles)} pools, open: {opened}>"
+        opened = ", ".join(one.handle.device for one in self.pools if one.opened) or "none"
+        return f"<OpenPools of {len(self.pools)} pools, open: {opened}>"
 
     def greet(self, welcome: Welcome) -> list[int]:
         """Told what there is: the pools that are read in place, opened now. DeviceMissing where
         that is required and cannot be."""
-        self.arena_bytes = welcome.arena_bytes
-        self._handles = list(welcome.pools)
-        sizes = accumulate((pool.nbytes for pool in self._handles), initial=self.arena_bytes)
-        self._bases = list(sizes)[:-1]
-        self._kinds = [self._kind(n) for n in range(1, len(self._handles) + 1)]
-        for number in range(1, len(self._handles) + 1):
-            if self._is_used(number) and self._open(number) is not None:
-                self.in_place.append(number)
-        own = [self._opened[number] for number in self.in_place]
-        if self.mode == "required" and not self.in_place:
+        base = self.arena_bytes = welcome.arena_bytes
+        for number, handle in enumerate(welcome.pools, 1):
+            self.pools.append(Offered(number, base, handle))
+            base += handle.nbytes
+        for pool in self.pools:
+            pool.kind = self._attempt(pool, partial(registry.load, pool.handle.kind))
+        used = [pool for pool in self.pools if self._is_used(pool)]
+        own = [opened for pool in used if (opened := self._open(pool)) is not None]
+        if self.mode == "required" and not own:
             raise DeviceMissing(
                 f"devices='required', but peer {welcome.peer!r} has no device arena on a GPU that "
                 "this process uses (its device arenas: "
-                f"{[pool.device for pool in self._handles] or 'none'}): start the peer with "
+                f"{[pool.handle.device for pool in self.pools] or 'none'}): start the peer with "
                 "--device-arena, or connect with devices='auto'"
             )
-        for number in range(1, len(self._handles) + 1):
-            if own and number not in self.in_place and self._reach(number, own[0].device):
-                self.in_place.append(number)
+        self.in_place = [opened.number for opened in own]
+        for pool in self.pools:
+            if own and pool.opened is None:
+                self._reach(pool, own[0].device)
         return self.in_place
 
-    def _reach(self, number: int, reader: Device) -> bool:
+    def _reach(self, pool: Offered, reader: Device) -> None:
         """Opens the pool for copies by this device; what cannot be goes by way of the host."""
-        handle = self._handles[number - 1]
         try:
-            pool = reader.reach(handle)
+            mapped = reader.reach(pool.handle)
         except DeviceMissing as exc:
-            log.info(
-                "device %s: copying values through the host arena, because %s", handle.device, exc
-            )
-            return False
-        base = self._bases[number - 1]
-        self._reached.append(Opened(number, base, reader, pool, reached=True))
-        return True
+            name = pool.handle.device
+            log.info("device %s: copying values through the host arena, because %s", name, exc)
+            return
+        pool.reached = Opened(pool.number, pool.base, reader, mapped, reached=True)
+        self.in_place.append(pool.number)
 
-    def _kind(self, number: int) -> type[Device] | None:
+    def _attempt(self, pool: Offered, work: Callable[[], T]) -> T | None:
+        """None, said in the log, where the device cannot be used, and need not."""
         try:
-            return registry.load(self._handles[number - 1].kind)
+            return work()
         except DeviceMissing as exc:
-            self._refuse(number, exc)
+            if self.mode == "required":
+                raise
+            pool.is_refused = True
+            device, pool.device = pool.device, None
+            if device is not None:
+                device.close()
+            log.warning(
+                "device %s: copying values through the host arena, because %s",
+                pool.handle.device,
+                exc,
+            )
             return None
 
-    def _is_used(self, number: int) -> bool:
+    def _is_used(self, pool: Offered) -> bool:
         """Whether this process works on that device already; to open one takes GPU memory."""
-        kind, device = self._kinds[number - 1], self._handles[number - 1].device
-        try:
-            return kind is not None and kind.is_used(device, self._gpu, self.mode == "required")
-        except DeviceMissing as exc:
-            self._refuse(number, exc)
+        kind, device, required = pool.kind, pool.handle.device, self.mode == "required"
+        if kind is None:
             return False
+        return bool(self._attempt(pool, lambda: kind.is_used(device, self._gpu, required)))
 
-    def _open(self, number: int) -> Opened | None:
-        """Once; None, said in the log, where it cannot be and need not."""
+    def _open(self, pool: Offered) -> Opened | None:
         with self._lock:
-            device = self._device(number)
-            if device is not None and number not in self._opened:
-                try:
-                    pool = device.open(self._handles[number - 1])
-                except DeviceMissing as exc:
-                    self._refuse(number, exc)
-                    return None
-                self._opened[number] = Opened(number, self._bases[number - 1], device, pool)
-            return self._opened.get(number)
+            device = self._device(pool)
+            if device is not None and pool.opened is None:
+                mapped = self._attempt(pool, lambda: device.open(pool.handle))
+                if mapped is not None:
+                    pool.opened = Opened(pool.number, pool.base, device, mapped)
+            return pool.opened
 
-    def _device(self, number: int) -> Device | None:
+    def _device(self, pool: Offered) -> Device | None:
         """Called with the lock."""
-        if number not in self._devices and number not in self._refused:
-            try:
-                self._devices[number] = registry.device_of(self._handles[number - 1])
-            except DeviceMissing as exc:
-                self._refuse(number, exc)
-        return self._devices.get(number)
-
-    def _refuse(self, number: int, why: DeviceMissing) -> None:
-        if self.mode == "required":
-            raise why
-        self._refused.add(number)
-        device = self._devices.pop(number, None)
-        if device is not None:
-            device.close()
-        name = self._handles[number - 1].device
-        log.warning("device %s: copying values through the host arena, because %s", name, why)
+        if pool.device is None and not pool.is_refused:
+            pool.device = self._attempt(pool, lambda: registry.device_of(pool.handle))
+        return pool.device
 
     def locate(self, values: Sequence[object]) -> tuple[Opened, list[Located]] | None:
         """Where these values lie, at least one, that are all arrays on one of these devices."""
-        for number, kind in enumerate(self._kinds, 1):
-            if kind is None or not kind.may_hold(values[0]):
+        for pool in self.pools:
+            if pool.kind is None or not pool.kind.may_hold(values[0]):
                 continue
             with self._lock:
-                device = self._device(number)
+                device = self._device(pool)
             if device is None or (first := device.locate(values[0])) is None:
                 continue
             others = [device.locate(value) for value in values[1:]]
             located = [first, *(one for one in others if one is not None)]
-            opened = self._open(number) if len(located) == len(values) else None
+            opened = self._open(pool) if len(located) == len(values) else None
             return None if opened is None else (opened, located)
         return None
 
@@ -208,7 +207,7 @@ class OpenPools:
                 if isinstance(values, (list, tuple)) and values
                 else [values]
             )
-            kinds = [kind for kind in self._kinds if kind is not None]
+            kinds = [pool.kind for pool in self.pools if pool.kind is not None]
             if any(kind.may_hold(value) for kind in kinds for value in ends):
                 self._told.add(name)
                 log.warning(
@@ -217,8 +216,9 @@ class OpenPools:
 
     def at(self, address: int) -> Opened:
         """The pool that an address behind the arena is in."""
-        for opened in (*self._opened.values(), *self._reached):
-            if opened.base <= address < opened.base + opened.pool.nbytes:
+        for pool in self.pools:
+            opened = pool.opened or pool.reached
+            if opened and opened.base <= address < opened.base + opened.pool.nbytes:
                 return opened
         raise mixed_releases(
             f"the peer sent address {address}, which is outside the arenas that this process has "
@@ -257,8 +257,7 @@ class OpenPools:
         return [(pins, extents) for pins, extents, _ in ended]
 
     def _finish(self, timeout_s: float) -> bool:
-        with self._lock:
-            opened = list(self._opened.values())
+        opened = [pool.opened for pool in self.pools if pool.opened is not None]
         try:
             return all(one.device.finish(timeout_s) for one in opened)
         except DeviceMissing as exc:
@@ -274,11 +273,11 @@ class OpenPools:
     def close(self) -> None:
         """No value on a device is looked at from here any more."""
         with self._lock:
-            opened, self._opened = [*self._opened.values(), *self._reached], {}
-            self._reached = []
-            devices, self._devices = list(self._devices.values()), {}
-            self._handles, self._kinds = [], []
-        for one in opened:
-            one.pool.close()
-        for device in devices:
-            device.close()
+            pools, self.pools = self.pools, []
+        for pool in pools:
+            for opened in (pool.opened, pool.reached):
+                if opened is not None:
+                    opened.pool.close()
+        for pool in pools:
+            if pool.device is not None:
+                pool.device.close()

@@ -19,8 +19,8 @@ from dataplane.client.deadline import Deadline
 from dataplane.client.read.selection import Selection
 from dataplane.client.write.columns import named_once, prepare
 from dataplane.errors import DataplaneError, LeaseExpired, StreamEnd, counted
-from dataplane.wire.messages import Finish, PutDone
-from dataplane.wire.records import EXTENT, U4, column
+from dataplane.wire.messages import Finish
+from dataplane.wire.records import U4
 
 log = logging.getLogger(__name__)
 
@@ -81,21 +81,18 @@ class Micro(LeasedRows):
         old value stays. Raises LeaseExpired if the plan has ended.
         """
         columns = named_once(columns, named)
-        lease, session, deadline = self.lease, self._handle.session, Deadline(timeout)
+        lease, deadline = self.lease, Deadline(timeout)
         lease.check()
-        if session.pools is not None:
-            session.pools.tell_of_host_copies(columns, "values added to a plan go to host memory")
         real = np.flatnonzero(self.mask)
         if not len(real):
             prepare(columns, len(self), (), self._handle.definition.fields, "the batch has")
             return
         order = None if len(real) == len(self) else real.tolist()
         positions = self._positions[real]
-        pieces = await lease._write(columns, deadline, order, None, len(self))
+        what = "values added to a plan"
+        pieces = await lease._write(what, columns, deadline, order, None, len(self))
         body = Finish(lease.id, "keep", positions.astype(U4).tobytes())
-        done = await lease._send_with(body, 0, pieces, deadline)
-        if isinstance(done, PutDone):
-            session.keep(column(done.extents, EXTENT).tolist())
+        await lease._send_with(body, 0, pieces, deadline)
 
     def __repr__(self) -> str:
         padding = len(self) - int(self.mask.sum())

@@ -188,11 +188,10 @@ class Lease:
         at = self._bits(rows)
         if self._added:
             self._check_new(columns, at)
-        if (pools := self.handle.session.pools) is not None:
-            pools.tell_of_host_copies(columns, "values added to a batch go to host memory")
         # values are in the order of the rows as they were given
         order = None if rows is None else np.argsort(rows, kind="stable").tolist()
-        pieces = self._write(columns, deadline, order, self._groups_of(at), at.bit_count())
+        groups, what = self._groups_of(at), "values added to a batch"
+        pieces = self._write(what, columns, deadline, order, groups, at.bit_count())
         if self._refused:
             self._give_up_refused(at)
         self._added.append(Added(at, pieces))
@@ -244,6 +243,7 @@ class Lease:
 
     def _write(
         self,
+        what: str,
         columns: Mapping[str, Any],
         deadline: Deadline,
         order: list[int] | None,
@@ -251,7 +251,10 @@ class Lease:
         n: int,
     ) -> list[NewPiece]:
         """Copy values of some rows into the arena. The columns have n rows; order: which of them
-        these are, None: all in their order. groups: of each of these rows."""
+        these are, None: all in their order. groups: of each of these rows. what: names the values
+        for the log."""
+        if (pools := self.handle.session.pools) is not None:
+            pools.tell_of_host_copies(columns, f"{what} go to host memory")
         check, began = self._check_told, time.monotonic()
         pieces = write_columns(self.handle, columns, n, deadline, order, groups, check)
         self._since += time.monotonic() - began
@@ -363,14 +366,10 @@ class Lease:
     ) -> None:
         """Rows and the progress that was made with them go back in one message. order: which of
         `many` values are of its rows."""
-        session = self.handle.session
-        if session.pools is not None:
-            session.pools.tell_of_host_copies(values, "values passed to release go to host memory")
         chosen = None if order is None else order.tolist()
-        pieces = self._write(values, deadline, chosen, self._groups_of(at), many)
-        done = self._send_with(body, at, pieces, deadline)
-        if isinstance(done, PutDone):
-            session.keep(column(done.extents, EXTENT).tolist())
+        groups, what = self._groups_of(at), "values passed to release"
+        pieces = self._write(what, values, deadline, chosen, groups, many)
+        self._send_with(body, at, pieces, deadline)
 
     def _finish_of(self, outcome: Outcome, rows: int, tags: dict[str, list[Scalar]]) -> Finish:
         index = None if rows == self._all else np.array(rows_of(rows), U4).tobytes()
@@ -460,12 +459,12 @@ class Lease:
 
     def _send_with(
         self, body: Finish, rows: int, pieces: list[NewPiece], deadline: Deadline
-    ) -> Body:
+    ) -> None:
         """Values that are stored without an ack. Once more where the shard has no space for what is
         inline. rows: those that it finishes."""
         brought = values_of(self.handle.session.owner, pieces)
         try:
-            return self._send_once(body, rows, brought, deadline)
+            self._send_once(body, rows, brought, deadline)
         except ShardFull as full:
             if not full.details.get("values"):
                 raise
@@ -473,19 +472,18 @@ class Lease:
             held, _ = named_again(self.handle.session, brought, full, 0)
             self._land(pieces, deadline)
             brought = values_of(self.handle.session.owner, pieces)
-            done = self._send_once(body, rows, brought, deadline)
+            self._send_once(body, rows, brought, deadline)
             del held  # the values have another holder now
-            return done
 
     def _send_once(
         self, body: Finish, rows: int, brought: MessageValues, deadline: Deadline
-    ) -> Body:
+    ) -> None:
         call = None
         try:
             body = self._with(body, brought)
             deadline.check(body.outcome)
             call = Call(body, deadline, keeps=body.outcome == "release")
-            return self._answer(call)
+            done = self._answer(call)
         except BaseException as exc:
             if call is None or not call.in_flight:
                 give_back(self.handle.session, brought.chunks)
@@ -496,6 +494,8 @@ class Lease:
                 else:
                     self._doubt = Doubt(call.again, body.outcome, rows)
             raise
+        if isinstance(done, PutDone):
+            self.handle.session.keep(column(done.extents, EXTENT).tolist())
 
     def _with(self, body: Finish, brought: MessageValues) -> Finish:
         """It brings these, and asks for as much space for what is added next."""

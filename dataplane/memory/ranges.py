@@ -135,15 +135,13 @@ class Ranges:
 
     def spilled(self, ranges: Records) -> Mask:
         """Per record, whether it is alive and its bytes are in the spill file."""
-        return np.array([kind == SPILLED for kind in self._kinds(ranges)], np.bool_)
+        spilled: Mask = self.kinds(ranges) == SPILLED
+        return spilled
 
     def kinds(self, ranges: Records) -> npt.NDArray[np.uint8]:
         """Per record its class, with SPILLED and POOL; 0 for a dead one."""
-        return np.array(list(self._kinds(ranges)), np.uint8)
-
-    def _kinds(self, ranges: Records) -> Iterable[int]:
-        for number, generation in ranges.tolist():
-            yield self._admission[number] if self._is_alive(number, generation) else 0
+        kinds = [self._admission[n] if self._is_alive(n, gen) else 0 for n, gen in ranges.tolist()]
+        return np.array(kinds, np.uint8)
 
     def by_age(self, below: int) -> Records:
         """Living ranges charged to a class below this one, the oldest first."""

@@ -8,12 +8,13 @@ through pageable memory, and the log says so once.
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -49,33 +50,23 @@ class Landing(NamedTuple):
     place: str
 
 
-class Landings(Protocol):
-    """The torch devices to which pinned memory can be copied."""
+def landing_on_gpu(where: object) -> Landing | None:
+    """Return the target of copies to a torch device, if that is a GPU. torch must be imported.
+    Raise DeviceMissing if the device does not work."""
+    torch: Any = sys.modules["torch"]
+    asked = torch.device(where)
+    if asked.type != "cuda":
+        return None
+    number = torch.cuda.current_device() if asked.index is None else asked.index
+    stream = torch.cuda.current_stream(number).cuda_stream
+    return Landing(_gpu(number), stream, f"cuda:{number}")
 
-    def of(self, where: object) -> Landing | None:
-        """Return the target of copies to a torch device; None for a device of another kind. Raise
-        DeviceMissing if the device does not work."""
-        ...
 
+@functools.cache
+def _gpu(number: int) -> Device:
+    from dataplane.gpu.cuda import CudaDevice
 
-class CudaLandings:
-    """The GPUs that torch sees. torch must be imported."""
-
-    def __init__(self) -> None:
-        self._devices: dict[int, Device] = {}
-
-    def of(self, where: object) -> Landing | None:
-        torch: Any = sys.modules["torch"]
-        asked = torch.device(where)
-        if asked.type != "cuda":
-            return None
-        number = torch.cuda.current_device() if asked.index is None else asked.index
-        stream = torch.cuda.current_stream(number).cuda_stream
-        if number not in self._devices:
-            from dataplane.gpu.cuda import CudaDevice
-
-            self._devices[number] = CudaDevice(number)
-        return Landing(self._devices[number], stream, f"cuda:{number}")
+    return CudaDevice(number)
 
 
 class _Copy(NamedTuple):
@@ -99,7 +90,7 @@ class DirectCopies:
 
     def __init__(self, reads: ReadMap, tell: Callable[[], None] = lambda: None) -> None:
         """tell: called when `settle` has something to do."""
-        self.landings: Landings = CudaLandings()
+        self.landing_on: Callable[[object], Landing | None] = landing_on_gpu
         self._tell = tell
         self.refused = ""
         """why no more direct copies are possible; "" if they are"""
@@ -124,7 +115,7 @@ class DirectCopies:
         if self.refused:
             return None
         try:
-            return self.landings.of(where)
+            return self.landing_on(where)
         except DeviceMissing as exc:
             self._refuse(exc.message)
             return None

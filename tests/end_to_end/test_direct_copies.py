@@ -51,7 +51,7 @@ def device() -> Iterator[TwinDevice]:
 def plane(cluster: Cluster, device: TwinDevice) -> Iterator[dataplane.Plane]:
     cluster.start("a", arena="128MiB")
     with cluster.connect("a") as connected:
-        copies(connected).landings = Landings(device)
+        copies(connected).landing_on = Landings(device).of
         yield connected
 
 
@@ -64,7 +64,7 @@ def test_every_layout_comes_straight_from_the_arena_as_it_was_put(
 ) -> None:
     monkeypatch.setattr(direct, "PIECE_BYTES", MIB)  # values lie over the ends of several
     device = PromptTwin()
-    copies(plane).landings = Landings(device)
+    copies(plane).landing_on = Landings(device).of
     rng = np.random.default_rng(0)
     part = plane.partition("p", free="drop")
     dense = rng.integers(0, 255, (8, 300_000), np.uint8)

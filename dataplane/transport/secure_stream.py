@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
-import hmac
 import mmap
 import os
 import socket
@@ -23,10 +22,10 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from dataplane.errors import ProtocolError, TicketRefused
+from dataplane.errors import ProtocolError
 from dataplane.transport.seam import Records
 from dataplane.transport.stream import IOV_MAX, BulkStream, Expired, advance
-from dataplane.transport.tickets import fingerprint_of
+from dataplane.transport.tickets import check_certificate
 
 SEND_BYTES = 256 << 10
 """In one call, so that the deadline is looked at in between."""
@@ -75,18 +74,9 @@ class SecureStream(BulkStream):
                 f"this bulk port accepts only TLS 1.3 ({exc}): start every peer with --bulk-tls"
             ) from exc
         if self._fingerprint is not None:
-            self._recognise(self._fingerprint)
-
-    def _recognise(self, expected: str) -> None:
-        shown = fingerprint_of(self._tls.getpeercert(binary_form=True) or b"")
-        if not hmac.compare_digest(shown.encode(), expected.encode()):
             host, port = self._tls.getpeername()[:2]
-            raise TicketRefused(
-                f"the process at {host}:{port} presented a different certificate from the "
-                "one its peer announced, so another process may be intercepting the "
-                "connection: check the network between the hosts",
-                address=f"{host}:{port}",
-            )
+            shown = self._tls.getpeercert(binary_form=True)
+            check_certificate(shown, self._fingerprint, f"{host}:{port}")
 
     def readable(self, timeout_s: float) -> bool:
         return self._tls.pending() > 0 or super().readable(timeout_s)

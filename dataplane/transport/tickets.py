@@ -168,3 +168,14 @@ def new_identity() -> Identity:
 def fingerprint_of(der: bytes) -> str:
     """SHA-256 of a certificate, in hex."""
     return hashlib.sha256(der).hexdigest()
+
+
+def check_certificate(der: bytes | None, fingerprint: str, address: str) -> None:
+    """Raise TicketRefused unless the certificate that was presented has this fingerprint."""
+    if not hmac.compare_digest(fingerprint_of(der or b"").encode(), fingerprint.encode()):
+        raise TicketRefused(
+            f"the process at {address} presented a different certificate from the one its peer "
+            "announced, so another process may be intercepting the connection: check the network "
+            "between the hosts",
+            address=address,
+        )

@@ -39,7 +39,7 @@ from dataplane.transport.joining import Joining, answer_of
 from dataplane.transport.owner import RangeServer
 from dataplane.transport.secure_stream import door, reading_context
 from dataplane.transport.stream import BulkStream, split_address
-from dataplane.transport.tickets import fingerprint_of, nonce_of, watched_mac
+from dataplane.transport.tickets import check_certificate, nonce_of, watched_mac
 from dataplane.wire.frames import HEADER_BYTES, body_length
 from dataplane.wire.tables import Owner
 
@@ -227,14 +227,11 @@ async def _opened(
     context = reading_context()
     reader, writer = await asyncio.open_connection(sock=sock, ssl=context, server_hostname="")
     tls: ssl.SSLObject = writer.get_extra_info("ssl_object")
-    shown = fingerprint_of(tls.getpeercert(binary_form=True) or b"")
-    if not hmac.compare_digest(shown.encode(), process.fingerprint.encode()):
+    try:
+        check_certificate(tls.getpeercert(binary_form=True), process.fingerprint, process.bulk)
+    except DataplaneError:
         writer.transport.abort()
-        raise ProtocolError(
-            f"the process at {process.bulk} presented a different certificate from the "
-            "one its peer announced, so another process may be intercepting the "
-            "connection: check the network between the hosts"
-        )
+        raise
     return reader, writer
 
 

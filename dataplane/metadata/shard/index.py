@@ -102,6 +102,8 @@ class KeyIndex:
 
 def _fits(blocks: Sequence[Block], run: KeyRun) -> bool:
     """Whether a run overlaps none of these."""
+    if not blocks or _start(blocks[-1]) + blocks[-1].count <= run.start:
+        return True  # most often, as keys come in order
     at = _upto(blocks, run.start)
     if at and _start(blocks[at - 1]) + blocks[at - 1].count > run.start:
         return False

@@ -127,17 +127,17 @@ class WaitingCalls:
         if body.declare is not None and body.stage not in entry.store.stages:
             entry.store.declare_stage(body.stage, body.declare)
             self.run_effects(entry)
+        declared, now = entry.store.stage(body.stage), self.host.now()  # StageUndefined
         if body.fields is None:
-            body.fields = list(entry.store.stage(body.stage).fields)  # StageUndefined
-        entry.store.stage(body.stage).claimed_at = self.host.now()
+            body.fields = list(declared.fields)
+        declared.claimed_at = now
         repeated = self._repeated(entry, body)
         if repeated is not None:
             return repeated
         stage = self._stage(entry, body.stage)
         assert isinstance(stage.queue, ClaimQueue)
         self._check_room(stage, body.number)
-        since = self.host.now() - body.waited_ms / 1000
-        one = WaitingClaim(body, caller.session, caller.address, since)
+        one = WaitingClaim(body, caller.session, caller.address, now - body.waited_ms / 1000)
         met = self._at_once(stage, stage.queue, one)
         if isinstance(met, DataplaneError):
             raise met

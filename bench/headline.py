@@ -17,7 +17,7 @@ from bench import links, outputs, report
 from bench.planes import PLANES
 from bench.planes.base import Job
 from bench.report import Run
-from bench.run_command import carry_out, with_link
+from bench.run_command import carry_out
 
 HOSTS = (2, 6)
 """Numbers of hosts of the headline: few, so that each run has time for several steady steps."""
@@ -52,55 +52,52 @@ def register(commands: Any) -> None:
 
 
 def _headline(options: argparse.Namespace, command: str) -> int:
-    plan = [*_over_links(options, HOSTS, _TRACES), *_without_links()]
+    plan = [*_over_links(_rate(options, max(HOSTS)), HOSTS, _TRACES), *_without_links()]
     if not PLANES[_QUEUE].missing():
-        plan += _beside_transfer_queue(options)
-    return carry_out(plan, options.json, command, options.no_links, sentences)
+        plan += _beside_transfer_queue(_rate(options, max(HOSTS)))
+    return carry_out(plan, options, command, sentences)
 
 
 def _links(options: argparse.Namespace, command: str) -> int:
-    plan = [*_over_links(options, _WIDER, (*_TRACES, "image_open"))]
+    rate = _rate(options, max(_WIDER))
+    plan = [*_over_links(rate, _WIDER, (*_TRACES, "image_open"))]
     for hosts in _WIDER[:2]:
-        job = with_link(_job("video", hosts), _rate(options, max(_WIDER)), options.no_links)
-        plan += _planned(job, False)
-    return carry_out(plan, options.json, command, options.no_links, sentences)
+        plan += _planned(_job("video", hosts, rate), False)
+    return carry_out(plan, options, command, sentences)
 
 
 def _rate(options: argparse.Namespace, hosts: int) -> str:
+    """Links have one rate for all numbers of hosts, that of the most: over hosts only the hosts
+    change."""
     given = options.link not in (None, links.NONE)
     return str(options.link) if given else links.fair_rate(hosts)
 
 
-def _job(trace: str, hosts: int) -> Job:
+def _job(trace: str, hosts: int, link: str | None = None) -> Job:
     """Every host brings as much work: one video or image prompt, or two of text, a step."""
-    prompts = (2 if trace == "math" else 1) * hosts
-    return Job(plane=OURS, trace=trace, prompts=prompts, hosts=hosts, trainers=hosts, steps=STEPS)
+    job = Job(plane=OURS, trace=trace, hosts=hosts, trainers=hosts, steps=STEPS, link=link)
+    return replace(job, prompts=(2 if trace == "math" else 1) * hosts)
 
 
 def _planned(job: Job, dedup: bool) -> list[Job]:
     return [replace(job, plane=plane, dedup=dedup) for plane in _PLANES]
 
 
-def _over_links(
-    options: argparse.Namespace, counts: Sequence[int], traces: Sequence[str]
-) -> Iterator[Job]:
-    """Rollout on half of the hosts, then every stage on every host. Links have one rate for all
-    numbers of hosts, that of the most: over hosts only the hosts change."""
-    rate = _rate(options, max(counts))
+def _over_links(rate: str, counts: Sequence[int], traces: Sequence[str]) -> Iterator[Job]:
+    """Rollout on half of the hosts, then every stage on every host."""
     for trace in traces:
         for hosts in counts if trace == "video" else counts[-1:]:
-            job = with_link(_job(trace, hosts), rate, options.no_links)
             for apart in (True, False):
-                yield from _planned(replace(job, apart=apart), True)
+                yield from _planned(replace(_job(trace, hosts, rate), apart=apart), True)
 
 
-def _beside_transfer_queue(options: argparse.Namespace) -> Iterator[Job]:
+def _beside_transfer_queue(rate: str) -> Iterator[Job]:
     """TransferQueue has no dedup, so in this comparison nobody has."""
     alike = {"dedup": False, "timeout_s": 600.0}
     for trace in _TRACES:
-        job = with_link(_job(trace, _QUEUE_HOSTS), _rate(options, max(HOSTS)), options.no_links)
         for apart in (True, False):
             for plane in (OURS, "controller-stream", _QUEUE):
+                job = _job(trace, _QUEUE_HOSTS, rate)
                 yield replace(job, plane=plane, apart=apart, **alike)
 
 

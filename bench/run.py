@@ -125,7 +125,8 @@ def prepared(job: Job, folder: Path) -> Job:
 def _arena(job: Job) -> int:
     if job.memory_limit_bytes:  # what a peer takes by itself
         return job.memory_limit_bytes // 4
-    largest = group_bytes(rollout_fields(job.task), job.largest_group(), job.dedup)
+    fields = rollout_fields(job.task)
+    largest = max(group_bytes(fields, prompt, job.dedup) for prompt in job.generate())
     groups = _ROOMY + sum(one.most * one.workers for one in job.recorded if one.role != "train")
     return max(256 * _MIB, -(-groups * largest // (64 * _MIB)) * 64 * _MIB)
 

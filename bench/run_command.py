@@ -94,10 +94,8 @@ def _run(asked: argparse.Namespace, command: str) -> int:
     if job.apart and job.hosts < 2:
         raise Impossible("--apart needs at least two hosts: pass --hosts 2 or more")
     rate = None if asked.link == links.NONE else asked.link or links.fair_rate(job.hosts)
-    if rate is not None:
-        job = with_link(job, rate, asked.no_links)
     plan = [
-        replace(job, trace=trace, plane=plane, dedup=dedup and PLANES[plane].can_dedup)
+        replace(job, trace=trace, plane=plane, link=rate, dedup=dedup and PLANES[plane].can_dedup)
         for trace in asked.trace
         for dedup in _DEDUP[asked.dedup]
         for plane in asked.planes
@@ -105,8 +103,7 @@ def _run(asked: argparse.Namespace, command: str) -> int:
     for name in asked.planes if asked.dedup == "on" else ():
         if not PLANES[name].can_dedup:
             Console().print(f"{name} has no dedup, so it runs without it", markup=False)
-    each_once = list(dict.fromkeys(plan))
-    return carry_out(each_once, asked.json, command, asked.no_links if rate else None)
+    return carry_out(list(dict.fromkeys(plan)), asked, command)
 
 
 def _job(asked: argparse.Namespace, recorded: Recording) -> Job:
@@ -162,28 +159,22 @@ def told(recording: Recording) -> list[str]:
     return [*lines, running if ended is None else f"The recording ended: {ended}."]
 
 
-def with_link(job: Job, rate: str, no_links: str | None) -> Job:
-    """The same job over links of this rate, or where there are none what they would make of it."""
-    if no_links:
-        return replace(job, link=None, computed_link=rate)
-    return replace(job, link=rate)
-
-
 def carry_out(
     plan: Sequence[Job],
-    file: Path | None,
+    asked: argparse.Namespace,
     command: str,
-    no_links: str | None,
     headline: Callable[[list[dict[str, Any]]], list[str]] = lambda runs: [],
 ) -> int:
     """Every run, one after the other, and then what people and programs get to see of them.
 
-    no_links: why hosts have no links, where they were asked for. headline: sentences about all the
-    runs. Returns 0 when all runs are ok (or oom or refused, under a limit that was asked for), 1
-    when one is not. A plane that is not installed is in the report, and no failure.
+    headline: sentences about all the runs. Returns 0 when all runs are ok (or oom or refused, under
+    a limit that was asked for), 1 when one is not. A plane that is not installed is in the report,
+    and no failure.
     """
     console = Console()
+    file: Path | None = asked.json
     runs: list[dict[str, Any]] = []
+    no_links = asked.no_links if any(job.link for job in plan) else None
     described = machine.describe() | {"no_links": no_links}
     told = {"runs": runs, "machine": described, "command": command}
     if no_links:
@@ -194,6 +185,8 @@ def carry_out(
         )
     try:
         for job in plan:
+            if no_links:
+                job = replace(job, link=None, computed_link=job.link)
             name = report.label(asdict(job))
 
             def repeated(why: str, name: str = name) -> None:

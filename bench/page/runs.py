@@ -16,15 +16,10 @@ from bench.report import Run, Steady, dedup, grouped, limits_of_links, placement
 Report = Mapping[str, Any]
 GIB = 1 << 30
 
-_WORK = (
-    "trace", "rows_expected", "bytes_unique", "hosts", "link", "prompts", "samples",
-    "steps", "staleness", "seed", "trainers", "pace", "apart", "phased",
-    "memory_limit_bytes",
-)  # fmt: skip
+_COUNTED = ("hosts", "prompts", "steps", "trainers")
 _A_HOST = ("trace", "link", "samples", "staleness", "seed", "pace", "apart",
            "phased", "memory_limit_bytes")  # fmt: skip
-_COUNTED = ("hosts", "prompts", "steps", "trainers")
-
+_WORK = (*_A_HOST, *_COUNTED, "rows_expected", "bytes_unique")
 _LEAD_S = -1.0  # of the start-up is shown
 
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from bench.columns import Array, group_bytes, rollout_fields, stage_fields
+from bench.columns import Array, stage_fields
 from bench.links import address
 from bench.machine import version
 from bench.traces import TASKS, Prompt, Task, generate
@@ -113,10 +113,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     def stages(self) -> dict[str, list[str]]:
         return stage_fields(self.task, self.has_reference)
-
-    def largest_group(self) -> Prompt:
-        fields = rollout_fields(self.task)
-        return max(self.generate(), key=lambda prompt: group_bytes(fields, prompt, self.dedup))
 
 
 @cache

@@ -11,6 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -55,18 +56,16 @@ class DataplaneEndpoint(Endpoint):
         job = worker.job
         self._plane = _connect(worker.address)
         self._job = job
-        self._partitions: dict[int, Any] = {}
+        self._partition = cache(self._declared)
         self._dedup = [name for name in DEDUP if job.dedup]
         self._copied = 0
         self._partition(0)  # the start signal comes when all workers have attached to it
 
-    def _partition(self, step: int) -> Any:
-        if step not in self._partitions:
-            job = self._job
-            self._partitions[step] = self._plane.partition(
-                f"step-{step}", stages=job.stages(), group_size=job.samples, free="acked"
-            )
-        return self._partitions[step]
+    def _declared(self, step: int) -> Any:
+        job = self._job
+        return self._plane.partition(
+            f"step-{step}", stages=job.stages(), group_size=job.samples, free="acked"
+        )
 
     def put(self, step: int, prompt: int, columns: Columns) -> None:
         shared = [name for name in self._dedup if name in columns]

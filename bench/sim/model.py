@@ -142,14 +142,11 @@ class Plan:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self._of_host: dict[tuple[int, int], list[Prompt]] = defaultdict(list)
+        # By step and host: the groups that its rollout worker makes, in order of time.
+        self.rolled_out: dict[tuple[int, int], list[Prompt]] = defaultdict(list)
         for prompt in sorted(job.generate(), key=lambda prompt: prompt.rollout_seconds):
-            self._of_host[prompt.step, prompt.index % job.hosts].append(prompt)
+            self.rolled_out[prompt.step, prompt.index % job.hosts].append(prompt)
         self._work: dict[tuple[str, int], Work] = {}
-
-    def rolled_out(self, step: int, host: int) -> list[Prompt]:
-        """The groups that a host's rollout worker makes, in order of time."""
-        return self._of_host[step, host]
 
     def work_of(self, what: str, prompt: Prompt) -> Work:
         """As the function of this name, which is asked once."""
@@ -290,7 +287,7 @@ class Model:
             if behind >= 0:
                 yield self._trained[behind]
             start = self.env.now
-            for prompt in self.plan.rolled_out(step, host):
+            for prompt in self.plan.rolled_out[step, host]:
                 work = self.plan.work_of("written", prompt)  # made before it is due, as in flow.py
                 yield self.hosts.work(self.costs.of("rollout", _GENERATE, work))
                 due = start + (prompt.rollout_seconds / job.pace if job.pace else 0.0)

@@ -192,9 +192,9 @@ class Network:
 class Traffic:
     """The traffic of the links while the body runs, from their own counters, ten times a second."""
 
-    def __init__(self, network: Network, rate: str) -> None:
+    def __init__(self, network: Network) -> None:
         self._network = network
-        self._full = bits_per_second(rate) / 8 * _FULL  # bytes a second
+        self._full = bits_per_second(str(network.rate)) / 8 * _FULL  # bytes a second
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="links", daemon=True)
         self._before: list[tuple[int, int]] = []

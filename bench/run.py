@@ -24,17 +24,17 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from bench import cpu
+from bench import usage
 from bench.check import Ledger
 from bench.columns import all_fields, group_bytes, rollout_fields
 from bench.limits import HostLimit, MachineFull, NoLimits, limited_hosts
 from bench.limits import check as check_limits
 from bench.links import NODE_BITS, Network, NoNamespaces, Traffic, bits_per_second
-from bench.memory import Sampler, oom_kills
 from bench.pace import ideal_seconds, recorded_seconds
 from bench.planes import PLANES
 from bench.planes.base import WAYS, Counts, Job, Moved, Service, Worker
 from bench.processes import Crew, ProcessDied, run_folder
+from bench.usage import Sampler, oom_kills
 
 _MIB = 1 << 20
 _ROOMY = 4  # groups that an arena of automatic size holds
@@ -187,20 +187,18 @@ class _Run:
             self._services(crew)
             workers = self._workers(crew)
             self._sampler.sample()  # a run may be over before the sampler looks again
-            before, busy = self._cpu_of_services(crew), cpu.machine_seconds()
+            before, busy = self._cpu_of_services(crew), usage.machine_seconds()
             counted_from = time.monotonic()
             self._sampled_before_s = self._sampler.sampling_seconds
             counted = self._plane.messages()
-            rate = str(self._job.link)
-            traffic = Traffic(self.network, rate) if self.network else nullcontext()
-            with traffic as self._traffic:
+            with Traffic(self.network) if self.network else nullcontext() as self._traffic:
                 self._started = time.monotonic()
                 for worker in workers:
                     crew.tell(worker, f"policy 0 {self._started}")
                 self._listen(crew, "the workers to finish", lambda: self._done.keys() >= workers)
             self._ended = max(self._done[worker]["end"] for worker in workers)
-            spent = cpu.between(before, self._cpu_of_services(crew))
-            spent["machine"] = cpu.machine_seconds() - busy
+            spent = usage.between(before, self._cpu_of_services(crew))
+            spent["machine"] = usage.machine_seconds() - busy
             counted_s = time.monotonic() - counted_from
             self._counted |= {"cpu_seconds": spent, "cpu_counted_seconds": counted_s}
             speaking = {name for name, one in crew.members.items() if one.speaks}
@@ -223,7 +221,7 @@ class _Run:
     def _cpu_of_services(self, crew: Crew) -> dict[str, float]:
         """Processor seconds so far of whom nobody else counts: those that speak count their own."""
         pids = {name: pid for name, pid in crew.pids().items() if not crew.members[name].speaks}
-        return cpu.cpu_seconds(pids) | {"runner": time.process_time()}
+        return usage.cpu_seconds(pids) | {"runner": time.process_time()}
 
     def _killed(self, crew: Crew) -> dict[str, Any] | None:
         """Whom the kernel killed at its host's limit, if anybody, and when."""

@@ -110,7 +110,7 @@ def priced(
     their own noise.
     """
     # The runner's share of a core. More processes do not make it more: its looks at them rest nine
-    # times as long as they took (bench/memory.py).
+    # times as long as they took (bench/usage.py).
     watch = median(each.run["cpu_seconds"]["runner"] / each.run["seconds"] for each in seen)
     activities = _activities(seen)
     free = Costs(activities, 0.0, 0.0, 0.0, 0.0, watch, end)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bench.memory import Sampler, memfds, process_bytes
+from bench.usage import Sampler, memfds, process_bytes
 
 MIB = 1 << 20
 

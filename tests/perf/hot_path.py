@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.cpu import cpu_seconds
 from bench.processes import die_with
+from bench.usage import cpu_seconds
 from tests.cluster import clients
 from tests.perf import lives
 from tests.perf.ceilings import Ceilings

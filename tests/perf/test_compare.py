@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from bench.cli import main
-from bench.cpu import between, cpu_seconds
 from bench.planes import PLANES
 from bench.planes.transfer_queue import TransferQueueEndpoint
+from bench.usage import between, cpu_seconds
 from tests import leaks
 from tests.perf.compare import batch
 from tests.perf.compare.ends import NAMES, job

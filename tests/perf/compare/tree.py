@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 
-from bench.cpu import between, cpu_seconds
 from bench.planes import PLANES
 from bench.processes import Crew, run_folder
+from bench.usage import between, cpu_seconds
 from tests.perf.compare.ends import Job, job
 from tests.perf.compare.worker import Command, Hire
 

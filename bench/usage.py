@@ -1,4 +1,5 @@
-"""The memory of each process of a run, sampled about ten times a second by the runner.
+"""What each process takes: processor seconds, and memory, which the runner samples about ten times
+a second.
 
 A process counts with its proportional set size without shared memory. Arenas (memfds, and Ray's
 object stores in /dev/shm) count once, for the first process that has them, with their resident
@@ -10,10 +11,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from bench.limits import HostLimit
 
@@ -21,6 +25,7 @@ INTERVAL_S = 0.1
 _REST = 9  # times what a look at the processes took, before the next one
 _MAX_POINTS = 2_000  # of a curve; a longer run keeps every second one, and so on
 _ARENAS = ("/memfd:", "/dev/shm/plasma")
+_NATIVE = ("raylet", "gcs_server")  # Ray's own programs; its actors call themselves ray::Name
 
 
 def process_bytes(pid: int) -> int:
@@ -147,3 +152,38 @@ def oom_kills() -> int:
             return next((int(x.split()[1]) for x in counters if x.startswith("oom_kill ")), 0)
     except FileNotFoundError:
         return 0
+
+
+def cpu_seconds(members: Mapping[str, int]) -> dict[str, float]:
+    """Name → user and system seconds so far of these processes, of all below them that run, and of
+    those that have ended: a peer's arena is prefaulted by one short process after the other.
+
+    A name is that of an actor's class, of Ray's own program, or else of the member that a process
+    belongs to.
+    """
+    spent = Counter[str]()
+    for name, pid in members.items():
+        with suppress(psutil.NoSuchProcess):
+            root = psutil.Process(pid)
+            for process in (root, *root.children(recursive=True)):
+                with suppress(psutil.NoSuchProcess):
+                    spent[_name(process, name)] += sum(process.cpu_times()[:4])  # of ended ones too
+    return dict(spent)
+
+
+def _name(process: psutil.Process, member: str) -> str:
+    program = Path((process.cmdline() or [member])[0]).name
+    if program.startswith("ray::"):
+        return program.removeprefix("ray::").split("(")[0].split(".")[0]
+    return program if program in _NATIVE else member
+
+
+def between(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by name since `before`."""
+    return {name: max(0.0, spent - before.get(name, 0.0)) for name, spent in after.items()}
+
+
+def machine_seconds() -> float:
+    """Processor seconds that all processes of this machine, and its hypervisor, have used."""
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)

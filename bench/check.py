@@ -61,7 +61,7 @@ class Ledger:
         return found[:_EXAMPLES] + ([f"and {more} more"] if more > 0 else [])
 
     def _missing(self) -> list[str]:
-        kept = [prompt for prompt in range(self.prompts) if prompt not in self.filtered]
+        kept = set(range(self.prompts)).difference(self.filtered)
         expected = {(p, s) for p in kept for s in range(self.samples)}
         seen = Counter(row for rows, _ in self._trained for row in rows)
         return [

@@ -42,12 +42,11 @@ def output(text: str) -> Path:
 
 def report(text: str) -> Path:
     """A JSON file. Its page, with the same name, can be written too."""
-    path = Path(text)
-    if path.suffix == PAGE:
+    if Path(text).suffix == PAGE:
         raise ArgumentTypeError(
             f"{text!r} is the name of the page: name the JSON file, such as report.json"
         )
-    _try(path)
+    path = output(text)
     _try(path.with_suffix(PAGE))
     return path
 

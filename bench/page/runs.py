@@ -147,8 +147,7 @@ def share(runs: Sequence[Run]) -> Figure | None:
             part = seconds / (recorded + seconds)
             told = f"{number(seconds)} s, {f'{part:.0%}' if part >= 0.01 else 'under 1%'}"
             content.append(Bar(run["plane"], told, parts))
-        way = ", dedup off" if not members[0]["dedup"] else ""
-        title = _job(members[0], linked) + way
+        title = _job(members[0], linked) + ("" if members[0]["dedup"] else ", dedup off")
         panels.append(drawing.bars(title, content, "seconds of a step"))
     sentence = (
         "Grey: recorded rollout and training of the same step; these runs did not wait for it. "

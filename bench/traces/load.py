@@ -38,24 +38,19 @@ def load(paths: Sequence[Path], task: str | None, seed: int = 0) -> tuple[str, l
         return task or f"run {recording.run}", prompts
     if is_parquet(first):
         if len(paths) > 1:
-            raise TraceError(
-                first, "a Parquet trace is complete by itself: pass no other files with it"
-            )
+            why = "a Parquet trace is complete by itself: pass no other files with it"
+            raise TraceError(first, why)
         name, prompts = parquet.read(first)
         if task not in (None, name):
-            raise TraceError(
-                first, f"this file is a trace of {name!r}, not of {task!r}: pass --trace {name}"
-            )
+            why = f"this file is a trace of {name!r}, not of {task!r}: pass --trace {name}"
+            raise TraceError(first, why)
         return name, prompts
     if task is None:
         raise TraceError(first, "this file does not name its task: pass --task TASK")
-    prompts = _recorded(paths, TASKS[task], seed)
-    if not prompts:
-        raise TraceError(
-            first,
-            "no group of this file is trained on, so there is nothing to run: pass another file",
-        )
-    return task, prompts
+    if prompts := _recorded(paths, TASKS[task], seed):
+        return task, prompts
+    why = "no group of this file is trained on, so there is nothing to run: pass another file"
+    raise TraceError(first, why)
 
 
 def recorded_job(paths: Sequence[Path]) -> Recording | None:
@@ -153,11 +148,8 @@ def _told(paths: Sequence[Path], samples: int) -> tuple[dict[int, list[Group]], 
     for path in paths:
         lengths, seconds = polytrace.read(path, samples)
         if lengths and steps:
-            why = (
-                "this is a second file with lengths: pass one file with lengths and one with "
-                "reward times"
-            )
-            raise TraceError(path, why)
+            what = "pass one file with lengths and one with reward times"
+            raise TraceError(path, f"this is a second file with lengths: {what}")
         steps |= lengths
         rewards = seconds or rewards
     return steps, rewards

@@ -113,19 +113,15 @@ def read_rows(path: Path, form: type[list[T]], instead: str) -> tuple[dict[bytes
         # says of all of them together it does not follow.
         rows = sum(told.row_group(number).num_rows for number in range(told.num_row_groups))
         if rows > MOST_ROWS:
-            raise TraceError(
-                path,
-                f"this file has {rows} rows, over the limit of {MOST_ROWS:,}, because a run holds "
-                "them all: use a smaller file",
-            )
+            what = f"this file has {rows} rows, over the limit of {MOST_ROWS:,}"
+            raise TraceError(path, f"{what}, because a run holds them all: use a smaller file")
         table = pyarrow.parquet.read_table(path)
         return table.schema.metadata or {}, msgspec.convert(table.to_pylist(), form)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as exc:  # damaged pages or names
         raise TraceError(path, f"not a readable Parquet file ({exc}): {instead}") from exc
     except msgspec.MsgspecError as exc:
-        raise TraceError(
-            path, f"the columns or their values do not fit ({exc}): {instead}"
-        ) from exc
+        why = f"the columns or their values do not fit ({exc}): {instead}"
+        raise TraceError(path, why) from exc
 
 
 def read(path: Path) -> tuple[str, list[Prompt]]:
@@ -133,9 +129,8 @@ def read(path: Path) -> tuple[str, list[Prompt]]:
     metadata, rows = read_rows(path, list[_Row], "write it again with `python -m bench trace`")
     task = metadata.get(b"task", b"").decode(errors="replace")
     if metadata.get(b"bench.trace") != _FORMAT or task not in TASKS:
-        raise TraceError(
-            path, "not written by this version of `python -m bench trace`: write it again"
-        )
+        why = "not written by this version of `python -m bench trace`: write it again"
+        raise TraceError(path, why)
     if not rows:
         raise TraceError(path, "this file has no rows: write it again with `python -m bench trace`")
     groups = groupby(rows, key=lambda row: row.group)

@@ -98,12 +98,8 @@ def read(path: Path, samples: int) -> Recorded:
     for name, form in forms.items():
         if name in first:
             return form(path, lines)
-    raise TraceError(
-        path,
-        f"a record with the fields {sorted(first)} has none of PolyTrace's forms: "
-        "pass a file of PolyTrace",
-        number,
-    )
+    what = f"a record with the fields {sorted(first)} has none of PolyTrace's forms"
+    raise TraceError(path, f"{what}: pass a file of PolyTrace", number)
 
 
 def _text(path: Path) -> str:
@@ -115,9 +111,8 @@ def _text(path: Path) -> str:
         return told.decode()
     except UnicodeDecodeError as exc:
         line = told.count(b"\n", 0, exc.start) + 1
-        raise TraceError(
-            path, f"this file is not UTF-8 text ({exc.reason}): convert it to UTF-8", line
-        ) from exc
+        why = f"this file is not UTF-8 text ({exc.reason}): convert it to UTF-8"
+        raise TraceError(path, why, line) from exc
 
 
 def _records(path: Path, lines: Lines, form: type[T]) -> Iterator[tuple[int, T]]:
@@ -146,9 +141,8 @@ def _by_step(path: Path, text: str, samples: int) -> Recorded:
     for name, told in steps.items():
         line = text[: max(0, text.find(f'"{name}"'))].count("\n") + 1
         if not name.isdecimal():
-            raise TraceError(
-                path, f"{name!r} is not a step number: name each step with a whole number", line
-            )
+            why = f"{name!r} is not a step number: name each step with a whole number"
+            raise TraceError(path, why, line)
         try:
             if isinstance(told, list):
                 rows = [_session(session) for session in msgspec.convert(told, list[_Lengths])]
@@ -173,9 +167,8 @@ def _single(lengths: _Lengths, samples: int) -> list[tuple[int, list[Turn]]]:
 def _session(session: _Lengths) -> tuple[int, list[Turn]]:
     """Later inputs are what the tool answered to the turn before."""
     if not session.input or len(session.input) != len(session.output):
-        raise ValueError(
-            f"a session has {len(session.input)} inputs but {len(session.output)} outputs"
-        )
+        counts = f"{len(session.input)} inputs but {len(session.output)} outputs"
+        raise ValueError(f"a session has {counts}")
     told = zip(session.output, [*session.input[1:], 0], strict=True)
     return session.input[0], [written(tokens, tool_tokens=answer) for tokens, answer in told]
 
@@ -196,12 +189,8 @@ def _prompts(path: Path, lines: Lines) -> Recorded:
     for number, record in _records(path, lines, _PromptLine):
         told = record.n_sampling
         if told not in (None, len(record.output)):
-            raise TraceError(
-                path,
-                f"n_sampling is {told}, but the record has {len(record.output)} "
-                "outputs: correct one of them",
-                number,
-            )
+            what = f"n_sampling is {told}, but the record has {len(record.output)} outputs"
+            raise TraceError(path, f"{what}: correct one of them", number)
         if not record.validate and record.tp_rank == 0:
             group = (record.input, [[written(tokens)] for tokens in record.output])
             place = record.dp_rank, record.local_index
@@ -238,9 +227,9 @@ def _trajectory(record: _TrajectoryLine) -> list[Turn]:
     seconds, tokens = [0.0] * len(record.turns), [0] * len(record.turns)
     for call in record.tool_calls:
         if call.turn >= len(record.turns):
+            count = len(record.turns)
             raise ValueError(
-                f"a tool call belongs to turn {call.turn}, but there are only {len(record.turns)} "
-                "turns"
+                f"a tool call belongs to turn {call.turn}, but there are only {count} turns"
             )
         seconds[call.turn] += call.latency_s
         tokens[call.turn] += call.response_token_len

@@ -103,16 +103,11 @@ def is_recording(path: Path) -> bool:
 def read(folder: Path) -> Recording:
     index = _index(folder / INDEX)
     if index.format != _FORMAT:
-        raise TraceError(
-            folder / INDEX,
-            f"this recording has format {index.format}, but "
-            f"this bench reads only {_FORMAT}: record again "
-            "with this version",
-        )
+        what = f"this recording has format {index.format}, but this bench reads only {_FORMAT}"
+        raise TraceError(folder / INDEX, f"{what}: record again with this version")
     if not index.steps:
-        raise TraceError(
-            folder, "this recording has no complete step: record for at least one whole step"
-        )
+        why = "this recording has no complete step: record for at least one whole step"
+        raise TraceError(folder, why)
     steps = sorted(index.steps, key=lambda step: step.number)
     staleness = _staleness(steps)
     optimiser = _optimiser(steps, staleness)

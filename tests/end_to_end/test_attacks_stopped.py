@@ -154,6 +154,42 @@ LEAVER = """
 """
 
 
+AIO_LEAVER = """
+    import asyncio, contextlib, dataplane, sys
+    from dataplane import aio
+
+    async def main():
+        plane = await aio.connect()
+        part = await plane.partition("p")
+        print("connected", flush=True)
+        await asyncio.to_thread(sys.stdin.readline)
+
+        async def ask():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(part.stats(), 0.3)
+
+        await asyncio.gather(*(ask() for _ in range(24)))
+        print("ends", flush=True)
+
+    asyncio.run(main())
+"""
+
+
+def test_an_event_loop_ends_soon_though_its_peer_is_stopped(cluster: Cluster) -> None:
+    """Its calls were cancelled before they had connections, for which threads of the loop wait."""
+    cluster.start("a")
+    with cluster.connect("a") as plane:
+        plane.partition("p", {"s": ["x"]})
+        leaver = cluster.worker(AIO_LEAVER)
+        assert line(leaver) == "connected"
+        cluster.freeze("a")
+        tell(leaver)
+        assert line(leaver) == "ends"
+        assert leaver.wait(10) == 0
+        cluster.wake("a")
+        no_leaks(plane)
+
+
 def test_a_process_exits_soon_though_its_peer_is_stopped(cluster: Cluster) -> None:
     """However many of its calls were given up, and have no answer yet."""
     cluster.start("a")

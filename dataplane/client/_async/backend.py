@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import inspect
 import socket
+import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -230,8 +231,16 @@ class Prefetch(Generic[B]):
 
 
 async def further(session: Session, deadline: Deadline) -> Connection:
-    """Open one more connection. If the caller is cancelled, later calls use it."""
-    opening = asyncio.get_running_loop().run_in_executor(None, handshake.further, session, deadline)
+    """Open one more connection. If the caller is cancelled, later calls use it, unless the peer
+    does not answer within a second more: the end of the event loop waits for the thread."""
+    loop, begun, given_up = asyncio.get_running_loop(), list[Connection](), threading.Event()
+
+    def connected() -> Connection:
+        if given_up.is_set():  # before a thread was free
+            raise DeadlineExceeded("the call was cancelled before it had a connection")
+        return handshake.further(session, deadline, begun.append)
+
+    opening = loop.run_in_executor(None, connected)
     try:
         return await asyncio.shield(opening)
     except asyncio.CancelledError:
@@ -240,7 +249,14 @@ async def further(session: Session, deadline: Deadline) -> Connection:
             if not opened.cancelled() and opened.exception() is None:
                 session.connections.give_back(opened.result())
 
+        def end() -> None:
+            if not opening.done():
+                for connection in begun:
+                    connection.shut()
+
+        given_up.set()
         opening.add_done_callback(keep)
+        loop.call_later(handshake.LEAST_S, end)
         raise
 
 

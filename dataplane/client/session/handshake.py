@@ -65,10 +65,12 @@ def open_connection(
     session: Session | None = None,
     limit_s: float = HANDSHAKE_S,
     greet: Callable[[Welcome], list[int]] = lambda welcome: [],
+    begun: Callable[[Connection], object] = lambda connection: None,
 ) -> tuple[Connection, Welcome, HelloDone, list[int]]:
     """Connect and shake hands. Returns the arena's descriptors (read-only, read-write), owned by
     the caller, without a `session`; a further connection of one lets the kernel drop them. greet:
-    hears what the peer is, and says which pools a new session reads in place.
+    hears what the peer is, and says which pools a new session reads in place. begun: gets the
+    connection before its handshake.
 
     PeerLost, also where another incarnation answers than the session's. Where the peer does not
     answer in time: DeadlineExceeded with a session, ConnectError without.
@@ -91,6 +93,7 @@ def open_connection(
             raise peer_lost(session.peer) from exc
         session.peer_is_gone()
         raise peer_gone(session) from exc
+    begun(connection)
     where = f"at {connection.sock.getpeername()}"
     try:
         connection.sock.settimeout(max(_LOOK_S, deadline.until - time.monotonic()))
@@ -221,10 +224,15 @@ def _not_let_in(
     )
 
 
-def further(session: Session, deadline: Deadline) -> Connection:
-    """One more connection of a session, for a call with this deadline."""
+def further(
+    session: Session,
+    deadline: Deadline,
+    begun: Callable[[Connection], object] = lambda connection: None,
+) -> Connection:
+    """One more connection of a session, for a call with this deadline. begun: gets the connection
+    as its handshake begins, and may end that with `shut`."""
     limit_s = min(HANDSHAKE_S, max(LEAST_S, deadline.until - time.monotonic()))
-    return open_connection(session.connections.opener, session, limit_s)[0]
+    return open_connection(session.connections.opener, session, limit_s, begun=begun)[0]
 
 
 def _receive_welcome(connection: Connection, descriptors: list[int] | None) -> Welcome:

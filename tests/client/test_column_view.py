@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.client.read.chunk_columns import columns_of
-from dataplane.client.read.column_view import ColumnView, RowSpan, same
+from dataplane.client.read.column_view import ColumnView, RowSpan
 from dataplane.errors import FieldUnknown, ProtocolError
 from dataplane.wire import objects
 from dataplane.wire.layouts import ColumnSpec
 from tests.client.test_chunk_columns import columns, laid_out
+from tests.same import same
 
 
 @st.composite

@@ -10,11 +10,12 @@ import pytest
 import dataplane
 from dataplane import Partition
 from dataplane.client import handle
-from dataplane.client.read.column_view import ColumnView, same
+from dataplane.client.read.column_view import ColumnView
 from dataplane.wire.messages import Claim, Failed, Finish, GiveBack, Put, PutDone, Request, Reserve
 from dataplane.wire.records import RANGE
 from tests.client.conftest import part, plane
 from tests.client.scripted_peer import ScriptedPeer, inline_bytes, inline_fields, shared, written
+from tests.same import equals, same
 
 __all__ = ["part", "plane"]
 
@@ -46,8 +47,8 @@ def test_a_put_of_small_values_is_one_message_and_needs_no_room(
     part.put({"a": many})  # laid out in columns
     few, columns = peer.bodies(Put)
     assert list(peer.view(few, "a")) == [1, 2] and inline_fields(few) == {"a", "c", "e"}
-    assert peer.view(few, "e").equals([np.zeros(0), np.zeros(1)])
-    assert peer.view(columns, "a").equals(many)
+    assert equals(peer.view(few, "e"), [np.zeros(0), np.zeros(1)])
+    assert equals(peer.view(columns, "a"), many)
     assert not written(few) and not written(columns) and inline_fields(columns) == {"a"}
     assert [len(body.values.chunks) for body in (few, columns)] == [1, 2]
     assert (few.want_bytes, columns.want_bytes) == (0, 0)
@@ -78,7 +79,7 @@ def test_arrays_inside_of_a_value_go_where_it_goes(peer: ScriptedPeer, part: Par
     part.put({"x": small, "large": large})
     (body,) = peer.bodies(Put)
     assert inline_fields(body) == {"x"}
-    assert peer.view(body, "x").equals(small) and peer.view(body, "large").equals(large)
+    assert equals(peer.view(body, "x"), small) and equals(peer.view(body, "large"), large)
 
 
 @pytest.mark.parametrize("rows", [1, 100, 400])
@@ -129,7 +130,7 @@ def test_adds_go_with_the_ack(peer: ScriptedPeer, part: Partition, full: bool) -
     if full:  # what was written before is a range of the peer's by now
         before = written(peer.bodies(Finish)[0])
         assert shared(last) == [1 << 32]
-    assert peer.view(last, "big", before).equals([np.full(9000, i) for i in range(3)])
+    assert equals(peer.view(last, "big", before), [np.full(9000, i) for i in range(3)])
     assert [float(one) for one in peer.view(last, "reward", before)] == [0.5, 1.5, 2.5]
     assert list(peer.view(last, "note", before)) == ["x", "y", "z"]
     assert len(peer.bodies(Finish)) == 1 + full

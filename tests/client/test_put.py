@@ -29,6 +29,7 @@ from dataplane.wire.messages import (
 from dataplane.wire.records import DIGEST, EXTENT, KEY, RANGE, U4, column
 from dataplane.wire.tables import Definition
 from tests.client.scripted_peer import ScriptedPeer, shared, written
+from tests.same import equals
 
 
 def ahead(peer: ScriptedPeer) -> Any:
@@ -41,7 +42,7 @@ def test_a_put_reserves_copies_and_commits(peer: ScriptedPeer, part: Partition) 
     (reserve,), (put,) = peer.bodies(Reserve), peer.bodies(Put)
     assert (reserve.partition, reserve.generation, reserve.continuing) == ("x", 4, False)
     assert len(reserve.units) == 1
-    assert peer.view(put, "a").equals(rows)
+    assert equals(peer.view(put, "a"), rows)
     assert (put.partition, put.generation, len(ref)) == ("x", 4, 2)
 
 
@@ -53,7 +54,7 @@ def test_room_granted_ahead_makes_the_next_put_one_message(
         part.put({"a": [np.arange(900)]})
     assert len(peer.bodies(Reserve)) == 1
     puts = peer.bodies(Put)
-    assert all(peer.view(put, "a").equals([np.arange(900)]) for put in puts)
+    assert all(equals(peer.view(put, "a"), [np.arange(900)]) for put in puts)
     assert len({offset for put in puts for offset, _ in written(put)}) == 4
 
 
@@ -297,7 +298,7 @@ def test_values_that_the_peer_has_are_shared_after_comparing_bytes(
     put = peer.bodies(Put)[0]
     assert len(written(put)) == 1  # the collision
     assert shared(put) == [1 << 32 | 40]
-    assert peer.view(put, "a", place.tolist()).equals([known, collision])
+    assert equals(peer.view(put, "a", place.tolist()), [known, collision])
     assert (put.pin, len({chunk.digest for chunk in put.values.chunks})) == (6, 2)
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import dataplane
-from dataplane.client.read.column_view import same
 from tests.end_to_end.conftest import Cluster, line, until
 from tests.end_to_end.hosts import held
+from tests.same import same
 
 NUMPY = ["?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8", "c16"]
 NUMPY += ["g", "G", "M8[ns]", "M8[D]", "m8[us]", ">i4", ">f8"]

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from dataplane.client.read.column_view import ColumnView, same
+from dataplane.client.read.column_view import ColumnView
 from dataplane.client.read.table import TableReader
 from dataplane.client.write.chunks import (
     NewChunk,
@@ -26,6 +26,7 @@ from dataplane.client.write.message import MessageValues, values_of
 from dataplane.wire.records import EXTENT, KEY, U8
 from dataplane.wire.tables import Owner, Rows, Table
 from tests.placing import place
+from tests.same import same
 
 PEER = Owner("10.0.0.1:1", 7)
 

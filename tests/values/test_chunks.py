@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.client.read.column_view import same
 from dataplane.client.write import chunks
 from dataplane.client.write.chunks import (
     CHUNK_BYTES,
@@ -38,6 +37,7 @@ from dataplane.wire.limits import (
 )
 from dataplane.wire.records import U4
 from dataplane.wire.tables import INLINE
+from tests.same import equals, same
 from tests.values.conftest import PEER, planned, said_of
 
 LENGTHS = [0, 1, 7, 60, 700, 1024, 5000]
@@ -313,7 +313,7 @@ def test_what_was_inline_lands_in_chunks(arena: Any) -> None:
     said = said_of(pieces)
     assert not said.values.inline_bytes and len(said.chunks) == 2
     for name, view in arena.views(pieces).items():
-        assert view.equals(given_(columns[name]))
+        assert equals(view, given_(columns[name]))
 
 
 # what a message says
@@ -361,7 +361,7 @@ def test_a_field_may_be_left_out_of_what_was_written(arena: Any) -> None:
     kept = without(pieces, {"a", "large"})
     assert len(chunks_of(kept)) == 1
     (view,) = arena.views(kept).values()
-    assert view.field == "b" and view.equals(given_(columns["b"]))
+    assert view.field == "b" and equals(view, given_(columns["b"]))
 
 
 def test_chunks_that_the_peer_has_come_behind_those_that_are_new(arena: Any) -> None:
@@ -401,7 +401,7 @@ def test_equal_values_of_a_put_are_stored_once(arena: Any) -> None:
     deduplicated = [chunk for chunk in chunks_of(pieces) if chunk.digest]
     assert len(deduplicated) == 2 + 4
     for name, view in arena.views(pieces).items():
-        assert view.equals(columns[name])
+        assert equals(view, columns[name])
 
 
 def test_values_are_found_equal_across_units(arena: Any) -> None:
@@ -410,7 +410,7 @@ def test_values_are_found_equal_across_units(arena: Any) -> None:
     assert [len(unit.chunks) for unit in units] == [3, 0, 0, 0]
     assert [len(unit.repeats) for unit in units[1:]] == [3, 3, 3]
     pieces = written(arena, prepare(columns, dedup=["x"]))
-    assert arena.views(pieces)["x"].equals(columns["x"])
+    assert equals(arena.views(pieces)["x"], columns["x"])
 
 
 def test_small_values_are_never_looked_at(arena: Any) -> None:
@@ -440,4 +440,4 @@ def test_hash_collisions_share_nothing(arena: Any, monkeypatch: pytest.MonkeyPat
     columns = {"x": [picture(1), picture(2), picture(1)]}
     pieces = written(arena, prepare(columns, dedup=["x"]))
     assert sorted(bool(chunk.digest) for chunk in chunks_of(pieces)) == [False, True]
-    assert arena.views(pieces)["x"].equals(columns["x"])
+    assert equals(arena.views(pieces)["x"], columns["x"])

@@ -11,10 +11,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from dataplane.client.read.column_view import ColumnView, cut, same
+from dataplane.client.read.column_view import ColumnView, cut
 from dataplane.client.read.convert import to_arrow, to_numpy
 from dataplane.client.read.tensors import to_torch
 from dataplane.errors import InvalidValue
+from tests.same import same
 
 
 def without(view: ColumnView, row: int) -> ColumnView:

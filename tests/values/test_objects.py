@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from dataplane.client.read.column_view import same
 from dataplane.errors import InvalidValue, LimitExceeded, ProtocolError
 from dataplane.wire.limits import MAX_LEAVES_PER_ROW, MAX_NESTING
 from dataplane.wire.objects import decode, encode, encode_many
+from tests.same import same
 
 
 def row(value: object) -> bytes:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.client.read.column_view import same
 from dataplane.client.read.convert import to_numpy
 from dataplane.wire.arrays import _BY_NAME, dtype_name, dtype_of
+from tests.same import same
 
 DTYPES = [
     *_BY_NAME.values(),

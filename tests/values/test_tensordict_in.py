@@ -14,11 +14,11 @@ from pydantic import BaseModel
 from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack, tensorclass
 
 import dataplane
-from dataplane.client.read.column_view import same
 from dataplane.client.write.columns import by_name, prepare
 from dataplane.errors import InvalidRows, InvalidValue, ProtocolError
 from dataplane.wire import objects
 from dataplane.wire.layouts import ColumnSpec
+from tests.same import same
 
 
 def jagged(*rows: torch.Tensor) -> torch.Tensor:

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 
 import dataplane
-from dataplane.client.read.column_view import ColumnView, cut, same
+from dataplane.client.read.column_view import ColumnView, cut
 from dataplane.client.read.ragged import Offsets, Padding
 from dataplane.client.read.tensors import TensorDictForm, padding_mask, to_tensordict, to_torch
 from dataplane.client.write.columns import by_name
 from dataplane.errors import FieldUnknown, InvalidCall, InvalidValue
+from tests.same import same
 
 DTYPES = [torch.int64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.uint8]
 

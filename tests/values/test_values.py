@@ -8,12 +8,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from dataplane.client.read.column_view import same
 from dataplane.client.write.columns import prepare
 from dataplane.errors import FieldUnknown, InvalidRows, InvalidValue, LimitExceeded
 from dataplane.wire.layouts import ColumnSpec
 from dataplane.wire.limits import MAX_FIELDS
 from dataplane.wire.records import U4
+from tests.same import same
 
 
 def test_arrays_are_not_copied() -> None:

@@ -26,10 +26,6 @@ from dataplane.wire import objects
 from dataplane.wire.arrays import (
     Array,
     ArrayForm,
-    as_array,
-    is_jagged,
-    is_torch,
-    jagged_parts,
     shown,
 )
 from dataplane.wire.layouts import OPEN, ColumnSpec
@@ -179,11 +175,6 @@ class ColumnView(Sequence[Any]):
             cut(self.runs, stretches(chosen)),
             None if name_of is None else lambda row: name_of(int(chosen[row])),
         )
-
-    def equals(self, other: Sequence[Any]) -> bool:
-        """Return whether both columns have the same values: equal in type, dtype, shape and bytes.
-        NaN equals NaN."""
-        return len(self) == len(other) and all(map(same, self, other))
 
     def lacking(self, row: int) -> FieldUnknown:
         """Return the error for a row that lacks the field."""
@@ -395,29 +386,3 @@ def _shown(value: Any) -> str:
     few = value.reshape(-1)[:_SHOWN]
     more = ", …" if value.size > _SHOWN else ""
     return f"[{', '.join(map(str, few.tolist()))}{more}]"
-
-
-def same(one: Any, other: Any) -> bool:
-    """Return whether two values are equal bit by bit and have the same types, key order, dtypes and
-    shapes."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, (np.ndarray, np.generic)):
-        return (one.dtype, one.shape) == (other.dtype, other.shape) and (
-            one.tobytes() == other.tobytes()
-        )
-    if is_torch(one):
-        parts = (
-            map(np.asarray, jagged_parts(t)) if is_jagged(t) else [as_array(t)]
-            for t in (one, other)
-        )
-        return (one.dtype, one.is_nested) == (other.dtype, other.is_nested) and all(
-            map(same, *parts)
-        )
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, dict):
-        return same(list(one), list(other)) and same(list(one.values()), list(other.values()))
-    if isinstance(one, float):
-        return np.float64(one).tobytes() == np.float64(other).tobytes()
-    return bool(one == other)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from dataplane.errors import counted, mixed_releases
 from dataplane.wire.limits import MAX_FIELDS, MAX_NAME_BYTES
 
 Scalar = bool | int | float | str | None
@@ -209,6 +210,15 @@ class Values(msgspec.Struct, array_like=True, frozen=True):
     layouts: list[bytes] = []
     chunks: list[Chunk] = []
     pieces: list[Piece] = []
+
+    def layout_of(self, chunk: Chunk) -> bytes:
+        """Return the layout of a chunk. Raise ProtocolError if there is none of its number."""
+        if not 0 <= chunk.layout < len(self.layouts):
+            raise mixed_releases(
+                f"invalid layout index {chunk.layout} for a chunk: the table has "
+                f"{counted(len(self.layouts), 'layout')}"
+            )
+        return self.layouts[chunk.layout]
 
     @property
     def nbytes(self) -> int:

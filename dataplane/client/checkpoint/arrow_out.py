@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from dataplane.client.checkpoint.archive import FILES, FileNote, SummedFile, failing
-from dataplane.errors import ProtocolError, counted, mixed_releases
+from dataplane.errors import ProtocolError
 from dataplane.wire.checkpoint import SaveDone
 from dataplane.wire.layouts import aligned
 from dataplane.wire.limits import NO_GROUP
@@ -111,7 +111,8 @@ class PartFiles:
 
     def _chunks(self, table: Table, arena: Memory) -> pa.RecordBatch:
         """The table of the chunks, whose bytes are written."""
-        chunks, layouts = table.values.chunks, table.values.layouts
+        chunks = table.values.chunks
+        layouts = list(map(table.values.layout_of, chunks))
         places = column(table.places, EXTENT, len(chunks)).tolist()
         pending, size = list[Any](), 0
         offsets = []
@@ -129,11 +130,6 @@ class PartFiles:
                     )
                     + ". Install the same dataplane release everywhere"
                 )
-            if not 0 <= chunk.layout < len(layouts):
-                raise mixed_releases(
-                    f"invalid layout index {chunk.layout} for a chunk: the table has "
-                    f"{counted(len(layouts), 'layout')}"
-                )
             space = aligned(chunk.nbytes)
             pending += [bytes_, bytes(space - chunk.nbytes)]
             size += space
@@ -144,7 +140,7 @@ class PartFiles:
         return pa.record_batch(
             [
                 pa.array([chunk.rows for chunk in chunks], pa.uint32()),
-                pa.array([layouts[chunk.layout] for chunk in chunks], pa.binary()),
+                pa.array(layouts, pa.binary()),
                 pa.array([chunk.inline if chunk.number else b"" for chunk in chunks], pa.binary()),
                 pa.array(offsets, pa.uint64()),
                 pa.array([chunk.nbytes for chunk in chunks], pa.uint64()),

@@ -19,7 +19,7 @@ from dataplane.client.read.column_view import ColumnView, RowSpan, cut, stretche
 from dataplane.client.read.table_shape import TableShape, shape_of_values
 from dataplane.client.session.session import Session
 from dataplane.client.write.rows import Index, group_names, row_names, tag_values
-from dataplane.errors import InvalidRows, ProtocolError, counted, mixed_releases
+from dataplane.errors import InvalidRows, ProtocolError, mixed_releases
 from dataplane.memory.extents import Extent
 from dataplane.wire import layouts
 from dataplane.wire.limits import NO_GROUP
@@ -88,13 +88,8 @@ class TableReader:
         return ColumnView(field, runs, name_of)
 
     def _open(self, number: int) -> list[ChunkColumn]:
-        chunk, known = self._values.chunks[number], self._values.layouts
-        if not 0 <= chunk.layout < len(known):
-            raise mixed_releases(
-                f"invalid layout index {chunk.layout} for chunk {number}: the table has "
-                f"{counted(len(known), 'layout')}"
-            )
-        specs = layouts.decode(known[chunk.layout])
+        chunk = self._values.chunks[number]
+        specs = layouts.decode(self._values.layout_of(chunk))
         if len(specs) != self._shape.columns[number]:
             raise mixed_releases(
                 f"chunk {number} has {len(specs)} columns, but one of its pieces lists a "
@@ -147,12 +142,8 @@ def _check_page(table: Table) -> None:
     values = table.values
     _shape_of(table)
     column(table.places, EXTENT, len(values.chunks))
-    for number, chunk in enumerate(values.chunks):
-        if not 0 <= chunk.layout < len(values.layouts):
-            raise mixed_releases(
-                f"invalid layout index {chunk.layout} for chunk {number}: the table has "
-                f"{counted(len(values.layouts), 'layout')}"
-            )
+    for chunk in values.chunks:
+        values.layout_of(chunk)
 
 
 def join_tables(tables: list[Table]) -> Table:

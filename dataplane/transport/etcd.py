@@ -20,10 +20,9 @@ OK, NOT_FOUND = 200, 404
 
 @dataclass(frozen=True, slots=True)
 class EtcdValue:
-    """A value in etcd, and the revisions at which its key was created and last changed."""
+    """A value in etcd, and the revision at which it was stored."""
 
     value: bytes
-    created: int
     changed: int
     lease: int = 0
     """under which it was put, or 0"""
@@ -54,8 +53,7 @@ class Etcd:
             return None
         one = found[0]
         value = base64.b64decode(one.get("value", ""))
-        created, changed = int(one["create_revision"]), int(one["mod_revision"])
-        return EtcdValue(value, created, changed, int(one.get("lease", 0)))
+        return EtcdValue(value, int(one["mod_revision"]), int(one.get("lease", 0)))
 
     async def put_if(
         self, key: str, value: bytes, created: dict[str, int], changed: dict[str, int], lease: int

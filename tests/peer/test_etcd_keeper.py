@@ -24,7 +24,7 @@ class Dict:
     """As much of `transport.etcd.Etcd` as a keeper needs."""
 
     def __init__(self, key: str, authority: str, faster: str = "") -> None:
-        self.kept = {key: EtcdValue(authority.encode(), 1, 1, AUTHORITY_LEASE)}
+        self.kept = {key: EtcdValue(authority.encode(), 1, AUTHORITY_LEASE)}
         self.leases = AUTHORITY_LEASE
         self.faster = faster
         """who takes a key before whoever asks here for it"""
@@ -38,10 +38,10 @@ class Dict:
 
     async def put_if(self, key: str, value: bytes, created: Any, changed: Any, lease: int) -> int:
         if key not in self.kept and self.faster:
-            self.kept[key] = EtcdValue(self.faster.encode(), 2, 2, lease + 1)
+            self.kept[key] = EtcdValue(self.faster.encode(), 2, lease + 1)
         if key in self.kept:
             return 0
-        self.kept[key] = EtcdValue(value, 2, 2, lease)
+        self.kept[key] = EtcdValue(value, 2, lease)
         return 2
 
     async def revoke(self, lease: int) -> None:

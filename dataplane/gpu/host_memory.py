@@ -17,7 +17,7 @@ import numpy.typing as npt
 from dataplane.gpu.device import Device, PoolHandle
 from dataplane.memory.admission import DEFAULT_SHARES, ShareOfEach
 from dataplane.memory.extents import Bytes, Extent, Mask, Records, page_up
-from dataplane.memory.ranges import POOL, SPILLED, Counts, Freed, Ranges
+from dataplane.memory.ranges import POOL, SPILLED, Counts, Freed
 from dataplane.memory.space import Holder, Space, pinned_by
 from dataplane.memory.spill import DISK
 from dataplane.wire.records import EXTENT, RANGE, U4
@@ -35,10 +35,11 @@ class HostMemory(Space):
     def add_device(
         self, device: Device, nbytes: int, shares: ShareOfEach = DEFAULT_SHARES
     ) -> DeviceArena:
-        """Add an arena on this device. Raise DeviceMissing if the device cannot allocate it."""
+        """Add an arena of `nbytes`, rounded up to whole pages, on this device. Raise DeviceMissing
+        if the device cannot allocate it."""
         base = self.size_bytes + sum(arena.space.size_bytes for arena in self.devices)
         number = len(self.devices) + 1
-        arena = DeviceArena(device, nbytes, self.ranges, base, number, shares)
+        arena = DeviceArena(device, Space(page_up(nbytes), shares, self.ranges, base, number))
         self.devices.append(arena)
         return arena
 
@@ -161,20 +162,12 @@ class HostMemory(Space):
 
 
 class DeviceArena:
-    """An arena of `nbytes` on a device, rounded up to whole pages."""
+    """An arena on a device. space: its books."""
 
-    def __init__(
-        self,
-        device: Device,
-        nbytes: int,
-        ranges: Ranges,
-        base: int,
-        number: int,
-        shares: ShareOfEach,
-    ) -> None:
+    def __init__(self, device: Device, space: Space) -> None:
         self.device = device
-        self.space = Space(page_up(nbytes), shares, ranges, base, number)
-        self._pool = device.allocate(self.space.size_bytes)
+        self.space = space
+        self._pool = device.allocate(space.size_bytes)
         self.staged_bytes = 0
         """bytes copied through the host, for clients without the device and for other hosts"""
         self.overflowed_bytes = 0

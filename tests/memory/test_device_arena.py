@@ -11,6 +11,7 @@ from dataplane.errors import ProtocolError, RowsGone, ValueTooLarge
 from dataplane.gpu.host_memory import DeviceArena, HostMemory
 from dataplane.memory.admission import Admission
 from dataplane.memory.ranges import Ranges
+from dataplane.memory.space import Space
 from dataplane.memory.spill import DISK, Spilled
 from dataplane.wire.records import EXTENT, RANGE
 from dataplane_twin import TwinDevice
@@ -139,7 +140,7 @@ def test_room_ahead_is_granted_on_a_device_while_half_of_it_is_free(memory: Host
 
 
 def test_classes_have_their_shares_of_a_device_too(devices: list[TwinDevice]) -> None:
-    arena = DeviceArena(devices[0], SIZE, Ranges(), HOST, 1, (0.5, 0.5, 0.0))
+    arena = DeviceArena(devices[0], Space(SIZE, (0.5, 0.5, 0.0), Ranges(), HOST, 1))
     assert arena.space.reserve(A, Admission.OPEN, unit(SIZE // 2))[0] == 1
     assert arena.space.reserve(A, Admission.OPEN, unit(MIB))[0] == 0
     assert arena.space.reserve(A, Admission.CONTINUE, unit(MIB))[0] == 1

@@ -240,12 +240,15 @@ def test_a_batch_can_be_finished_after_the_peer_of_its_shard_had_not_answered(
                 break
         part.put({"x": list(range(6))}, key=list(range(6)))
         batch = part.claim("s", rows=6, timeout=20)
+        batch.add(y=[np.full(9000, row, np.uint8) for row in range(6)])
         half = batch[0:3]
         cluster.freeze("b")
         with pytest.raises(dataplane.DeadlineExceeded):
             getattr(half, outcome)(timeout=0.5)
         cluster.wake("b")
-        with contextlib.suppress(dataplane.InvalidRows):  # they were acked, released or dropped
+        with pytest.raises(dataplane.InvalidRows, match="already acked, released or dropped"):
+            batch.ack(timeout=20)
+        with contextlib.suppress(dataplane.InvalidRows):
             getattr(half, outcome)(timeout=20)
         batch[3:6].ack(timeout=20)
         counts = part.stats()["stages"]["s"]

@@ -147,6 +147,8 @@ class Lease:
         """rows and fields of failed acks whose values the peer did not keep"""
         self._refused: set[str] = set()
         """fields that other writers have set; the next `add` discards them"""
+        self._is_unsure = False
+        """the shard may have finished more rows than are closed here"""
         self._abandoned = False
         self._since = time.monotonic()
         """when the client got the rows, later by the time in which it copied added values"""
@@ -369,7 +371,8 @@ class Lease:
         await self._send_with(body, at, pieces, deadline)
 
     def _finish_of(self, outcome: Outcome, rows: int, tags: dict[str, list[Scalar]]) -> Finish:
-        index = None if rows == self._all else np.array(rows_of(rows), U4).tobytes()
+        whole = rows == self._all and not self._is_unsure
+        index = None if whole else np.array(rows_of(rows), U4).tobytes()
         worked_s = max(0.0, time.monotonic() - self._since)
         return Finish(self.id, outcome, index, tags=tags, client_s=worked_s)
 
@@ -488,6 +491,7 @@ class Lease:
                 # The peer has what the message brought, and frees it unless the shard stored it.
                 if isinstance(exc, DataplaneError) and not _is_unknown(exc):
                     self.handle.session.answered(call.again)
+                    self._is_unsure |= isinstance(exc, UNKNOWN)
                 else:
                     self._doubt = Doubt(call.again, body.outcome, rows)
             raise
@@ -549,6 +553,7 @@ class Lease:
             return
         if _is_unknown(exc):
             return
+        self._is_unsure |= isinstance(exc, UNKNOWN)
         kept = exc.details.pop("ranges", None)
         self._doubt = None
         self.handle.session.answered(doubt.request)

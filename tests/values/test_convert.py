@@ -170,7 +170,7 @@ def test_keys_and_tags_of_two_types_are_not_made_one(arena: Any) -> None:
         (np.array([1500], "M8[ps]"), None),
         (np.array([2**62], "M8[Y]"), None),
         (np.array([3], "m8[M]"), None),
-        (np.array([3], "m8"), None),
+        (np.array([3]).view("m8"), None),
         ([{"at": np.datetime64(1500, "ps")}], None),
         ([{"at": [np.datetime64(1, "s"), np.datetime64(1, "ns")]}], None),
         (np.zeros(2, np.complex64), None),

@@ -60,7 +60,7 @@ def test_every_dtype_comes_back(arena: Any, dtype: np.dtype) -> None:
         [True, 1, 1.0],
         [None, 1],
         [np.float32(1), np.float64(1)],
-        [np.datetime64(1, "s"), np.datetime64(1, "ms"), np.datetime64("NaT")],
+        [np.datetime64(1, "s"), np.datetime64(1, "ms"), np.datetime64("NaT", "s")],
     ],
 )
 def test_numbers_keep_their_types_and_bits(new_arena: Any, values: list[Any]) -> None:

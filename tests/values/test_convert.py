@@ -194,7 +194,7 @@ def test_values_become_arrow_or_say_why_not(arena: Any, values: Any, expected: A
 def test_times_keep_their_meaning(arena: Any) -> None:
     for unit in ("s", "ms", "us", "ns", "D", "h", "25s", "10ms", "Y", "M"):
         values = np.array(["2020-01-02", "2021-03-04", "1970-01-01"], f"M8[{unit}]")
-        values[2] += 1
+        values[2] += np.timedelta64(1, unit)
         stored = to_arrow({"x": arena.view(values)})["x"].to_numpy()
         assert (stored == values).all(), unit
     inside = [{"at": np.datetime64(1500, "ns"), "for": np.timedelta64(3, "h")}]

@@ -79,9 +79,10 @@ class Attached:
     began: bool = False
     before: tuple[rundir.DeadPeer, ...] = ()
 
-    def line(self, found: HelloDone | None) -> tuple[int, str]:
+    def line(self, found: HelloDone | None, first: bool = False) -> tuple[int, str]:
         """Describe the attachment in one log line, and return its level: WARNING if something
-        may surprise the user. found: what the run had; None if that is not known."""
+        may surprise the user. found: what the run had; None if that is not known. first: the peer
+        had no client before."""
         card, starter = self.peer.card, self.living.starter
         peer = f"peer {self.peer.name!r}"
         if card is not None:
@@ -94,6 +95,9 @@ class Attached:
             age = duration(self.living.age_s)
             said = f"joined run {self.run.name!r}, started {by} {age} ago: {peer}"
         remarks = self._of_beginning() if self.began else self._of_joining(found)
+        if first and not self.began and card is not None and card.before is not None:
+            left = rundir.DeadPeer(card.before, self.living.folder, card.before_s + card.age_s)
+            remarks = [*_gone(left), *remarks]
         if card is not None and card.version != __version__:
             remarks.append(f"this process uses dataplane {__version__}")
         if self.run.unnamed and discovery.waits_for_ray():
@@ -127,7 +131,7 @@ class Attached:
 
     def _of_beginning(self) -> list[str]:
         expected = self.me.fresh  # connect(fresh=True) asks for an empty run
-        remarks = [_gone(dead) for dead in self.before[:1] if dead.card.rows and not expected]
+        remarks = [] if expected else [one for dead in self.before[:1] for one in _gone(dead)]
         if self.run.said_by == "launch" and not remarks and not expected:
             base = self.living.folder.parent
             left = [one for one in runs.left_by_siblings(base) if one.age_s < RECENT_S]
@@ -178,18 +182,21 @@ _SHARE = (
 )
 
 
-def _gone(dead: rundir.DeadPeer) -> str:
-    """What went with a peer."""
+def _gone(dead: rundir.DeadPeer) -> list[str]:
+    """What went with a peer, or nothing if it had no rows."""
     card = dead.card
-    said = f"the run starts empty: its last peer {card.name!r} (pid {card.pid})"
+    last = f"its last peer {card.name!r} (pid {card.pid})"
     rows, age = counted(card.rows, "row"), duration(dead.age_s)
+    if card.address is not None:  # rows of its shards may be elsewhere, and values here of others
+        how = f"stopped ({card.ended})" if card.ended else "was killed"
+        return [f"this host starts empty: {last} {how}. part.lost() lists rows that were lost"]
+    if not card.rows:
+        return []
     if card.ended:
-        return f"{said} stopped {age} ago with {rows} ({card.ended})"
+        return [f"the run starts empty: {last} stopped {age} ago with {rows} ({card.ended})"]
     # Nobody saw it end: its card is older than its end.
-    return (
-        f"{said} was killed. It had {rows} {age} ago. See its log, "
-        f"{log_path(dead.folder, card.name)}.old"
-    )
+    log = f". See its log, {log_path(dead.folder, card.name)}.old" if card.starter else ""
+    return [f"the run starts empty: {last} was killed. It had {rows} {age} ago{log}"]
 
 
 def _ended(dead: rundir.DeadPeer) -> str:

@@ -68,7 +68,9 @@ class Card(msgspec.Struct, frozen=True):
     """The contents of `<name>.json`. began_s: on the clock that all processes of a host share.
     starter: None for a peer that was started by hand. rows: in its shards when this was written.
     ended: why the peer ended; "" while it lives, or if it was killed. partitions: the latest
-    that its clients declared, so that clients of other runs can be told where a name exists."""
+    that its clients declared, so that clients of other runs can be told where a name exists.
+    before: what the last peer of this name left when it went with rows or clients, or was killed;
+    before_s: the age of that when this peer began."""
 
     name: str
     pid: int
@@ -80,6 +82,8 @@ class Card(msgspec.Struct, frozen=True):
     rows: int = 0
     ended: str = ""
     partitions: list[str] = []
+    before: Card | None = None
+    before_s: float = 0.0
 
     @property
     def age_s(self) -> float:
@@ -187,11 +191,15 @@ class PeerLock:
         run: str,
         starter: Starter | None = None,
         announced: socket.socket | None = None,
+        before: DeadPeer | None = None,
     ) -> None:
         self.folder, self.name = folder, name
         self.socket_path = folder / f"{name}.sock"
         self.card_path = folder / f"{name}.json"
         self._card = Card(name, os.getpid(), run, __version__, _host_clock_s(), None, starter)
+        if before is not None:
+            card = msgspec.structs.replace(before.card, before=None)
+            self._card = msgspec.structs.replace(self._card, before=card, before_s=before.age_s)
         self._fd, self._folder_fd = fd, _lock_folder(folder)
         self._announced = announced
         _held.add(self)
@@ -301,9 +309,11 @@ def claim_name(
             raise _taken(folder, name)
         time.sleep(0.005)
     fd, announced = held
+    before = _dead_peer(folder, name)
     _remove_files(folder, name, lock=False)
     _sweep(folder, besides=name)
-    lock = PeerLock(folder, name, fd, folder.name if run is None else run, starter, announced)
+    run = folder.name if run is None else run
+    lock = PeerLock(folder, name, fd, run, starter, announced, before)
     lock.write_card(None)
     return lock
 
@@ -422,16 +432,23 @@ def living_peers(folder: Path) -> list[LivingPeer]:
 def dead_peers(folder: Path) -> list[DeadPeer]:
     """The peers of a run that have ended and left their cards, the latest first."""
     living = {peer.name for peer in living_peers(folder)}
-    dead = []
-    for path in _files(folder, ".json"):
-        card = _read_card(folder, path.stem)
-        if card is not None and card.name not in living:
-            with contextlib.suppress(OSError):
-                if not card.ended and (word := _word(folder, card.name)):
-                    card = msgspec.structs.replace(card, ended=f"killed by {word}")
-                age_s = max(0.0, time.time() - path.stat().st_mtime)
-                dead.append(DeadPeer(card, folder, age_s))
+    names = [path.stem for path in _files(folder, ".json") if path.stem not in living]
+    dead = [one for name in names if (one := _dead_peer(folder, name)) is not None]
     return sorted(dead, key=lambda one: one.age_s)
+
+
+def _dead_peer(folder: Path, name: str) -> DeadPeer | None:
+    """What the last peer of this name left, if none lives."""
+    card = _read_card(folder, name)
+    if card is None:
+        return None
+    if not card.ended and (word := _word(folder, name)):
+        card = msgspec.structs.replace(card, ended=f"killed by {word}")
+    try:
+        age_s = max(0.0, time.time() - (folder / f"{name}.json").stat().st_mtime)
+    except OSError:
+        return None
+    return DeadPeer(card, folder, age_s)
 
 
 def abandoned(base: Path) -> list[Path]:

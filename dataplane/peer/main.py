@@ -119,7 +119,10 @@ def _end(peer: Peer, who: str) -> PeerEnded | None:
     ended = f"was {why}" if who else why
     said = f"peer {host.name!r} of run {host.plane!r} (pid {os.getpid()}) {ended}, with {left}"
     log.warning("%s", said)
-    message = f"{said}. Its rows are lost: call dataplane.connect() again, which starts a new peer"
+    again = "call dataplane.connect() again, which starts a new peer"
+    if peer.config.starter is None:
+        again = "start the peer again, then call dataplane.connect()"
+    message = f"{said}. Its rows are lost: {again}"
     return PeerEnded(message, peer=host.name, run=host.plane, why=why)
 
 

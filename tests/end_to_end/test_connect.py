@@ -283,6 +283,48 @@ def test_several_named_peers_stand_side_by_side(cluster: Cluster) -> None:
         plane.close()
 
 
+def test_the_first_client_of_a_peer_that_starts_again_is_told_what_is_gone(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="dataplane")
+    cluster.start("a")
+    with cluster.connect("a") as plane:
+        part = plane.partition("p", {"s": ["x"]})
+        part.put({"x": [1, 2, 3]})
+        card = cluster.run_dir / PLANE / "a.json"
+        until(lambda: json.loads(card.read_text())["rows"] == 3, "its card says what it has")
+        pid = cluster.peers["a"].pid
+        cluster.restart("a")
+        with pytest.raises(dataplane.PeerLost, match="Start the peer again, then call dataplane.c"):
+            part.put({"x": [1]})
+    caplog.clear()
+    gone = f"the run starts empty: its last peer 'a' (pid {pid}) was killed. It had 3 rows"
+    with cluster.connect("a"):
+        (said,) = [one for one in caplog.records if "joined run" in one.getMessage()]
+        assert said.levelname == "WARNING" and gone in said.getMessage()
+        caplog.clear()
+        cluster.connect("a").close()
+        assert "joined run" in caplog.text and "starts empty" not in caplog.text
+
+
+def test_so_is_that_of_a_host_whose_run_goes_on(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="dataplane")
+    cluster.start("a", "b")
+    with cluster.connect("a") as plane, cluster.connect("b") as there:
+        plane.partition("p", {"s": ["x"]})
+        there.partition("p").put({"x": [np.zeros(5000)]})
+        cluster.restart("b")
+        caplog.clear()
+        cluster.connect("b").close()
+        assert "this host starts empty: its last peer 'b'" in caplog.text
+        assert "was killed. part.lost() lists rows that were lost" in caplog.text
+        caplog.clear()
+        cluster.connect("a").close()
+        assert "starts empty" not in caplog.text
+
+
 # files that others remove
 
 

@@ -165,8 +165,12 @@ def peer_gone(session: Session) -> PeerLost:
     welcome = session.welcome
     gone = (
         (
-            "it was the only peer of its run, so all rows of the run are gone. dataplane.connect() "
-            "restarts the run without them"
+            "it was the only peer of its run, so all rows of the run are gone. "
+            + (
+                "dataplane.connect() restarts the run without them"
+                if is_embedded(session.peer)
+                else "Start the peer again, then call dataplane.connect(): the run starts empty"
+            )
         )
         if welcome.alone
         else (

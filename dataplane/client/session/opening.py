@@ -88,7 +88,9 @@ def _open_session(
             if attempt == _ATTEMPTS - 1:
                 raise
             continue
-        level, line = attached.line(_found(keeper.session, attached.began))
+        session = keeper.session
+        first = not session.found.clients and not session.found.left_by
+        level, line = attached.line(_found(session, attached.began), first)
         log.log(level, "%s", line)
         if os.environ.get("DATAPLANE_RUN", "") in ("", attached.run.over):
             os.environ["DATAPLANE_RUN"] = attached.run.name

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import signal
+import subprocess
+import sys
 from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,8 @@ from bench import outputs, run
 from bench.cli import main
 from bench.planes.base import Job
 from bench.planes.dataplane_plane import DataplanePlane
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_folder_is_made_with_its_report_and_not_left_before(tmp_path: Path) -> None:
@@ -155,3 +160,11 @@ def test_an_option_that_may_be_0_says_so(capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit):
         main(["run", "--trace", "math", "--seed", "x"])
     assert "use a whole number of at least 0" in " ".join(capsys.readouterr().err.split())
+
+
+def test_without_its_packages_the_bench_says_what_to_install() -> None:
+    command = [sys.executable, "-S", "-m", "bench", "run"]  # -S: an environment without packages
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    said = r"the package '\w+' is not installed for .*pip install -e '\.\[bench\]'"
+    assert re.search(said, done.stderr)

@@ -103,8 +103,8 @@ def as_array(value: object) -> Array | None:
         raise
     except Exception as exc:  # the code of another library, or of the user
         raise InvalidValue(
-            f"{kind_of(value)} cannot be converted to a NumPy array: {type(exc).__name__}: {exc}. "
-            "Pass a NumPy array of its values instead"
+            f"{kind_of(value)} cannot be converted to a NumPy array: {type(exc).__name__}: "
+            f"{text_of(exc)}. Pass a NumPy array of its values instead"
         ) from exc
     if array is None:
         return None
@@ -218,6 +218,14 @@ def shown(value: object) -> str:
         return f"<{kind_of(value)}>"
 
 
+def text_of(exc: Exception) -> str:
+    """Return the message of another's exception, whose `__str__` may fail too."""
+    try:
+        return str(exc)
+    except Exception:
+        return shown(exc)
+
+
 def _foreign(value: object) -> Array | None:
     if isinstance(value, (type, str, bytes, list, tuple, dict, np.generic)):
         return None
@@ -306,6 +314,6 @@ def _from_torch(tensor: Any, torch: Any) -> Array:
         return plain
     except (TypeError, RuntimeError) as exc:
         raise InvalidValue(
-            f"a torch tensor of dtype {name} cannot be converted to NumPy ({exc}): "
+            f"a torch tensor of dtype {name} cannot be converted to NumPy ({text_of(exc)}): "
             "cast it to another dtype"
         ) from exc

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dataplane.errors import DataplaneError, InvalidValue
-from dataplane.wire.arrays import kind_of, shown
+from dataplane.wire.arrays import kind_of, text_of
 
 
 def unreadable(
@@ -26,14 +26,6 @@ def unreadable(
         f"{text_of(exc)}. Pass a list, or an array, of plain values",
         **details,
     )
-
-
-def text_of(exc: Exception) -> str:
-    """Return the message of another's exception, whose `__str__` may fail too."""
-    try:
-        return str(exc)
-    except Exception:
-        return shown(exc)
 
 
 def items_of(

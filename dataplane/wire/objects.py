@@ -48,6 +48,7 @@ from dataplane.wire.arrays import (
     raw,
     shown,
     tensor_over,
+    text_of,
 )
 from dataplane.wire.layouts import OBJECT_ALIGNMENT_BYTES
 from dataplane.wire.limits import MAX_HEAD_BYTES, MAX_LEAVES_PER_ROW, MAX_NESTING, MAX_RANK
@@ -315,7 +316,7 @@ class _Walk:
         except Exception as exc:  # the value's own code: properties, serializers, a __getattr__
             raise self._refusal(
                 f"{kind_of(value)} cannot be stored, because reading it raised "
-                f"{type(exc).__name__}: {exc}. Convert it to an array or a dict first"
+                f"{type(exc).__name__}: {text_of(exc)}. Convert it to an array or a dict first"
             ) from exc
         if array is None:
             raise self._refusal(_why_refused(value))

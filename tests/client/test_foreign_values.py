@@ -106,6 +106,27 @@ def test_a_value_without_a_representation_is_refused_all_the_same(part: Partitio
             call()
 
 
+class Mute(Exception):
+    __str__ = __repr__ = boom
+
+
+def mute(*_: object) -> Any:
+    raise Mute
+
+
+@pytest.mark.parametrize("method", ["__array__", "__getattr__", "__dlpack__"])
+@pytest.mark.parametrize("place", ["column", "value", "object"])
+def test_an_exception_without_a_text_is_an_error_of_ours_all_the_same(
+    part: Partition, method: str, place: str
+) -> None:
+    odd = type("Mine", (), {method: mute})()
+    columns = {"column": {"x": odd}, "value": {"x": [1, odd]}, "object": {"x": [1, {"a": odd}]}}
+    with pytest.raises(dataplane.DataplaneError, match=r"\bx\b.*Mute") as caught:
+        part.put(columns[place])
+    assert isinstance(cause_of(caught.value), Mute)
+    assert place == "column" or caught.value.details["row"] == 1
+
+
 def test_a_tag_without_values_is_refused(part: Partition) -> None:
     with pytest.raises(dataplane.InvalidRows, match="tag 't' has 0 values for 1 row"):
         part.put({"x": [1]}, tags={"t": []})

@@ -6,12 +6,15 @@ Four hosts, of which "a" keeps the roster and "b" has 80 rows that lie nowhere e
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import random
 import signal
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -161,6 +164,44 @@ def _stop(seconds: float) -> Callable[[Hosts], None]:
     return act
 
 
+PTRACE_SEIZE, PTRACE_INTERRUPT, PTRACE_DETACH = 0x4206, 0x4207, 17
+WALL = 0x40000000
+
+
+def _ptrace(request: int, thread: int) -> None:
+    call = ctypes.CDLL(None, use_errno=True).ptrace
+    call.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+    if call(request, thread, None, None):
+        raise OSError(ctypes.get_errno(), "ptrace")
+
+
+def _freeze_io_threads(pid: int, seconds: float) -> None:
+    """Stop libzmq's threads of a process, and none of its others. One thread does all of this."""
+    tasks = Path(f"/proc/{pid}/task")
+    threads = [int(one.name) for one in tasks.iterdir() if "ZMQ" in (one / "comm").read_text()]
+    assert threads
+    for thread in threads:
+        _ptrace(PTRACE_SEIZE, thread)
+        _ptrace(PTRACE_INTERRUPT, thread)
+        os.waitpid(thread, WALL)
+    time.sleep(seconds)
+    for thread in threads:
+        _ptrace(PTRACE_DETACH, thread)
+
+
+def _freeze_all_io_threads(hosts: Hosts) -> None:
+    """Out of step, as hosts are that look for memory."""
+    end = time.monotonic() + 15.0
+
+    def again(name: str) -> None:
+        while time.monotonic() < end:
+            _freeze_io_threads(hosts.peers[name].pid, 1.15)
+            time.sleep(random.uniform(0.0, 0.2))
+
+    with ThreadPoolExecutor(len(NAMES)) as pool:
+        list(pool.map(again, NAMES))
+
+
 CALM: dict[str, Callable[[Hosts], None]] = {
     "stopped for 4 s": _stop(0.5 * LOST_AFTER_S),
     "cut off for 5 s": _weather("b", Weather(cut=True), 5.0),
@@ -168,6 +209,7 @@ CALM: dict[str, Callable[[Hosts], None]] = {
     "rejects what goes for 4 s": _weather("b", Weather(rejects="from"), 4.0),
     "resets everything for 4 s": _weather("b", Weather(rejects="both"), 4.0),
     "100 kbit/s": _weather("b", Weather(bytes_per_s=12_500), 0.75 * LOST_AFTER_S),
+    "libzmq stands still at every peer": _freeze_all_io_threads,
     "keeper rejects what it sends for 4 s": _weather("a", Weather(rejects="from"), 4.0),
     "keeper cut off for 12 s": _weather("a", Weather(cut=True), 1.5 * LOST_AFTER_S),
 }

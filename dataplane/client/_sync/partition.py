@@ -344,8 +344,8 @@ class Partition:
         - `rows`, `groups`: wait until at least this many are ready.
         - `below`: wait until fewer than this many are unfinished: groups if the partition has a
           `group_size`, else rows. A producer can use this to limit how far it runs ahead.
-        - `where`: count only rows that match. Rows that are leased or not ready yet always count,
-          because their tags may still change.
+        - `where`: count only rows that match. For `below`, rows that are leased or not ready yet
+          count in any case, because their tags may still change.
         - `key`: wait until a row with this key exists. Pass no stage:
           `part.wait(key="version-7")`.
 

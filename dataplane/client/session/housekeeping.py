@@ -192,8 +192,8 @@ class Housekeeper:
                     return
                 except (OSError, DataplaneError) as exc:
                     log.info(
-                        "peer %r: connection lost; the client will resend unacknowledged messages: "
-                        "%s",
+                        "peer %r: connection lost (%s); the client will resend messages that were "
+                        "not acknowledged",
                         self.session.peer,
                         exc,
                     )

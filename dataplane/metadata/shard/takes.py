@@ -355,9 +355,9 @@ def _cut(
 def _too_large(want: Want, least: int, nbytes: int) -> FrameTooLarge:
     return FrameTooLarge(
         f"a reply with {counted(least, want.unit.removesuffix('s'), want.unit)} and their "
-        f"small values would be {nbytes} bytes long, over the limit of {GRANTED_BYTES}: "
-        "claim fewer rows at a time (or pass min=). Claiming fewer fields may not help, "
-        "because the small values of a row are sent together",
+        f"inline values would be {nbytes} bytes long, over the limit of {GRANTED_BYTES}: "
+        f"claim fewer {want.unit}, or pass a smaller min=, so that the claim may return fewer. "
+        "Claiming fewer fields may not help, because all inline values of a row are sent together",
         size=nbytes,
         limit=GRANTED_BYTES,
     )

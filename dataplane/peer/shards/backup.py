@@ -445,7 +445,7 @@ def _new(origin: _Origin, body: Append) -> Append:
     if body.first > origin.next:
         raise ProtocolError(
             f"gap in the replication log: expected operation {origin.next}, got "
-            f"{body.first}. Send a new dump"
+            f"{body.first}. The primary must send a new snapshot"
         )
     passed, rest = origin.next - body.first, []
     for one in body.shipments:

@@ -210,8 +210,8 @@ class NcclTransport(Transport):
                 idle.pair.abort()
         if card.joined:
             raise TransferFailed(
-                "this worker has closed the NCCL communicator that it shared with the reader: "
-                "repeat the call"
+                "the worker that holds the values has closed its NCCL communicator with the "
+                "reader: repeat the call"
             )
         sending = _Sending(card, joined(self._open()[1], card.unique_id, 1, check))
         with self._lock:

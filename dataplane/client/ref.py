@@ -18,7 +18,8 @@ class Ref(msgspec.Struct, frozen=True):
     partition was dropped.
 
     - `peer`: the address of the peer on which the values were put. Only a hint.
-    - `kept`: how many rows the put skipped because they had these fields or had been freed.
+    - `kept`: how many rows the put skipped, because they already had the fields of the put or had
+      been freed.
     """
 
     plane: str

@@ -49,7 +49,7 @@ def test_a_stage_can_be_added_where_rows_stay() -> None:
     s.check_same(Definition(stages={"eval": ["tokens"]}))
     for number in range(1, MAX_STAGES):
         s.declare_stage(f"stage-{number}", ["tokens"])
-    with pytest.raises(LimitExceeded):
+    with pytest.raises(LimitExceeded, match=f"already has {MAX_STAGES} stages"):
         s.declare_stage("one more", ["tokens"])
 
 

@@ -204,9 +204,9 @@ def _check_passed_over(work: Putting, field: str) -> None:
     if work.there:
         freed = f" ({work.gone} of them freed since)" if work.gone else ""
         raise FieldExists(
-            f"nothing was put: partition {partition!r} already has these fields for {rows} of this "
-            f"put{freed}, for example row {keys[0]!r}. If this put repeats an earlier one, "
-            "continue with the next rows. Fields are written once; pass replace=True to write new "
+            f"nothing was put: partition {partition!r} already has the fields of this put for "
+            f"{rows} of it{freed}, for example row {keys[0]!r}. If this put repeats an earlier "
+            "one, go on to the next put. Fields are written once; pass replace=True to write new "
             "values",
             field=field,
             keys=keys,

@@ -302,8 +302,9 @@ class Partition:
         - `rank`, `ranks`: the rank of this process, and the number of ranks. All processes of one
           tensor- or pipeline-parallel replica pass the same rank.
         - `minibatches`: the number of mini-batches per epoch.
-        - `budget={tag: limit}`: the tag's values in a micro-batch add up to at most this limit,
-          unless it is a single row. None: one micro-batch per mini-batch.
+        - `budget={tag: limit}`: the tag's values in a micro-batch add up to at most this limit.
+          A row that exceeds it alone is a micro-batch of its own. None: one micro-batch per
+          mini-batch.
         - `balance`: the tag whose sums are made as equal as possible across ranks. Default: the
           tag of `budget`. Every rank gets the same number of rows or, if `unit="groups"`, the same
           number of groups.

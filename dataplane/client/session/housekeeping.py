@@ -184,8 +184,8 @@ class Housekeeper:
                     self._tell_all(self._anchor, limit_s)
                 except DeadlineExceeded as exc:
                     log.info(
-                        "peer %r has not acknowledged some messages; the client will resend them: "
-                        "%s",
+                        "peer %r has not acknowledged some messages (%s); the client will resend "
+                        "them",
                         self.session.peer,
                         exc,
                     )

@@ -90,7 +90,9 @@ def parsed(text: str) -> FieldForm:
     try:
         dtype = dtype_of(name)
     except ProtocolError:
-        raise InvalidCall(f"unknown dtype {name!r}") from None
+        raise InvalidCall(
+            f"unknown dtype {name!r}: use a name such as 'int64', 'float32' or 'bfloat16'"
+        ) from None
     if dimensions is None or not dimensions.strip():
         return FieldForm(dtype, ())
     if dimensions.strip() == "...":

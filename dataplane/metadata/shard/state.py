@@ -222,12 +222,17 @@ class State:
 
     def check_stage_room(self, name: str, fields: Sequence[str]) -> None:
         """Raise LimitExceeded unless the partition may have this stage too."""
-        if len(self.stages) >= MAX_STAGES or not 0 < len(name) <= MAX_NAME_BYTES:
+        if len(self.stages) >= MAX_STAGES:
             raise LimitExceeded(
-                f"cannot add stage {name[:40]!r}, because a partition can have at most "
-                f"{MAX_STAGES} stages, and their names must have 1 to {MAX_NAME_BYTES} "
-                "characters: use fewer stages or another name",
+                f"cannot add stage {name[:40]!r}, because the partition already has {MAX_STAGES} "
+                "stages, the maximum: use fewer stages",
                 limit=MAX_STAGES,
+            )
+        if not 0 < len(name) <= MAX_NAME_BYTES:
+            raise LimitExceeded(
+                f"the stage name {name[:40]!r} has {len(name)} characters: choose a name of 1 to "
+                f"{MAX_NAME_BYTES} characters",
+                limit=MAX_NAME_BYTES,
             )
         self.check_fields(fields)
 

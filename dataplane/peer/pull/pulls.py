@@ -414,7 +414,7 @@ class Pulls:
     async def _remote(self, owner: Owner) -> Remote:
         if self.engine is None:
             raise Unavailable(
-                f"cannot fetch values from the peer at {owner.peer}, because this peer serves "
+                f"cannot fetch values from the peer at {owner.peer}, because the local peer serves "
                 "only its own host: to use several hosts, start each peer with --listen and --seeds"
             )
         hello = await self.mesh.hello(owner.peer)

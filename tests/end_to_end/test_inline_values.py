@@ -276,7 +276,7 @@ def test_more_of_them_than_a_message_carries_are_refused_given_back_and_read_pag
         pairs = [row // 2 for row in range(rows)]  # of which each may bring 8 KiB
         keys = part.put(fields, key=range(rows), group=pairs).keys
         for mine in (part, there):
-            with pytest.raises(dataplane.FrameTooLarge, match="fewer rows at a time"):
+            with pytest.raises(dataplane.FrameTooLarge, match="claim fewer rows"):
                 mine.claim("s", rows=rows, timeout=20)
             with mine.claim("s", rows=rows // 2, timeout=20) as batch:
                 assert len(batch) == rows // 2

@@ -110,7 +110,7 @@ def test_a_claim_is_cut_to_the_small_values_that_a_message_carries() -> None:
         one = take(s, "train", want, credit=PullCredit("b", 1 << 30, ["a"]))
         assert 40_000 < one.units < 2 * rows
         s.release_holder(1)
-    with pytest.raises(FrameTooLarge, match="fewer rows at a time"):
+    with pytest.raises(FrameTooLarge, match="claim fewer rows"):
         take(s, "train", Want("rows", rows, rows))
     assert take(s, "train", Want("rows", rows, rows), sealed=True).units > 20_000
 

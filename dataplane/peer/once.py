@@ -179,8 +179,8 @@ class Repeats:
         if answer is None and (op < given.floor or (forgotten is not None and op in forgotten)):
             raise ProtocolError(
                 f"operation {op} of this session was already answered, but the reply is no longer "
-                "stored: read the rows to see whether the operation took effect, and make a new "
-                "call if it did not",
+                "stored: read the rows to see whether the operation took effect. If it did not, "
+                "make a new call",
                 op=op,
                 floor=self._given.floor,
             )

@@ -134,8 +134,8 @@ class Connections:
             return dialling(remote.fingerprint)
         if self._tls_only:
             raise TransportMissing(
-                f"the peer at {remote.address} does not use TLS, but this peer requires "
-                "it: start every peer of the run with --bulk-tls (DATAPLANE_BULK_TLS=1)",
+                f"the peer at {remote.address} does not use TLS, but the reading peer requires "
+                "TLS: start every peer of the run with --bulk-tls (DATAPLANE_BULK_TLS=1)",
                 address=remote.address,
             )
         return BulkStream

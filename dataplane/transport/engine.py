@@ -249,11 +249,12 @@ class BulkEngine:
                     await self._changed.wait()
             except TimeoutError:
                 raise Unavailable(
-                    "this peer's bulk worker is not running, so the peer cannot transfer values: "
-                    "see the peer's log, then repeat the call"
+                    f"the bulk worker of peer {self._configure.owner.peer!r} is not running, so "
+                    "the peer cannot transfer values: see that peer's log, then repeat the call"
                 ) from None
         raise TransferFailed(
-            "this peer's bulk engine is shutting down: connect to another peer and repeat the call"
+            f"the bulk worker of peer {self._configure.owner.peer!r} is shutting down: connect to "
+            "another peer and repeat the call"
         )
 
     async def _open(self) -> None:
@@ -267,7 +268,10 @@ class BulkEngine:
         )
         if not link.usable:
             link.kill()
-            raise Unavailable("the bulk worker did not start: see the peer's log for the reason")
+            raise Unavailable(
+                f"the bulk worker exited, or was not ready within {START_S:g} s: see the peer's "
+                "log for the reason"
+            )
         self._changed.set()
 
     async def _keep(self) -> None:

@@ -101,8 +101,8 @@ class Etcd:
             self._endpoints.append(endpoint)
         raise Unavailable(
             f"etcd at {', '.join(sorted(self._endpoints))} is not responding: {failure}. "
-            "Check that etcd is running. The run continues in the meantime, but no peer can join, "
-            "leave or be replaced until etcd responds"
+            "Until etcd responds, the run continues, but no peer can join, leave or be replaced. "
+            "Check that etcd is running"
         )
 
 

@@ -285,9 +285,9 @@ def _spawn(given: dict[str, int], arena_bytes: int) -> subprocess.Popen[bytes]:
 def _not_pinned(ask: int, exc: Exception, peer: str) -> PinAnswer:
     if isinstance(exc, DataplaneError):
         return PinAnswer(ask, b"", Refused.of(exc))
-    logger.error("bulk: could not pin ranges for a reader", exc_info=exc)
+    logger.error("bulk: could not pin values for a reader", exc_info=exc)
     bug = InternalError(
-        f"peer {peer!r} could not pin the values that it owns: see the traceback in its log"
+        f"peer {peer!r} could not pin values that it owns: see the traceback in that peer's log"
     )
     return PinAnswer(ask, b"", Refused.of(bug))
 

@@ -246,8 +246,8 @@ class RangeServer:
                 _evict([member for member in members if not member.busy])
                 if not self._changed.wait(deadline - time.monotonic()):
                     raise LimitExceeded(
-                        f"all {MAX_INBOUND} connections of this bulk worker are busy: repeat the "
-                        "call",
+                        f"all {MAX_INBOUND} connections to the bulk worker of peer "
+                        f"{self._owner.peer!r} are busy: repeat the call",
                         limit=MAX_INBOUND,
                     )
             inbound.member = True
@@ -311,9 +311,9 @@ class RangeServer:
     def _service(self, transport: str) -> Service:
         if transport not in self._transports:
             raise TransportMissing(
-                f"the bulk worker of this peer does not support transport {transport} (it "
-                f"supports {', '.join(self._transports)}): start all peers with the same "
-                "--transport",
+                f"the bulk worker of peer {self._owner.peer!r} does not support transport "
+                f"{transport} (it supports {', '.join(self._transports)}): start all peers with "
+                "the same --transport",
                 transport=transport,
             )
         return self._transports[transport]
@@ -486,7 +486,7 @@ def checked_pieces(asked: Get, most: int) -> Records:
     pieces: Records = column(asked.pieces, PIECE)
     if len(pieces) > MAX_GET_ITEMS:
         raise LimitExceeded(
-            f"a request has {len(pieces)} pieces, over the limit of {MAX_GET_ITEMS}: "
+            f"the request has {len(pieces)} pieces, over the limit of {MAX_GET_ITEMS}: "
             "install the same dataplane release everywhere",
             size=len(pieces),
             limit=MAX_GET_ITEMS,
@@ -496,7 +496,7 @@ def checked_pieces(asked: Get, most: int) -> Records:
     nbytes = largest if largest > most else int(pieces["nbytes"].sum())
     if nbytes > most:
         raise LimitExceeded(
-            f"received a request for {nbytes} bytes, over the limit of {most}: install the same "
+            f"the request is for {nbytes} bytes, over the limit of {most}: install the same "
             "dataplane release everywhere",
             size=nbytes,
             limit=most,
@@ -527,8 +527,8 @@ def sources_of(region: Region, pieces: Records, places: Records) -> Offsets:
     outside = (offset > size) | (length > size - np.minimum(offset, size))
     if (outside & there).any():
         raise InternalError(
-            "the peer pinned a value at an offset outside its arena. "
-            "This is a bug in dataplane: report it"
+            "the peer pinned a value at an offset outside its arena. This is a bug in dataplane: "
+            "please report this error"
         )
     sources: Offsets = np.where(there, offset + start, GONE)
     return sources

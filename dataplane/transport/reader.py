@@ -475,4 +475,7 @@ def _typed(exc: BaseException, reading: Reading) -> DataplaneError:
     if isinstance(exc, (OSError, EOFError)):
         return _broken(reading, exc)
     logger.error("bulk: transfer from peer %r failed", peer, exc_info=exc)
-    return InternalError(f"the bulk worker failed to read values: {exc!r}; see the peer's log")
+    return InternalError(
+        f"the reading peer's bulk worker failed to read values from peer {peer!r}: {exc!r}; "
+        "see the reading peer's log"
+    )

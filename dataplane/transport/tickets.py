@@ -85,15 +85,15 @@ def verify(key: bytes, get: Get, owner: Owner, nonce: bytes) -> None:
     # One answer for every way to be a stranger: it tells nothing about the key.
     if not authentic or ticket.nonce != nonce or ticket.digest != digest:
         raise TicketRefused(
-            "the ticket is invalid: it was issued with the key of a different run, or for a "
-            "different connection or different ranges. Start all peers with the same --run "
+            "the ticket is invalid: it was issued with the key of a different run, for a "
+            "different connection, or for different ranges. Start all peers with the same --run "
             "and --token-file"
         )
     if (ticket.peer, ticket.incarnation) != (owner.peer, owner.incarnation):
         raise TicketRefused(
-            f"the ticket is for incarnation {ticket.incarnation} of peer {ticket.peer!r}, but this "
-            f"is incarnation {owner.incarnation} of peer {owner.peer!r}: repeat the call to find "
-            "where the values are now",
+            f"the ticket is for incarnation {ticket.incarnation} of peer {ticket.peer!r}, but it "
+            f"reached incarnation {owner.incarnation} of peer {owner.peer!r}: repeat the call to "
+            "find where the values are now",
             peer=owner.peer,
             incarnation=owner.incarnation,
         )
@@ -174,8 +174,8 @@ def check_certificate(der: bytes | None, fingerprint: str, address: str) -> None
     """Raise TicketRefused unless the certificate that was presented has this fingerprint."""
     if not hmac.compare_digest(fingerprint_of(der or b"").encode(), fingerprint.encode()):
         raise TicketRefused(
-            f"the process at {address} presented a different certificate from the one its peer "
-            "announced, so another process may be intercepting the connection: check the network "
-            "between the hosts",
+            f"the process at {address} presented a certificate that differs from the one that "
+            "the peer announced, so another process may be intercepting the connection: check the "
+            "network between the hosts",
             address=address,
         )

@@ -169,7 +169,8 @@ class Worker:
                     reads.forget(_remote(frame))
             case Configure():
                 raise ProtocolError(
-                    f"unexpected Configure: this bulk worker is already configured. {_MIXED}"
+                    "unexpected Configure message: this bulk worker is already configured. "
+                    f"{_MIXED}"
                 )
 
     def _start(self, frame: Read) -> None:
@@ -185,8 +186,8 @@ class Worker:
             check_destinations(self._region, request.copies)
             if transport not in self._reads:
                 raise TransportMissing(
-                    f"the bulk worker of this peer does not support transport {transport}: start "
-                    "all peers with the same --transport"
+                    "the reading peer's bulk worker does not support transport "
+                    f"{transport}: start all peers with the same --transport"
                 )
             gone = self._reads[transport].read(reading)
             finished = _finished(request, gone, time.monotonic() - began)

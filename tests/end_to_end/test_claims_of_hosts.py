@@ -48,7 +48,9 @@ def claimed_at_once(part: Partition) -> dataplane.Batch:
         try:
             return part.claim("train", rows=1, timeout=0)
         except dataplane.ClaimTimeout as exc:
-            assert "this peer was suspended or busy when the rows became ready" in exc.message, exc
+            assert (
+                "the local peer was suspended or busy when the rows became ready" in exc.message
+            ), exc
 
 
 def test_a_claim_that_does_not_wait_gets_what_is_there_on_whichever_host(hosts: Hosts) -> None:

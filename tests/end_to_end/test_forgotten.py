@@ -201,7 +201,7 @@ def test_exits_and_forks_with_a_batch_in_hand_are_logged_by_the_peer(
     for stage in ("train", "log"):
         (one,) = [one for one in log if f"stage '{stage}'" in one]
         assert "partition 'p'" in one and "closed its client while holding 2 rows" in one
-        assert "on host a, `" in one and "call batch.ack() when rows are done" in one
+        assert "on host a, `" in one and "Call batch.ack() once the rows are processed" in one
 
 
 def test_who_is_killed_with_a_batch_in_hand_is_logged_once_a_minute(

@@ -17,7 +17,7 @@ from dataplane_twin import TwinDevice
 pytestmark = pytest.mark.skipif(bool(registry.missing("nixl")), reason=registry.missing("nixl"))
 
 MIB = 1 << 20
-SECOND_THREAD = "nixl-second: ready"
+SECOND_THREAD = "nixl-second: ready to transfer values"
 
 
 class TestNixl(TransportConformance):

@@ -296,7 +296,7 @@ async def test_rows_that_come_after_the_end_of_their_call_go_back(
     answer = await asker.until_asked(1)
     asker.later(16.0)
     answer.set_result(GRANTED)
-    with pytest.raises(ClaimTimeout, match="this peer was suspended or busy"):
+    with pytest.raises(ClaimTimeout, match="the local peer was suspended or busy"):
         await claiming
     await asyncio.sleep(0)
     assert len(asker.told) == 1 and not len(asker.leases)

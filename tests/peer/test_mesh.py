@@ -118,7 +118,7 @@ async def test_who_waits_for_a_peer_to_be_there_does_not_once_it_is_no_member(
         await asyncio.sleep(0)
     mesh.part(THERE)
     for call in calls:
-        with pytest.raises(Unavailable, match="left or was declared lost"):
+        with pytest.raises(Unavailable, match="left the run or was declared lost"):
             await asyncio.wait_for(call, 10)
 
 

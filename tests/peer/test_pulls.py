@@ -244,6 +244,6 @@ async def test_a_call_meets_the_loss_of_one_peer_after_another(losses: int, call
     if losses < ATTEMPTS:
         assert (await calling).pin == 5
     else:
-        with pytest.raises(Unavailable, match=f"{call} again"):
+        with pytest.raises(Unavailable, match=f"{call} the rows again"):
             await calling
     assert asked == 3

@@ -158,7 +158,7 @@ async def test_an_engine_whose_workers_cannot_start_says_so() -> None:
         pin=lambda ranges: (0, ranges),
         unpin=lambda pin: None,
     )
-    with pytest.raises(DataplaneError, match="did not start"):
+    with pytest.raises(DataplaneError, match="bulk worker exited"):
         await engine.start()
     assert engine.pid is None
     os.close(broken)

@@ -256,7 +256,8 @@ class Mesh:
             except (StaleEpoch, Unavailable):
                 await self.host.another_roster(roster, self.host.now() + RETRY_S)
         log.info(
-            "peer %s: dropped a pending %s request, because the peer is no longer a member",
+            "peer %s: dropped a pending %s request, because that peer is no longer a member of the "
+            "run",
             owner.peer,
             type(body).__name__,
         )
@@ -292,7 +293,8 @@ class Mesh:
         await asyncio.wait([reaching])
         if reaching.cancelled():
             raise Unavailable(
-                f"the peer at {address} left or was declared lost: repeat the call", address=address
+                f"the peer at {address} left the run or was declared lost: repeat the call",
+                address=address,
             )
         outcome = reaching.result()
         if isinstance(outcome, DataplaneError):
@@ -315,7 +317,11 @@ class Mesh:
                     except RosterMismatch as exc:
                         if not self.begins_anew:
                             return exc
-                        log.debug("peer at %s belongs to an earlier launch (%s)", address, exc)
+                        log.debug(
+                            "peer at %s: belongs to an earlier launch of this run (%s), retrying",
+                            address,
+                            exc,
+                        )
                     await asyncio.sleep(RECONNECT_S)
         except TimeoutError:
             return self._silent(address, "a greeting", CALL_S)
@@ -395,7 +401,7 @@ class Mesh:
         """As if the connection had broken before: what was asked may have taken effect."""
         name = self.others.name(link.address)
         log.warning(
-            "peer %s: dropped a reply, because its log entries could not be replayed: %s",
+            "peer %s: dropped a reply, because the log entries in it could not be replayed: %s",
             name,
             exc,
         )

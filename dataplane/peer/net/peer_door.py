@@ -159,9 +159,9 @@ class PeerDoor:
             raise mixed_releases(f"unexpected {type(request.body).__name__} on the control stream")
         if stream.unanswered_bytes >= self.control_bytes:
             raise Unavailable(
-                f"peer {request.sender} has {stream.unanswered_bytes} bytes of unanswered "
-                f"requests, over the limit of {self.control_bytes}: repeat the request "
-                "later"
+                f"the unanswered requests from peer {request.sender} add up to "
+                f"{stream.unanswered_bytes} bytes, over the limit of {self.control_bytes}: "
+                "repeat the request later"
             )
 
 
@@ -209,8 +209,8 @@ class _Call(Call):
         if not known:
             raise StaleEpoch(
                 f"peer {request.sender} has roster version {request.epoch}, but the peer at "
-                f"{host.address} has {roster.epoch}: repeat the call, which will wait until both "
-                "peers have the latest roster",
+                f"{host.address} has version {roster.epoch}: repeat the call, which will wait "
+                "until both peers have the latest roster",
                 sender=request.sender,
                 number=roster.epoch[1],
             )

@@ -196,7 +196,7 @@ class Router:
     async def wait_to_retry(self, roster: Roster, end: float, why: DataplaneError) -> bool:
         """Wait for another roster than the one of the last attempt, for RETRY_S at most. Return
         whether there is time for another attempt until `end` (monotonic)."""
-        log.debug("shard: retrying a request: %s", why)
+        log.debug("shard: a request failed (%s), retrying", why)
         await self.host.another_roster(roster, min(self.host.now() + RETRY_S, end))
         return end - self.host.now() >= LEAST_S
 

@@ -413,7 +413,9 @@ class Sampling:
                 began = time.perf_counter()
                 outcome = await engine.read(source, copies, TRY_S, transport)
                 if outcome.gone.any():
-                    raise Unavailable("the test sample was freed before it was read: try again")
+                    raise Unavailable(
+                        "the test sample was freed before it was read, so the test will be repeated"
+                    )
                 return time.perf_counter() - began
 
             try:

@@ -214,7 +214,7 @@ class Pulls:
         try:
             reply = await self._exchange(owner, asked, np.zeros(len(asked), U8))
         except DataplaneError as exc:
-            log.debug("could not ask peer %s which values it freed: %s", owner.peer, exc)
+            log.debug("peer %s: could not ask which values it has freed: %s", owner.peer, exc)
         else:
             dead[np.frombuffer(reply.gone, np.uint8).nonzero()[0]] = True
         return dead
@@ -517,7 +517,7 @@ def _freed(count: int, owner: Owner) -> RowsGone:
 
 def _went(owner: Owner) -> RowsLost:
     return RowsLost(
-        f"the peer at {owner.peer}, which held the values of these rows, was lost: read the rows "
-        "again if the partition has replicas=2, otherwise put them again",
+        f"the peer at {owner.peer}, which held the values of these rows, was lost: if the "
+        "partition has replicas=2, read the rows again; otherwise, put them again",
         peer=owner.peer,
     )

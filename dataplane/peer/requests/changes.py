@@ -80,7 +80,7 @@ class Changes:
             return Settled(entry.store.settle(body))
         if self.host.address in self.host.roster.leaving:
             raise StaleEpoch(
-                f"the peer at {self.host.address} is leaving, and may already have moved "
-                "the shard to another peer: repeat the call"
+                f"the peer at {self.host.address} is leaving, and may already have moved the "
+                f"shard of partition {body.partition!r} to another peer: repeat the call"
             )
         return Settled(False)

@@ -137,8 +137,8 @@ class Claims:
                     ) from exc
                 if gone >= ATTEMPTS:
                     log.warning(
-                        "%s: the granted rows were freed before their values arrived "
-                        "(%d times so far), claiming again: %s",
+                        "%s: claiming again, because the granted rows were freed before their "
+                        "values arrived (%d times so far): %s",
                         one,
                         gone,
                         exc,
@@ -167,8 +167,8 @@ class Claims:
                     granted: Claimed = await self.waits.until_met(session, one, asked, first)
                     if self.host.now() > call_context.get().until:  # who asked has gone by now
                         raise ClaimTimeout(
-                            f"{one} timed out, because this peer was suspended or busy when "
-                            "the rows became ready: claim again"
+                            f"{one} timed out, because the local peer was suspended or busy "
+                            "when the rows became ready: claim again"
                         )
                     settled = True
                     return granted
@@ -247,9 +247,9 @@ class Claims:
             self.finishing.release(one.session, granted.lease)
             if isinstance(exc, DeadlineExceeded):
                 raise ClaimTimeout(
-                    f"rows of partition {one.body.partition!r} were leased, but their "
-                    "values did not arrive in time, so the rows were returned to the "
-                    f"stage: {exc.message}. Claim again, with a longer timeout="
+                    f"the values of leased rows of partition {one.body.partition!r} did not "
+                    f"arrive in time: {exc.message}. The rows were returned to the stage: claim "
+                    "again with a longer timeout="
                 ) from exc
             raise
         finally:

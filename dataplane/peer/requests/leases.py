@@ -120,8 +120,8 @@ class Leases:
             self._heard(lease)
         if lease is None or (lease.deadline is not None and now >= lease.deadline):
             raise LeaseExpired(
-                "this lease has already ended: it was acked or released, or it timed out and its "
-                "rows were returned to the stage. This call stored nothing; claim again",
+                "this lease has already ended: it was acked, it was released, or it timed out. "
+                "This call stored nothing: claim again",
                 lease=number,
             )
         return lease
@@ -258,7 +258,9 @@ class Finishing:
         repeated, or released when the session ends."""
         leave, before = body.outcome != "keep", len(lease.finished)
         if body.outcome == "abandon":
-            self._abandoned(lease, "closed its client", ": call batch.ack() when rows are done")
+            self._abandoned(
+                lease, "closed its client", ". Call batch.ack() once the rows are processed"
+            )
         if leave and body.index is not None:
             lease.finished.update(column(body.index, U4).tolist())
         if body.outcome == "ack":

@@ -120,9 +120,9 @@ class OutgoingChanges:
             ranges = self._asked.get(number, {}).get(to, NO_RANGES)
             nbytes = int(self.host.space.ranges.extents(ranges)["length"].sum())
             log.error(
-                "partition %r: peer %s did not apply change %d, so %d bytes stay "
-                "allocated there: %s",
-                *(asked.partition, to.peer, number, nbytes, exc),
+                "partition %r: peer %s did not apply change %d (%s), so %d bytes stay allocated "
+                "there",
+                *(asked.partition, to.peer, number, exc, nbytes),
             )
         else:
             if isinstance(said, Settled) and not said.carried_out:
@@ -180,8 +180,8 @@ class ChangeNumbers:
             if not (await asyncio.wait([self._room[of]], timeout=left_s))[0]:
                 raise Unavailable(
                     f"partition {partition!r}: {MAX_CHANGES_ABOVE_FLOOR} changes from this host "
-                    "are pending, and the shard has not confirmed the oldest one: check the peers "
-                    "(dataplane status), then repeat the call",
+                    "are pending (the maximum), and the shard has not confirmed the oldest one: "
+                    "check the peers with `dataplane status`, then repeat the call",
                     partition=partition,
                     **{OVERDUE: True},
                 )

@@ -134,7 +134,7 @@ class Grants:
         places = np.zeros(0, EXTENT)
         if body.pool and body.digests:
             raise ProtocolError(
-                "dedup= supports only values in host memory, got values on a device: "
+                "dedup= supports only values in host memory, but these values are on a device: "
                 "copy them to the host, or leave out dedup="
             )
         if body.digests:

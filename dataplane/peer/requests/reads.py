@@ -159,9 +159,8 @@ class Reading:
             raise exc
         if failed == ATTEMPTS:
             raise Unavailable(
-                f"a peer that holds values of partition {partition!r} was lost, and the "
-                f"peer that serves the partition has not noticed yet ({exc}): {call} "
-                "again",
+                f"a peer that held values of partition {partition!r} was lost, but the peer "
+                f"that serves the partition has not noticed yet ({exc}): {call} the rows again",
                 partition=partition,
             ) from exc
         if isinstance(exc, RowsLost):

@@ -289,7 +289,7 @@ class Shipping:
                 told = True
             except Exception:  # nothing may leave, whatever it was
                 log.exception(
-                    "backup %s did not confirm that it was removed from the in-sync set; retrying",
+                    "backup %s: did not confirm its removal from the in-sync set, retrying",
                     before.peer,
                 )
                 await self.host.another_roster(self.host.roster, self.host.now() + ATTEMPT_S)
@@ -324,7 +324,8 @@ class Shipping:
         nothing leaves this peer before the backup knows."""
         if self.synced and self.backup is not None:
             log.warning(
-                "backup %s: stopped confirming operations, removed from the in-sync set",
+                "backup %s: removing this backup from the in-sync set, because it stopped "
+                "confirming operations",
                 self.backup.peer,
             )
             self.synced = False

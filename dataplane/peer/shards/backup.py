@@ -99,8 +99,8 @@ class Replicas:
         roster = self.host.roster
         if not roster.has(caller.owner) or roster.backup_of(caller.address)[0] != self.host.address:
             raise StaleEpoch(
-                f"the peer at {self.host.address} is not the backup of {caller.address} "
-                f"in roster version {roster.epoch}: retry with the latest roster"
+                f"the peer at {self.host.address} is not the backup of the peer at "
+                f"{caller.address} in roster version {roster.epoch}: retry with the latest roster"
             )
         self._confirmed[caller.owner] = self.host.now()
         return Done()
@@ -109,11 +109,12 @@ class Replicas:
 
     def append(self, caller: Caller, body: Append) -> Body | Awaitable[Body]:
         """Append operations to the sender's copies. Raise StaleEpoch if this peer is not the
-        sender's backup, and ProtocolError if the copy has a gap and needs a new dump."""
+        sender's backup, and ProtocolError if the copy has a gap and needs a new snapshot."""
         if self.host.roster.backup_of(caller.address)[0] != self.host.address:
             raise StaleEpoch(
-                f"the peer at {self.host.address} is not the backup of {caller.address} "
-                f"in roster version {self.host.roster.epoch}: retry with the latest roster"
+                f"the peer at {self.host.address} is not the backup of the peer at "
+                f"{caller.address} in roster version {self.host.roster.epoch}: retry with the "
+                "latest roster"
             )
         origin = self._origins.get(caller.owner)
         if origin is None or origin.stream != body.stream:
@@ -124,8 +125,9 @@ class Replicas:
                 origin = None
         if origin is None:
             raise ProtocolError(
-                f"gap in the replication log from {caller.address}: expected operation 0 "
-                f"of a new stream, got operation {body.first}. Send a new dump"
+                f"gap in the replication log from the peer at {caller.address}: expected "
+                f"operation 0 of a new stream, got operation {body.first}. The primary must send "
+                "a new snapshot"
             )
         # Of what comes before it, some may be under way.
         waits = origin.lock.locked() or body.first > origin.next
@@ -212,8 +214,8 @@ class Replicas:
         """StaleEpoch where its shards were taken over meanwhile."""
         if not self._backs_up(owner, origin):
             raise StaleEpoch(
-                f"the peer at {self.host.address} is no longer the backup of {owner.peer}: repeat "
-                "the call"
+                f"the peer at {self.host.address} is no longer the backup of the peer at "
+                f"{owner.peer}: repeat the call"
             )
 
     async def _replay_in_turns(self, owner: Owner, origin: _Origin, shipment: Shipment) -> None:
@@ -267,7 +269,8 @@ class Replicas:
             elif copy is None:
                 raise ProtocolError(
                     f"unexpected operation for partition {name!r} (generation "
-                    f"{generation}): expected the partition's declaration first. Send a new dump"
+                    f"{generation}): expected the partition's declaration first. The primary must "
+                    "send a new snapshot"
                 )
             else:
                 apply(copy.store, op, self.host.now())
@@ -444,7 +447,7 @@ def _new(origin: _Origin, body: Append) -> Append:
     """Without what was carried out before. ProtocolError where some are missing before it."""
     if body.first > origin.next:
         raise ProtocolError(
-            f"gap in the replication log: expected operation {origin.next}, got "
+            f"gap in the replication log: expected operation {origin.next}, got operation "
             f"{body.first}. The primary must send a new snapshot"
         )
     passed, rest = origin.next - body.first, []

@@ -75,7 +75,7 @@ class MetadataShare:
             told()
         raise ShardFull(
             f"peer {self._host.name!r}, which stores the metadata of this partition, accepts "
-            "no new rows: its keys, tags and inline values use "
+            "no new rows: the keys, tags and inline values that it stores use "
             f"{sized(self.used_bytes)}, over the limit of {sized(self.size_bytes)} (a "
             "fifth of its arena). Consume or drop rows, or give that peer a larger arena "
             "(--arena, DATAPLANE_ARENA)",
@@ -93,9 +93,9 @@ class MetadataShare:
         if self.used_bytes + nbytes > self.inline_bytes:
             self.refused_values += 1
             raise ShardFull(
-                f"peer {self._host.name!r} has no metadata space for {nbytes} more bytes "
-                "of small values. Consume or drop rows, or give that peer a larger arena "
-                "(--arena, DATAPLANE_ARENA)",
+                f"peer {self._host.name!r} has no metadata space left for small values of {nbytes} "
+                "bytes. Consume or drop rows, or give that peer a larger arena (--arena, "
+                "DATAPLANE_ARENA)",
                 values=True,
             )
         self._since += nbytes

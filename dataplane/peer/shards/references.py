@@ -92,7 +92,7 @@ class References:
                 await self._release_once(owner)
             except DataplaneError as exc:  # it let go of nothing
                 log.warning(
-                    "peer %s: could not free unreferenced values, retrying: %s", owner.peer, exc
+                    "peer %s: could not free unreferenced values (%s), retrying", owner.peer, exc
                 )
                 await self.host.another_roster(self.host.roster, self.host.now() + AGAIN_S)
         del self._freed[owner]

@@ -195,7 +195,7 @@ class Copying:
                 except RowsLost:
                     return  # the roster will say so, and the rows
                 except DataplaneError as exc:
-                    log.warning("partition %r: could not create replicas, retrying: %s", name, exc)
+                    log.warning("partition %r: could not create replicas (%s), retrying", name, exc)
                     self._coming[key] = True
                     await self.host.another_roster(self.host.roster, self.host.now() + PATIENCE_S)
         finally:
@@ -215,7 +215,7 @@ class Copying:
         self.host.space.hold(local, np.asarray(moved, U4))
         self.room.release(local)
         log.info(
-            "partition %r: now using this peer's replicas of %d chunks",
+            "partition %r: now using the local replicas of %d chunks",
             entry.name,
             int(moved.sum()),
         )

@@ -177,7 +177,7 @@ class WaitingCalls:
         permits.check(entry.store, body.count, body.max_lag, body.per_version)
         if body.number in self._past:
             raise LeaseExpired(
-                "the client withdrew this admit call or has disconnected: call part.admit(…) again"
+                "the client withdrew this admit call, or disconnected: call part.admit(…) again"
             )
         stage = self._stage(entry, ADMISSION)
         assert isinstance(stage.queue, AdmitQueue)
@@ -211,7 +211,7 @@ class WaitingCalls:
                 body.number,
                 StaleEpoch(
                     "this attempt was replaced by a newer attempt at the same call: wait for the "
-                    "reply to that attempt"
+                    "reply to the newer attempt"
                 ),
             )
         self.host.label(caller.session, body.label)
@@ -518,7 +518,7 @@ class WaitingCalls:
             lost = entry.store.lost(gone)
             if back or lost:
                 log.warning(
-                    "partition %r: lost peer %s, %d rows lost, %d leased rows returned",
+                    "partition %r: peer %s was lost (%d rows lost, %d leased rows returned)",
                     entry.name,
                     gone.peer,
                     lost,

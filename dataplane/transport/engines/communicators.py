@@ -170,7 +170,7 @@ class _Attempt:
         if isinstance(self._error, DataplaneError):
             raise self._error
         raise TransferFailed(
-            f"the two ranks could not form a communicator: {self._error!r}; repeat the call"
+            f"the two ranks could not create an NCCL communicator: {self._error!r}; repeat the call"
         )
 
 
@@ -223,7 +223,7 @@ def ranks_on(device: Device) -> Ranks:
     if device.kind not in RANKS:
         raise TransportMissing(
             f"transport nccl cannot use devices of kind {device.kind!r} (it supports: "
-            f"{', '.join(RANKS)}): choose another transport",
+            f"{', '.join(RANKS)}): choose another --transport",
             transport="nccl",
         )
     return RANKS[device.kind](device)

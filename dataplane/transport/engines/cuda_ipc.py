@@ -182,8 +182,8 @@ def _card(key: RegionKey) -> Card:
     if card.host != this_host():
         raise TransportMissing(
             f"transport {NAME} cannot reach the owner of the values, which is on another host or "
-            "in another PID namespace: run both peers in one PID namespace, or use another "
-            "transport",
+            "in another PID namespace: run both peers in one PID namespace, or choose another "
+            "--transport",
             transport=NAME,
         )
     return card

@@ -224,7 +224,8 @@ class NcclTransport(Transport):
         if (other.host, other.gpu) == (self._card.host, self._card.gpu) and not self._shares:
             raise TransportMissing(
                 f"both ranks are on GPU {other.gpu} of the same host, but NCCL allows one rank "
-                "per GPU: use NCCL 2.30 or newer with NCCL_MULTI_RANK_GPU_ENABLE=1",
+                "per GPU: use NCCL 2.30 or newer with NCCL_MULTI_RANK_GPU_ENABLE=1, or choose "
+                "another --transport",
                 transport=NAME,
             )
 

@@ -136,7 +136,8 @@ class NixlTransport(Transport):
             metadata = self._agent.get_agent_metadata()
         except Exception as exc:
             raise TransportMissing(
-                f"nixl cannot describe this peer's memory: {exc!r}. Choose another --transport"
+                f"nixl cannot export the metadata of this peer's memory: {exc!r}. Choose another "
+                "--transport"
             ) from exc
         self._reads = NixlReads(self._bound, self._memory)
         self._reads.start()
@@ -370,7 +371,7 @@ class NixlReads(threading.Thread):
             logger.warning("%s: %s", self.name, exc.message)
             return
         self.ready = True
-        logger.info("%s: ready", self.name)
+        logger.info("%s: ready to transfer values", self.name)
         try:
             self._serve()
         except BaseException:

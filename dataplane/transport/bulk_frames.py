@@ -72,13 +72,10 @@ class Ticket(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Greeting(Frame, tag=1):
-    """The owner's first frame: protocol versions, limits, and what tickets must be bound to."""
+    """The owner's first frame: protocol versions, and what tickets must be bound to."""
 
     versions: tuple[int, int]
     challenge: bytes
-    max_frame_bytes: int
-    max_items: int
-    max_bytes: int
 
 
 class Join(Frame, tag=6):

@@ -206,7 +206,7 @@ class RangeServer:
     def _converse(self, inbound: _Inbound) -> None:
         challenge = secrets.token_bytes(CHALLENGE_BYTES)
         versions = (PROTOCOL_VERSION_MIN, PROTOCOL_VERSION)
-        greeting = Greeting(versions, challenge, MAX_GET_FRAME_BYTES, MAX_GET_ITEMS, MAX_GET_BYTES)
+        greeting = Greeting(versions, challenge)
         inbound.stream.handshake(time.monotonic() + FRAME_S)
         inbound.stream.send(encode(greeting), time.monotonic() + FRAME_S)
         if not self._join(inbound, challenge):

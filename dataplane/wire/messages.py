@@ -54,11 +54,8 @@ class Welcome(Body, tag=1):
     peer: str
     incarnation: int
     arena_bytes: int
-    shards: int
-    epoch: tuple[int, int]
     max_frame_bytes: int
     max_rows: int
-    max_requests: int = 1
     pools: list[PoolHandle] = []
     log: str = ""
     alone: bool = False
@@ -527,7 +524,6 @@ class Request(msgspec.Struct, array_like=True):
     session: int
     op: int
     floor: int
-    epoch: tuple[int, int]
     deadline_ms: int
     body: (
         Hello

@@ -78,7 +78,7 @@ class ScriptedPeer:
     @staticmethod
     def _welcome() -> Welcome:
         versions = (limits.PROTOCOL_VERSION_MIN, limits.PROTOCOL_VERSION)
-        return Welcome(versions, "p", "scripted", 3, ARENA_BYTES, 4096, (1, 1), 1 << 26, 65_536)
+        return Welcome(versions, "p", "scripted", 3, ARENA_BYTES, 1 << 26, 65_536)
 
     # the client's side
 

@@ -64,9 +64,7 @@ class Raw:
 
     def send(self, op: int, body: Body) -> Connection:
         connection = self.connection
-        request = Request(
-            connection.next_rid(), self.session.id, op, 1, self.session.epoch, 20_000, body
-        )  # type: ignore[arg-type]
+        request = Request(connection.next_rid(), self.session.id, op, 1, 20_000, body)  # type: ignore[arg-type]
         connection.send(encode(request), Deadline(10))
         return connection
 

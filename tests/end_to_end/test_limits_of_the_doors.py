@@ -59,7 +59,7 @@ class Guest:
         return frames.decode_reply(whole).body
 
     def ask(self, body: Any, rid: int = 1) -> None:
-        self.sock.sendall(frames.encode(Request(rid, 0, 0, 0, (0, 0), 0, body)))
+        self.sock.sendall(frames.encode(Request(rid, 0, 0, 0, 0, body)))
 
     def enter(self) -> Guest:
         assert isinstance(self.body(), Welcome)
@@ -297,7 +297,7 @@ def test_a_client_that_takes_no_answers_is_not_read_any_further(
     cluster.start("a")
     with cluster.connect("a") as plane:
         guest = knock().enter()
-        one = bytes(frames.encode(Request(7, 0, 0, 0, (0, 0), 0, Unpin([]))))
+        one = bytes(frames.encode(Request(7, 0, 0, 0, 0, Unpin([]))))
         before = memory(cluster)
         many = one * (64 * MIB // len(one))
         sent = guest.send_until_it_stalls(many)
@@ -315,7 +315,7 @@ def test_requests_that_overlap_without_end_end_the_connection(
     with cluster.connect("a") as plane:
         guest = knock().enter()
         ask: Callable[[int], bytes] = lambda rid: bytes(  # noqa: E731
-            frames.encode(Request(rid, 0, rid, 1, (0, 0), 60_000, Define("nobody's", None)))
+            frames.encode(Request(rid, 0, rid, 1, 60_000, Define("nobody's", None)))
         )
         guest.sock.sendall(b"".join(map(ask, range(1, limits.MAX_REQUESTS_PER_CONNECTION + 2))))
         while not isinstance(answer := guest.body(), Failed):

@@ -47,7 +47,7 @@ def test_a_client_of_another_protocol_version_is_refused(cluster: Cluster) -> No
         stranger.connect(str(cluster.run_dir / PLANE / "a.sock"))
         stranger.settimeout(10)
         stranger.recv(1 << 16)
-        stranger.sendall(frames.encode(Request(1, 0, 0, 0, (0, 0), 0, Hello(99))))
+        stranger.sendall(frames.encode(Request(1, 0, 0, 0, 0, Hello(99))))
         header = stranger.recv(4, socket.MSG_WAITALL)
         body = stranger.recv(frames.body_length(header), socket.MSG_WAITALL)
         reply = frames.decode_reply(body).body
@@ -62,7 +62,7 @@ def test_a_request_before_the_hello_ends_only_that_connection(cluster: Cluster) 
         stranger.connect(str(cluster.run_dir / PLANE / "a.sock"))
         stranger.settimeout(10)
         stranger.recv(1 << 16)
-        stranger.sendall(frames.encode(Request(1, 7, 1, 1, (0, 0), 0, dataplane_stats())))
+        stranger.sendall(frames.encode(Request(1, 7, 1, 1, 0, dataplane_stats())))
         data = b""
         while chunk := stranger.recv(1 << 16):
             data += chunk

@@ -204,7 +204,7 @@ def at_local_door(path: Path, count: int, seed: int) -> int:
             door.settimeout(PATIENCE_S)
             door.recv(1 << 16)
             if sent % 2:
-                door.sendall(frames.encode(Request(1, 0, 0, 0, (0, 0), 0, Hello(1))))
+                door.sendall(frames.encode(Request(1, 0, 0, 0, 0, Hello(1))))
                 door.recv(1 << 16)
             _send_and_leave(door, frame)
         sent += 1

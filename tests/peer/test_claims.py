@@ -34,7 +34,7 @@ from dataplane.wire.messages import Body, Claim, Claimed, Request, Unpin, Want, 
 from dataplane.wire.tables import Owner, Rows, Shape, Table
 
 HERE, THERE, ELSEWHERE = (f"tcp://10.0.0.{n}:7101" for n in (1, 2, 3))
-REQUEST = Request(1, 7, 1, 1, (0, 0), 0, Unpin([]))
+REQUEST = Request(1, 7, 1, 1, 0, Unpin([]))
 GRANTED = Claimed(31, 0, Table(Rows(b"k" * 16, ["a"])))
 NOT_YET = ClaimTimeout(
     "not have enough rows yet", ready=0, units=2, put_rows=2, producers=[(7, 2, 1.0)]

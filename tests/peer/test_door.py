@@ -78,7 +78,7 @@ class Client:
 
     def request(self, body: Any, op: int = 0, pins: list[int] | None = None) -> Request:
         rid = next(self._numbers)
-        return Request(rid, self.session, op or rid, 1, (0, 0), 5_000, body, pins or [])
+        return Request(rid, self.session, op or rid, 1, 5_000, body, pins or [])
 
     def sends(self, *requests: Request) -> None:
         self.connection.data_received(b"".join(map(frames.encode, requests)))

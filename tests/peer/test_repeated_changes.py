@@ -138,7 +138,7 @@ async def test_it_has_its_number_there_and_another_put_another() -> None:
     session: Any = SimpleNamespace(id=5)
     for _ in range(2):
         asked = Put("p", 1, named(["k"]))
-        outcome = writing.put(session, Request(1, 5, 6, 6, (1, 1), 0, asked), asked)
+        outcome = writing.put(session, Request(1, 5, 6, 6, 0, asked), asked)
         assert not isinstance(outcome, Body) and await outcome == PutDone()
     assert [body.change.number for _, body, _ in shards.asked] == [1, 1, 2]
 

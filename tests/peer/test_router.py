@@ -120,7 +120,7 @@ async def test_a_change_that_is_asked_for_again_elsewhere_has_its_number(
     session: Any = SimpleNamespace(id=5, label="")
     for _ in range(2):
         asked = msgspec.structs.replace(change)
-        await changes.change(session, Request(1, 5, 6, 6, (1, 1), 0, asked), asked)
+        await changes.change(session, Request(1, 5, 6, 6, 0, asked), asked)
         await asyncio.sleep(0)
     numbered = [body.change for _, body, _ in shards.asked]
     me = Owner(HERE, 1)

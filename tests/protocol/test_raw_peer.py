@@ -82,8 +82,7 @@ class Door:
 
     def frame(self, body: dict[str, Any], rid: int, session: int = 0) -> bytes:
         fields = {"rid": rid, "session": session, "op": 0, "floor": 0, "deadline_ms": 5000}
-        epoch = self.welcome[1][7]
-        packed = pack(LOCAL.array("Request", fields | {"epoch": epoch, "body": body}))
+        packed = pack(LOCAL.array("Request", fields | {"body": body}))
         return len(packed).to_bytes(4, "little") + packed
 
     def reply(self) -> Any:
@@ -115,8 +114,8 @@ def door(peer: Path) -> Iterator[Door]:
 
 
 def test_the_peer_speaks_first_and_hands_over_its_arena(door: Door) -> None:
-    rid, (tag, versions, plane, name, _, arena_bytes, shards, *_) = door.welcome
-    assert (rid, tag, versions, plane, name, shards) == (0, WELCOME, [1, 1], "raw", "a", 4096)
+    rid, (tag, versions, plane, name, _, arena_bytes, *_) = door.welcome
+    assert (rid, tag, versions, plane, name) == (0, WELCOME, [1, 1], "raw", "a")
     read_only, read_write = door.descriptors
     assert os.fstat(read_only).st_size == os.fstat(read_write).st_size == arena_bytes
     with pytest.raises(OSError):
@@ -157,12 +156,12 @@ def test_one_way_messages_are_not_answered(door: Door) -> None:
 BAD = {
     "a length over the limit": (b"\x01\x00\x00\x04" + b"x", "FrameTooLarge"),
     "no MessagePack": (b"\x01\x00\x00\x00\xc1", "ProtocolError"),
-    "an unknown tag": (bytes.fromhex("0b000000970102030492050607 9163"), "ProtocolError"),
+    "an unknown tag": (bytes.fromhex("08000000960102030407 9163"), "ProtocolError"),
     "text that is not UTF-8": (
-        bytes.fromhex("0e000000970102030492050607 9332a1ff00"),
+        bytes.fromhex("0b000000960102030407 9332a1ff00"),
         "ProtocolError",
     ),
-    "no Hello": (bytes.fromhex("0b000000970102030492050607 9104"), "ProtocolError"),
+    "no Hello": (bytes.fromhex("08000000960102030407 9104"), "ProtocolError"),
 }
 
 

@@ -20,7 +20,7 @@ from tests.protocol.make_vectors import FRAMED, Vector, load
 from tests.protocol.wired import DECODERS, decoder_of
 
 REFUSED = load("refused")
-ENVELOPE = bytes.fromhex("970102030492050607")
+ENVELOPE = bytes.fromhex("960102030407")
 """The start of a Request, up to its body."""
 MIB = 1 << 20
 

@@ -183,7 +183,7 @@ class Client:
         self._ops = itertools.count(1)
 
     async def _hello(self, line: Line, session: int) -> m.HelloDone:
-        request = m.Request(1, session, 0, 0, (0, 0), 0, m.Hello(limits.PROTOCOL_VERSION, session))
+        request = m.Request(1, session, 0, 0, 0, m.Hello(limits.PROTOCOL_VERSION, session))
         return cast(m.HelloDone, await self._exchange(line, request, 30.0))
 
     async def call(self, body: m.Body, expected: type[B], timeout_s: float = 30.0) -> B:
@@ -192,7 +192,7 @@ class Client:
             raise PeerLost("there is no session")
         op = next(self._ops)
         deadline_ms = 0 if isinstance(body, m.Claim | m.Wait) else int(timeout_s * 1000)
-        request = m.Request(op, self.session, op, op, (0, 0), deadline_ms, body)  # type: ignore[arg-type]
+        request = m.Request(op, self.session, op, op, deadline_ms, body)  # type: ignore[arg-type]
         if isinstance(body, m.Claim | m.Wait):
             self.cluster.waiting[self] = body
         try:
@@ -227,7 +227,7 @@ class Client:
             self._untold.append(body)
             return
         op = next(self._ops)
-        request = m.Request(0, self.session, op, floor or op, (0, 0), 0, body)  # type: ignore[arg-type]
+        request = m.Request(0, self.session, op, floor or op, 0, body)  # type: ignore[arg-type]
         self._line.send(frames.encode(request))
 
     async def _exchange(self, line: Line, request: m.Request, limit_s: float) -> m.Body:

@@ -102,7 +102,7 @@ async def test_another_certificate_is_refused_before_a_word_is_said(
     ended = asyncio.Event()
 
     async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(encode(Greeting((1, 1), b"sixteen bytes...", 1 << 20, 1, 1)))
+        writer.write(encode(Greeting((1, 1), b"sixteen bytes...")))
         try:
             heard.append(await reader.read())
         except OSError:

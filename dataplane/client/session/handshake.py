@@ -109,7 +109,7 @@ def open_connection(
         if session is None:
             hello.pools, hello.command = greet(welcome), processes.own_command()
             hello.rank = processes.own_rank(os.environ)
-        request = Request(rid, joined, 0, 0, welcome.epoch, int(limit_s * 1e3), hello)
+        request = Request(rid, joined, 0, 0, int(limit_s * 1e3), hello)
         connection.send(encode(request), deadline)
         done = expect(unwrap(answer(connection.receive(deadline), rid)), HelloDone, hello)
     except BaseException as exc:

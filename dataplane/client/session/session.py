@@ -107,7 +107,6 @@ class Session:
         self.incarnation = welcome.incarnation
         self.owner = Owner(welcome.address, welcome.incarnation)
         """as which messages name the peer"""
-        self.epoch = welcome.epoch
         self.max_rows = welcome.max_rows
         self.max_frame_bytes = welcome.max_frame_bytes
         self.share_bytes = done.share_bytes
@@ -189,7 +188,7 @@ class Session:
                 unanswered.add(op)
             floor = min(unanswered) if unanswered else op
         rid = 0 if one_way else op
-        return Request(rid, self.id, op, floor, self.epoch, deadline_ms, body)  # type: ignore[arg-type]
+        return Request(rid, self.id, op, floor, deadline_ms, body)  # type: ignore[arg-type]
 
     def answered(self, request: Request) -> None:
         """It has its answer, or will never be repeated. Callable from a finalizer, so it takes no

@@ -67,8 +67,8 @@ def _common_version(versions: tuple[int, int]) -> int:
     if version < max(versions[0], PROTOCOL_VERSION_MIN):
         raise VersionMismatch(
             f"the owner of the values speaks bulk protocol versions {versions[0]} to "
-            f"{versions[1]}, but this peer speaks {PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}: "
-            "install the same dataplane release everywhere",
+            f"{versions[1]}, but the reader speaks versions {PROTOCOL_VERSION_MIN} to "
+            f"{PROTOCOL_VERSION}: install the same dataplane release everywhere",
             versions=list(versions),
         )
     return version

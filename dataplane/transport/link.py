@@ -175,7 +175,11 @@ class WorkerLink(asyncio.Protocol):
             for body in self._frames.feed(data):
                 self._take(body)
         except DataplaneError as exc:
-            logger.error("bulk: worker pid %s sent an invalid message: %s", self.pid, exc)
+            logger.error(
+                "bulk: killing the worker with pid %s, because it sent an invalid message: %s",
+                self.pid,
+                exc,
+            )
             self.kill()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -468,9 +468,9 @@ def check_version(version: int) -> None:
     """Raise VersionMismatch unless this peer speaks the version."""
     if not PROTOCOL_VERSION_MIN <= version <= PROTOCOL_VERSION:
         raise VersionMismatch(
-            f"the reader speaks bulk protocol version {version}, but this peer speaks "
-            f"{PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}: install the same dataplane release "
-            "everywhere",
+            f"the reader speaks bulk protocol version {version}, but the owner of the "
+            f"values speaks versions {PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}: install the "
+            "same dataplane release everywhere",
             version=version,
         )
 

@@ -72,7 +72,7 @@ class _Claiming(msgspec.Struct, eq=False):
     def __str__(self) -> str:
         stage, name = self.body.stage, self.body.partition
         if self.body.plan is not None:
-            return f"plan of stage {stage!r} of partition {name!r}"
+            return f"plan for stage {stage!r} of partition {name!r}"
         want = self.body.want
         if want.budget_tag is not None:
             much = f"{want.unit} with a budget of {want.budget:g} (tag `{want.budget_tag}`)"

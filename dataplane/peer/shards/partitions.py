@@ -185,7 +185,7 @@ class Partitions:
         except (DeadlineExceeded, StaleEpoch, Unavailable) as exc:
             raise DeadlineExceeded(
                 f"no row of partition {body.partition!r} was lost within "
-                f"{duration(body.timeout_ms / 1000)}: call again to keep waiting",
+                f"{duration(body.timeout_ms / 1000)}: repeat the call to keep waiting",
                 limit_s=body.timeout_ms / 1000,
             ) from exc
 
@@ -204,8 +204,8 @@ class Partitions:
                 return LossesDone(number, ended=True)
             if self.host.now() >= until:
                 raise DeadlineExceeded(
-                    f"no row of partition {body.partition!r} was lost before the deadline: call "
-                    "again to keep waiting"
+                    f"no row of partition {body.partition!r} was lost before the deadline: "
+                    "repeat the call to keep waiting"
                 )
             await asyncio.sleep(min(NEWS_S, until - self.host.now()))
             try:

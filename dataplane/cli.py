@@ -30,7 +30,7 @@ from dataplane.version import __version__
 
 _PAGE = "127.0.0.1:8787"
 _JSON = "print one JSON object, for programs"
-_ONLY_RUN = "the run (default: the only one on this host)"
+_ONLY_RUN = "the run (default: the one that DATAPLANE_RUN names, else the only one on this host)"
 _THIS_PEER = "the peer on this host to ask (default: any peer of the run)"
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -338,19 +338,21 @@ def _in(module: str, name: str) -> Callable[[argparse.Namespace], int]:
 
 def _one_run(arguments: argparse.Namespace) -> tuple[str, rundir.LivingPeer]:
     """The name of the run, and the peer to ask. PeerAmbiguous."""
-    found = _found(arguments.run, arguments.peer)
+    variable = None if arguments.run else runs.of_variable()
+    found = _found(arguments.run or variable, arguments.peer, variable is not None)
     if len(found) > 1:
         names = ", ".join(run.name for run in found)
         raise PeerAmbiguous(
-            f"several runs have peers on this host ({names}): choose one with --run"
+            f"several runs have peers on this host ({names}): choose one with --run or "
+            "DATAPLANE_RUN"
         )
     run = found[0]
     return run.name, next(one for one in run.peers if arguments.peer in (None, one.name))
 
 
-def _found(run: str | None, peer: str | None) -> list[rundir.LivingRun]:
+def _found(run: str | None, peer: str | None, variable: bool = False) -> list[rundir.LivingRun]:
     """The user's runs on this host, or those that are asked for. PeerNotFound where none is there.
-    Looking never starts a peer."""
+    Looking never starts a peer. variable: whether DATAPLANE_RUN named the run."""
     living = rundir.living_runs()
     found = [
         one
@@ -359,6 +361,7 @@ def _found(run: str | None, peer: str | None) -> list[rundir.LivingRun]:
     ]
     if not found:
         asked = (f" named {peer!r}" if peer else "") + (f" of run {run!r}" if run else "")
+        asked += " (named by DATAPLANE_RUN)" if variable else ""
         running = [f"{one.name}: {', '.join(peer.name for peer in one.peers)}" for one in living]
         if not running:
             raise PeerNotFound(

@@ -76,8 +76,9 @@ def lines(report: Report) -> Iterator[str]:
             yield f"peer {peer['peer']}: {peer['error']}"
             continue
         missing = f" ({peer['missing']})" if peer["missing"] else ""
+        address = f" at {peer['address']}" if peer["address"] else ""  # none on a single host
         yield (
-            f"peer {peer['peer']} at {peer['address']}: dataplane {peer['version']}, arena "
+            f"peer {peer['peer']}{address}: dataplane {peer['version']}, arena "
             f"{peer['arena_bytes'] / (1 << 30):.2f} GiB, requested transport {peer['requested']}, "
             f"using {_carrier(peer['runs'], peer)}{missing}"
         )

@@ -56,12 +56,18 @@ def find_run(given: str | None = None, environ: Mapping[str, str] = os.environ) 
     """The run of this process, by the rules above."""
     if given is not None:
         return Run(check_run(given), "hand")
-    variable = settings.of_variable("run", environ) or ""
-    if variable and not _is_over(variable, environ):
+    if variable := of_variable(environ):
         return Run(variable, "variable")
+    over = settings.of_variable("run", environ) or ""
     if launched := discovery.launchers_run(environ):
-        return Run(launched, "launcher", variable)
-    return Run(_unnamed(_leader(environ)), "launch", variable)
+        return Run(launched, "launcher", over)
+    return Run(_unnamed(_leader(environ)), "launch", over)
+
+
+def of_variable(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The run that DATAPLANE_RUN names, unless it is an unnamed run that has ended."""
+    variable = settings.of_variable("run", environ)
+    return variable if variable and not _is_over(variable, environ) else None
 
 
 def run_of_peer(given: str | None = None, environ: Mapping[str, str] = os.environ) -> str:

@@ -349,8 +349,9 @@ def test_fresh_ends_no_run_under_its_clients_unless_it_is_forced(
     assert client["pid"] == step.pid and client["command"].startswith("python -c")
     assert client["age_s"] >= 0 and f"(pid {step.pid}, " in refused.value.message
     assert 'connect(fresh="force")' in refused.value.message
-    with pytest.raises(dataplane.InvalidCall, match="fresh='yes': expected False"):
-        dataplane.connect(run="grpo", fresh="yes")  # type: ignore[arg-type]
+    for wrong, told in {"yes": "'yes'", 1: "1", 0.0: "0.0"}.items():
+        with pytest.raises(dataplane.InvalidCall, match=f"fresh={told}: expected False, True or"):
+            dataplane.connect(run="grpo", fresh=wrong)  # type: ignore[arg-type]
 
     with dataplane.connect(run="grpo", fresh="force") as plane:
         assert "step-0" not in plane.partitions()
@@ -591,6 +592,26 @@ def test_status_shows_all_runs_and_who_began_them(launch: Launch, cluster: Clust
     only = json.loads(command("status", "--json", "--peer", "a").stdout)["runs"]
     assert [run["run"] for run in only] == ["test"]
     assert "run 'nobody'" in command("status", "--run", "nobody").stderr
+
+
+def test_a_command_asks_the_run_that_the_variable_names(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = [launch("run=one"), launch("run=two", "leave=")]
+    for step in steps:
+        line(step)
+        line(step)
+    monkeypatch.delenv("DATAPLANE_RUN", raising=False)
+    for words in (["rows", "step-0"], ["why"], ["probe"]):
+        assert "choose one with --run or DATAPLANE_RUN" in command(*words).stderr
+    monkeypatch.setenv("DATAPLANE_RUN", "one")
+    assert "step-0: sealed, 2 rows" in command("rows", "step-0").stdout
+    assert command("why").stdout.startswith("step-0 ")
+    assert command("probe").stdout.startswith("peer embedded: dataplane ")  # it has no address
+    assert "step-0: open, 0 rows" in command("rows", "step-0", "--run", "two").stdout
+    monkeypatch.setenv("DATAPLANE_RUN", "three")
+    refused = command("rows", "step-0").stderr
+    assert "no peer of run 'three' (named by DATAPLANE_RUN)" in refused and "one: embed" in refused
 
 
 def test_peers_of_several_hosts_need_a_name(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

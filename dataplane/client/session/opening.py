@@ -36,6 +36,7 @@ from dataplane.launch.embedded import attach
 from dataplane.launch.ending import Client, FreshStart
 from dataplane.launch.rundir import LivingPeer
 from dataplane.memory.mapping import ReadMap, WriteMaps
+from dataplane.wire.arrays import shown
 from dataplane.wire.frames import encode
 from dataplane.wire.messages import HelloDone, Stats, StatsDone, Welcome
 
@@ -71,8 +72,9 @@ def open_session(
 def _open_session(
     name: str | None, run: str | None, fresh: bool | Literal["force"], wish: Wish
 ) -> Housekeeper:
-    if fresh not in (True, False, "force"):
-        raise InvalidCall(f'fresh={fresh!r}: expected False, True or "force"', fresh=repr(fresh))
+    if not (isinstance(fresh, bool) or (isinstance(fresh, str) and fresh == "force")):
+        said = f"{shown(fresh):.80}"
+        raise InvalidCall(f'fresh={said}: expected False, True or "force"', fresh=said)
     processes.open_standard_descriptors()  # before a peer is started with pipes of ours
     _warn_of_unknown()
     for setting in ("tracebacks", "progress"):

@@ -303,7 +303,7 @@ def test_a_second_restore_is_refused_and_changes_nothing(written: tuple[Plane, P
     plane.restore(path)
     part = plane.partition("step")
     before = part.stats()
-    with pytest.raises(PartitionConflict):
+    with pytest.raises(PartitionConflict, match=r"run '.*' already has .* into another run$"):
         plane.restore(path)
     after = part.stats()
     for sizes in ("metadata_bytes", "bytes_per_row"):  # another peer may have heard of it meanwhile

@@ -175,7 +175,7 @@ def test_two_planes_on_one_host_never_mix(folder: Path) -> None:
         assert one.stats()["pid"] != two.stats()["pid"]
         ref = one.partition("p", free="drop").put({"x": [1]}, key=["k"])
         assert len(two.partition("p", free="drop").rows()) == 0
-        with pytest.raises(dataplane.InvalidCall, match="belongs to plane 'one'"):
+        with pytest.raises(dataplane.InvalidCall, match="belongs to run 'one'"):
             two.get(ref)
 
 

@@ -68,7 +68,7 @@ def read_rows(
 
 
 def handle_of(plane: Any, session: Session, ref: Ref) -> Handle:
-    """Return the partition of a ref. Raise InvalidCall if the ref belongs to another plane."""
+    """Return the partition of a ref. Raise InvalidCall if the ref belongs to another run."""
     if not isinstance(ref, Ref):
         raise InvalidCall(
             f"expected a ref returned by put(), got {shown(ref):.80}. To read by key, use "
@@ -76,7 +76,7 @@ def handle_of(plane: Any, session: Session, ref: Ref) -> Handle:
         )
     if ref.plane != session.plane:
         raise InvalidCall(
-            f"this ref belongs to plane {ref.plane!r}, but this client is connected to plane "
+            f"this ref belongs to run {ref.plane!r}, but this client is connected to run "
             f"{session.plane!r}: connect with dataplane.connect(run={ref.plane!r})"
         )
     return Handle(session, ref.partition, plane=plane)

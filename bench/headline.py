@@ -18,6 +18,7 @@ from bench.planes import PLANES
 from bench.planes.base import Job
 from bench.report import Run
 from bench.run_command import carry_out
+from dataplane.errors import joined
 
 HOSTS = (2, 6)
 """Numbers of hosts of the headline: few, so that each run has time for several steady steps."""
@@ -162,13 +163,8 @@ def _figures(
         names = [_called(run) for run in same]
         are_named = names != before
         told = [(form if are_named else "{}").format(figure(r), _called(r)) for r in same]
-        yield _listed(told), are_named
+        yield joined(told), are_named
         before = names
-
-
-def _listed(told: Sequence[str]) -> str:
-    *most, last = told or [""]
-    return f"{', '.join(most)} and {last}" if most else last
 
 
 def _placed(run: Run) -> str:
@@ -261,7 +257,7 @@ def _memory(runs: list[Run]) -> str:
             when = f" ({fate} if no stage overlaps rollout)" if fate else ""
             told.append(f"{_called(run)} {_fate(run)}{when}")
         if told:
-            said += f" {'With' if dedup else 'Without'} dedup, {_listed(told)}."
+            said += f" {'With' if dedup else 'Without'} dedup, {joined(told)}."
     return said
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.processes import leashed
+from dataplane.errors import joined
 
 NONE = "none"
 """What `--link` says where hosts shall meet on loopback, without limits."""
@@ -90,7 +91,7 @@ def enter(module: str, arguments: Sequence[str]) -> None:
         return
     if missing := [tool for tool in _TOOLS if shutil.which(tool) is None]:
         packages = " ".join(sorted({_TOOLS[tool] for tool in missing}))
-        raise NoNamespaces(f"missing {' and '.join(missing)}: run apt-get install {packages}")
+        raise NoNamespaces(f"missing {joined(missing)}: run apt-get install {packages}")
     door = ["unshare", "--net"] + ([] if os.geteuid() == 0 else ["--user", "--map-root-user"])
     probe = subprocess.run(
         [*door, "sh", "-c", f"ip link add {_BRIDGE} type bridge && tc qdisc add dev {_BRIDGE} "

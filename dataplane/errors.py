@@ -108,6 +108,11 @@ def few(names: Sequence[str], most: int) -> str:
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
+def joined(names: Sequence[str], last: str = " and ") -> str:
+    """Join names for a message, such as "a", "a and b" or "a, b and c"."""
+    return last.join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+
+
 def nearest(name: str, among: Iterable[str]) -> str:
     """Return the name that `name` is probably a misspelling of, or "" if there is none.
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy.ma  # noqa: F401  np.unique brings it in when first called: 40 ms of somebody's put
 import uvloop
 
-from dataplane.errors import DataplaneError, InvalidConfig, PeerEnded, counted
+from dataplane.errors import DataplaneError, InvalidConfig, PeerEnded, counted, joined
 from dataplane.launch import embedded, rundir
 from dataplane.launch.settings import PeerConfig
 from dataplane.peer import descriptors
@@ -97,7 +97,7 @@ async def _serve(
                 keeping.cancel()
                 await asyncio.wait([keeping])
             if not again:
-                why = _end(peer, lock.word() or " and ".join(signals))
+                why = _end(peer, lock.word() or joined(signals))
                 lock.note(peer.host.rows, peer.directory.declared())
         finally:
             await peer.close(why)

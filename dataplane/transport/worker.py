@@ -32,6 +32,7 @@ from dataplane.errors import (
     LimitExceeded,
     ProtocolError,
     TransportMissing,
+    joined,
 )
 from dataplane.transport.bulk_frames import (
     COPY,
@@ -277,7 +278,7 @@ def _engine(
     if region.kind not in found.capabilities.memory:
         raise TransportMissing(
             f"transport {name} moves only "
-            f"{' and '.join(sorted(found.capabilities.memory))} memory, but this arena is "
+            f"{joined(sorted(found.capabilities.memory))} memory, but this arena is "
             f"in {region.kind} memory: choose another --transport",
             transport=name,
         )

@@ -55,6 +55,11 @@ WAITS: dict[str, tuple[dict[str, Any], str]] = {
         "no row ready, 4 wanted; the partition is not sealed; no rows have been put into it; this "
         "run also has a partition 'step1': is one of the names misspelt?",
     ),
+    "the partition's name is near two others": (
+        {"near_partitions": ["step1", "step_1"]},
+        "no row ready, 4 wanted; the partition is not sealed; no rows have been put into it; this "
+        "run also has partitions 'step1' and 'step_1': is one of the names misspelt?",
+    ),
     "the run's name is misspelt": (
         {"elsewhere": ["run 'grpo-7' (`python rollout.py`, 3 min old)"]},
         "no row ready, 4 wanted; the partition is not sealed; no rows have been put into it; a "
@@ -308,13 +313,13 @@ def test_admit_names_what_the_slowest_group_lacks_and_who_adds_it() -> None:
 
 def test_admit_names_groups_that_lack_the_same_fields_together() -> None:
     lacks = {"reward": ("train", "", ""), "safe": ("train", "", "")}
-    slow = [{"group": g, "rows": 2, "of": 0, "lacks": lacks} for g in ("g", "h")]
+    slow = [{"group": g, "rows": 2, "of": 0, "lacks": lacks} for g in ("f", "g", "h")]
     slow.append({**slow[0], "group": "i", "lacks": {**lacks, "kl": ("train", "ref", "")}})
     assert of_admission(ADMISSION, 1, {}, slow=slow, idle=[("reward", 4, None)]) == HELD + (
-        "groups 'g' and 'h' have all their rows, but lack `reward` and `safe`, which stage 'train' "
-        "needs; group 'i' has all its rows, but lacks `reward` and `safe`, which stage 'train' "
-        "needs, and `kl`, which stage 'train' needs and stage 'ref' adds; 4 rows are ready for "
-        "stage 'reward', but no client has ever claimed from it"
+        "groups 'f', 'g' and 'h' have all their rows, but lack `reward` and `safe`, which stage "
+        "'train' needs; group 'i' has all its rows, but lacks `reward` and `safe`, which stage "
+        "'train' needs, and `kl`, which stage 'train' needs and stage 'ref' adds; 4 rows are ready "
+        "for stage 'reward', but no client has ever claimed from it"
     )
 
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from dataplane.client.read.chunk_columns import ChunkColumn, Memory
 from dataplane.client.read.ragged import Offsets, Padding, Ragged, ragged_of
 from dataplane.client.write.parallel import carry_out
-from dataplane.errors import DataplaneError, FieldUnknown, mixed_releases
+from dataplane.errors import DataplaneError, FieldUnknown, joined, mixed_releases
 from dataplane.wire import objects
 from dataplane.wire.arrays import (
     Array,
@@ -96,12 +96,12 @@ class ColumnView(Sequence[Any]):
             if isinstance(first, np.ndarray):
                 return "mixed values"
             kinds = {type(self[int(row)]).__name__ for row in rows[:_LOOKED_AT]}
-            return " and ".join(sorted(kinds)) if len(kinds) <= 3 else "mixed values"
+            return joined(sorted(kinds)) if len(kinds) <= 3 else "mixed values"
         ragged, uniform = self.ragged, self.uniform
         if uniform is not None:
             return f"{uniform[0].name}{list(uniform[1]) or ''}"
         if ragged is None:
-            return f"arrays of {' and '.join(sorted({one.name for one in self.dtypes}))}"
+            return f"arrays of {joined(sorted({one.name for one in self.dtypes}))}"
         shape = ",".join(map(str, (*ragged.head, "*", *ragged.tail)))
         least, most = min(ragged.lengths), max(ragged.lengths)
         return f"{ragged.dtype.name}[{shape}] of length {least} to {most}"

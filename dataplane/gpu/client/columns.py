@@ -28,7 +28,7 @@ from dataplane.client.read.ragged import (
     unlike,
 )
 from dataplane.client.read.table import TableReader
-from dataplane.errors import DeviceMissing, InvalidValue, mixed_releases
+from dataplane.errors import DeviceMissing, InvalidValue, joined, mixed_releases
 from dataplane.gpu.direct import DirectCopies, Landing, Runs
 from dataplane.memory.mapping import Pin
 from dataplane.wire.arrays import Array, dtype_name
@@ -130,7 +130,7 @@ class DeviceColumn(ColumnView):
 
     def described(self) -> str:
         """Without a value: what is on a device would have to be copied."""
-        dtypes = " and ".join(sorted({dtype.name for dtype in self.dtypes}))
+        dtypes = joined(sorted({dtype.name for dtype in self.dtypes}))
         count = sum([run.last - run.first for run, _ in self._on_device()])
         return f"{dtypes or 'values'}, {count} on a device"
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from dataplane.errors import counted, duration, few, sized
+from dataplane.errors import counted, duration, few, joined, sized
 
 FIRST_S = 10.0
 """A call that has waited for so long says what it waits for."""
@@ -251,8 +251,9 @@ def _seal(facts: Facts, for_rows: bool) -> list[str]:
 def _elsewhere(facts: Facts, it: str = "it") -> str:
     said = f"no rows have been put into {it}"
     if facts.near_partitions:
-        names = " and ".join(map(repr, facts.near_partitions[:SHOWN_OTHERS]))
-        said += f"; this run also has a partition {names}: is one of the names misspelt?"
+        names = [repr(name) for name in facts.near_partitions[:SHOWN_OTHERS]]
+        some = f"a partition {names[0]}" if len(names) == 1 else f"partitions {joined(names)}"
+        said += f"; this run also has {some}: is one of the names misspelt?"
     elif facts.elsewhere:
         said += f"; a partition with this name also exists in {few(facts.elsewhere, SHOWN_OTHERS)}"
         said += ": connect both sides to the same run with connect(run=…)"
@@ -405,11 +406,11 @@ def _make_room(full: FullArena) -> str:
     fields = list(dict.fromkeys(name for one in waiting for _, name, _ in one.lacks))
     said = []
     if stages:
-        names = " and ".join(map(repr, stages[:SHOWN_OTHERS]))
+        names = joined([repr(stage) for stage in stages[:SHOWN_OTHERS]])
         those, it = ("stage", "it") if len(stages) == 1 else ("stages", "them")
         said.append(f"run the {those} {names}, or leave {it} out of stages= if nobody needs {it}")
     elif fields:
-        names = " and ".join(f"`{name}`" for name in fields[:SHOWN_OTHERS])
+        names = joined([f"`{name}`" for name in fields[:SHOWN_OTHERS]])
         said.append(f"add the missing {'field' if len(fields) == 1 else 'fields'} {names}")
     if any(one.until_dropped for one in full.kept):
         said.append("drop rows that are no longer needed (part.drop)")
@@ -490,15 +491,15 @@ def _incomplete(groups: Sequence[Mapping[str, Any]]) -> list[str]:
         for name, (stage, by, _) in group["lacks"].items():
             fields.setdefault((stage, by), []).append(f"`{name}`")
         lacks = [
-            f"{' and '.join(names)}, which stage {stage!r} needs"
+            f"{joined(names)}, which stage {stage!r} needs"
             + (f" and stage {by!r} adds" if by else "")
             for (stage, by), names in fields.items()
         ]
-        alike.setdefault(", and ".join(lacks), []).append(repr(group["group"]))
+        alike.setdefault(joined(lacks, ", and "), []).append(repr(group["group"]))
     return [
         f"group {names[0]} has all its rows, but lacks {lacks}"
         if len(names) == 1
-        else f"groups {' and '.join(names)} have all their rows, but lack {lacks}"
+        else f"groups {joined(names)} have all their rows, but lack {lacks}"
         for lacks, names in alike.items()
     ]
 

@@ -427,6 +427,14 @@ def _clean(arguments: argparse.Namespace) -> int:
 def _end_unneeded(arguments: argparse.Namespace, bar: progress.Bar) -> int:
     base, some, code = rundir.run_dir(), False, 0
     who = f"`{processes.own_command()}` (pid {os.getpid()})"
+    only = rundir.folder_of(arguments.run, base) if arguments.run else None
+    for folder in ending.without_files(base, only):
+        some, code, pid = True, 1, rundir.holder(folder, embedded.EMBEDDED)
+        bar.print(
+            f"could not end run {folder.name!r}: its peer (pid {pid or 'unknown'}) is alive, but "
+            f"its files in {folder} were removed, and the peer has not restored them: kill that "
+            "process"
+        )
     there = [
         (run, peer)
         for run in rundir.living_runs(base)
@@ -452,8 +460,7 @@ def _end_unneeded(arguments: argparse.Namespace, bar: progress.Bar) -> int:
             code = 1
         bar.advance(1)
     for folder in rundir.abandoned(base):
-        named = arguments.run is None or folder == rundir.folder_of(arguments.run, base)
-        if named and rundir.remove(folder):
+        if only in (None, folder) and rundir.remove(folder):
             some = True
             bar.print(f"removed the files of run {folder.name!r} in {folder}")
     if not some:

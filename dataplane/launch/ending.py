@@ -29,6 +29,8 @@ from dataplane.launch import discovery, rundir, runs
 log = logging.getLogger(__name__)
 
 END_S = 15.0
+RESTORE_S = 5.0
+"""A peer looks every second whether another program has removed its files."""
 PASSING_S, LOOK_S = 2.0, 0.1
 """`dataplane status` and other processes of a launch connect only to look. While every client is
 younger than PASSING_S, the clients are listed again every LOOK_S."""
@@ -176,6 +178,19 @@ def end(peer: rundir.LivingPeer, who: str) -> bool:
     finally:
         os.close(handle)
     return False
+
+
+def without_files(base: Path, only: Path | None) -> list[Path]:
+    """Return the folders of peers whose files another program has removed, and which have not
+    restored them within RESTORE_S. A folder that was removed too is not found. only: the folder of
+    the run to look at, or None for all."""
+    until = time.monotonic() + RESTORE_S
+    while True:
+        folders = [one for one in sorted(base.iterdir()) if one.is_dir() and only in (None, one)]
+        found = [f for f in folders if not rundir.living_peers(f) and rundir.is_inhabited(f)]
+        if not found or time.monotonic() > until:
+            return found
+        time.sleep(LOOK_S)
 
 
 def not_ended(peer: rundir.LivingPeer) -> str:

@@ -428,6 +428,33 @@ def test_a_full_queue_of_a_stopped_peer_names_the_process_and_how_to_continue_it
         assert plane.stats()["pid"] == pid
 
 
+def test_clean_waits_for_a_peer_that_restores_its_files(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inhabited, goes_on = rundir.is_inhabited, False
+
+    def seen(one: Path) -> bool:
+        found = inhabited(one)
+        if found and goes_on:
+            os.kill(pid, signal.SIGCONT)
+        return found
+
+    with dataplane.connect() as plane:
+        pid = plane.stats()["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        (folder / LOCK).unlink()
+        monkeypatch.setattr(rundir, "is_inhabited", seen)
+        with monkeypatch.context() as patch:
+            patch.setattr("dataplane.launch.ending.RESTORE_S", 0.2)
+            assert cli.main(["clean", "--force"]) == 1
+        said = capsys.readouterr().out
+        assert f"could not end run {folder.name!r}: its peer (pid {pid}) is alive, but its" in said
+        goes_on = True
+        assert cli.main(["clean", "--force"]) == 0
+        assert f"ended run {folder.name!r}" in capsys.readouterr().out
+        assert not rundir.living_peers(folder) and rundir.holder(folder, "embedded") is None
+
+
 def test_clean_ends_a_peer_whose_card_is_gone_or_says_that_it_did_not(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -446,8 +446,7 @@ class StreamEnd(DataplaneError):
 
 
 class LeaseExpired(DataplaneError):
-    """The lease timed out or was finished, or its partition or plan no longer exists. Nothing
-    was stored."""
+    """The lease has ended, or its partition or plan no longer exists. Nothing was stored."""
 
     next_step = "Claim again."
 
@@ -516,7 +515,7 @@ class TransportMissing(DataplaneError):
 
 
 class TicketRefused(DataplaneError):
-    """The owner of the values refused the ticket for a transfer."""
+    """A transfer was not authorized, or reached the wrong peer."""
 
     next_step = "Start all peers with the same run, seeds and token."
 

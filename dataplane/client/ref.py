@@ -17,8 +17,8 @@ class Ref(msgspec.Struct, frozen=True):
     A ref does not keep rows alive. Reading freed rows raises RowsGone, or PartitionGone if their
     partition was dropped.
 
-    - `peer`: the address of the peer on which the values were put. Only a hint.
-    - `kept`: how many rows the put skipped, because they already had the fields of the put or had
+    - `peer`: the address of the peer on which the values were put. They may have moved since.
+    - `kept`: how many rows the put skipped because they already had the fields of the put or had
       been freed.
     """
 
@@ -52,8 +52,8 @@ class Ref(msgspec.Struct, frozen=True):
 class Dropped(NamedTuple):
     """The result of a drop: the number of dropped rows, and about how many bytes their values took.
 
-    Several rows may be stored together. `bytes` divides the size of such a block equally between
-    its rows, and the memory is freed when all rows of the block are gone.
+    Several rows may be stored in one block. `bytes` counts an equal part of the block for each
+    dropped row, but the block's memory is freed only when all of its rows are gone.
     """
 
     rows: int

@@ -25,12 +25,12 @@ class Event(msgspec.Struct, frozen=True, gc=False):
       host; comparable with `time.monotonic()` there.
     - `uncertain`: the possible error in `at` relative to events from other peers, in seconds.
     - `peer`: the peer that recorded the event.
-    - `incarnation`: the incarnation of that peer, which changes if the peer restarts.
-    - `number`: the event's position among the events of this incarnation, from 1; 0 while the event
-      is `going_on`.
+    - `incarnation`: the incarnation of that peer, which changes each time the peer restarts.
+    - `number`: the event's position among the events of this incarnation, counted from 1. It is 0
+      while the event is `going_on`.
     - `offset`: how far the clock of `peer` is ahead of the client's clock, in seconds. `at` is
       already corrected for it.
-    - `seconds`: the duration of the event; the duration so far if it is `going_on`.
+    - `seconds`: the duration of the event, or the duration so far if the event is `going_on`.
     - `client_s`: for a `put`, how long the call had been running when the client sent the request;
       for a `lease_end`, how long the client worked with the rows. In seconds; 0 if unknown.
     - `worker`: the process that acted or waited; "" if unknown.

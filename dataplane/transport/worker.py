@@ -195,7 +195,7 @@ class Worker:
         except DataplaneError as exc:
             finished = Finished(request.job, b"", 0, 0.0, Refused.of(exc))
         except BaseException as exc:
-            logger.exception("bulk: job %d failed", request.job)
+            logger.exception("bulk: transfer job %d failed", request.job)
             bug = InternalError(f"the bulk worker failed: {exc!r}; see the peer's log")
             finished = Finished(request.job, b"", 0, 0.0, Refused.of(bug))
         del self._live[request.job]
@@ -277,9 +277,9 @@ def _engine(
     found = load(name)
     if region.kind not in found.capabilities.memory:
         raise TransportMissing(
-            f"transport {name} moves only "
+            f"transport {name} supports only "
             f"{joined(sorted(found.capabilities.memory))} memory, but this arena is "
-            f"in {region.kind} memory: choose another --transport",
+            f"in {region.kind} memory: choose another transport with --transport",
             transport=name,
         )
     engine = found(first.owner)
@@ -303,7 +303,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         run(asked.control_fd, asked.arena_fd, asked.arena_bytes, asked.listen_fd)
     except BaseException:
-        logger.exception("bulk: worker failed")
+        logger.exception("bulk: worker failed, exiting")
         code = 1
     # Not sys.exit: that waits for threads, which may be blocked in a transfer.
     os._exit(code)

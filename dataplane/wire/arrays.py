@@ -119,7 +119,8 @@ def as_array(value: object) -> Array | None:
         array = _native(array)
     if array.ndim > MAX_RANK:
         raise InvalidValue(
-            f"the array has {array.ndim} dimensions, over the limit of {MAX_RANK}: reshape it"
+            f"the array has {array.ndim} dimensions, over the limit of {MAX_RANK}: reshape it "
+            "to fewer dimensions"
         )
     # not ascontiguousarray, which would turn 0-d into 1-d
     return array if array.flags.c_contiguous else np.array(array, order="C")
@@ -177,7 +178,9 @@ def tensor_over(array: Array) -> Any:
             return torch.from_numpy(array.view(_INTEGERS_OF_TORCH[dtype.itemsize])).view(wide)
     except (TypeError, AttributeError):
         pass
-    raise InvalidValue(f"torch does not support dtype {dtype}: use another dtype")
+    raise InvalidValue(
+        f"torch does not support dtype {dtype}: convert the values to another dtype before the put"
+    )
 
 
 def raw(array: Array) -> Array:
@@ -195,9 +198,9 @@ def _native(array: Array) -> Array:
         return array.byteswap().view(swapped)  # astype leaves times without a unit as they are
     dtype = array.dtype
     if dtype.kind in "UST":
-        hint = "it holds text: pass .tolist()"
+        hint = "it holds text: pass array.tolist()"
     elif dtype.hasobject:
-        hint = "it holds Python objects: pass .tolist()"
+        hint = "it holds Python objects: pass array.tolist()"
     else:
         hint = "it is a structured array: pass its parts as separate fields"
     raise InvalidValue(f"an array of dtype {dtype} cannot be stored, because {hint}")
@@ -255,7 +258,7 @@ def _check_unit(value: Any) -> None:
             continue
         raise InvalidValue(
             f"{kind_of(value)} has the unit {str(unit)!r:.40}, which a NumPy array cannot hold: "
-            "pass its numbers alone, and store the unit as a tag"
+            "pass the numbers without the unit, and store the unit as a tag"
         )
 
 
@@ -265,7 +268,7 @@ def _check_columnar(column: Any) -> None:
     if hasattr(column, "column_names") or hasattr(column, "columns"):
         raise InvalidValue(
             f"storing {kind_of(column)} would lose the names and types of its columns: pass each "
-            "column as a field, or .to_pylist() or .to_dict('records')"
+            "column as a field, or pass a list of dicts from .to_pylist() or .to_dict('records')"
         )
     for chunk in getattr(column, "chunks", None) or ():
         _check_columnar(chunk)
@@ -275,8 +278,8 @@ def _check_columnar(column: Any) -> None:
     nulls = nulls() if callable(nulls) else nulls
     if nulls or any(getattr(values, "null_count", 0) for values in encoded):
         raise InvalidValue(
-            f"{kind_of(column)} contains nulls, which a NumPy array cannot hold: pass .to_pylist() "
-            "or .to_list(), which turn nulls into None"
+            f"{kind_of(column)} contains nulls, which a NumPy array cannot hold: pass a list "
+            "from .to_pylist() or .to_list(), in which nulls are None"
         )
     zone = getattr(getattr(column, "type", None), "tz", None)
     if zone is not None:
@@ -289,8 +292,8 @@ def _check_columnar(column: Any) -> None:
 def _from_torch(tensor: Any, torch: Any) -> Array:
     if tensor.is_nested:
         raise InvalidValue(
-            "a nested tensor with strided layout cannot be stored: pass tensor.unbind(), a list "
-            "of tensors"
+            "a nested tensor with strided layout cannot be stored: pass its tensors as a list, "
+            "list(tensor.unbind())"
         )
     if tensor.is_meta:
         raise InvalidValue(
@@ -300,7 +303,7 @@ def _from_torch(tensor: Any, torch: Any) -> Array:
         raise InvalidValue("a quantized tensor cannot be stored: pass tensor.dequantize()")
     if tensor.layout is not torch.strided:
         raise InvalidValue(
-            f"a tensor of layout {tensor.layout} cannot be stored: pass tensor.to_dense()"
+            f"a tensor with layout {tensor.layout} cannot be stored: pass tensor.to_dense()"
         )
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.device.type != "cpu":

@@ -32,8 +32,8 @@ def encode(envelope: Request | Reply) -> bytes:
     length = len(body)
     if length > MAX_FRAME_BYTES:
         raise FrameTooLarge(
-            f"a message of {length} bytes exceeds the limit of {MAX_FRAME_BYTES}: send fewer rows "
-            "or fields per call",
+            f"a message of {length} bytes exceeds the limit of {MAX_FRAME_BYTES} bytes: send fewer "
+            "rows or fields per call",
             size=length,
             limit=MAX_FRAME_BYTES,
         )

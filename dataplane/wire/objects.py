@@ -144,8 +144,8 @@ def _row(head: bytes, path: str) -> bytes:
     """A row without arrays, or the begin of one."""
     if len(head) >= MAX_HEAD_BYTES:
         raise LimitExceeded(
-            f"{path}: the value takes {len(head)} bytes without its arrays, over the limit of "
-            f"{MAX_HEAD_BYTES}: split the value into several fields",
+            f"{path}: the value takes {len(head)} bytes, not counting its arrays, over the "
+            f"limit of {MAX_HEAD_BYTES}: split the value into several fields",
             limit=MAX_HEAD_BYTES,
         )
     return _SIZE.pack(len(head)) + head
@@ -492,9 +492,9 @@ def _jagged(values: Array, offsets: Array, axis: int) -> Any:
 def _lowered_buffer(value: bytearray | memoryview) -> bytes:
     if isinstance(value, memoryview) and (value.format not in ("B", "b", "c") or value.ndim != 1):
         raise InvalidValue(
-            f"storing a memoryview of format {value.format!r} and shape {list(value.shape or ())} "
-            "would lose its format and shape: pass np.asarray(value), or value.tobytes() if bytes "
-            "are enough"
+            f"storing a memoryview with format {value.format!r} and shape {list(value.shape or ())}"
+            " would lose its format and shape: pass np.asarray(value), or value.tobytes() to "
+            "store only the bytes"
         )
     return bytes(value)
 

@@ -345,7 +345,7 @@ def encode(envelope: PeerRequest | PeerReply) -> bytes:
         raise FrameTooLarge(
             f"a message of type {what} between peers would be {len(message)} bytes long, over the "
             f"limit of {MAX_FRAME_BYTES}: use fewer rows per call. The small values of a row are "
-            "sent together, so fewer fields may not help",
+            "sent together, so passing fewer fields may not help",
             size=len(message),
             limit=MAX_FRAME_BYTES,
         )

@@ -202,8 +202,8 @@ class LeasedRows(Converting):
 
 
 class Batch(LeasedRows):
-    """Rows leased by a stage. When the lease ends, rows that were not acked or dropped return to
-    the stage.
+    """Rows leased by a stage. When the lease ends, rows that were neither acked nor dropped return
+    to the stage.
 
     Used as a context manager, a batch is acked when the body ends, and released if the body raises.
     Fetched values stay readable afterwards. `batch[0:16]` and `batch.rows([…])` return parts of
@@ -259,7 +259,7 @@ class Batch(LeasedRows):
           removes it.
 
         Raises LeaseExpired if there are tags or values to store but the lease has ended. Raises
-        FieldExists if a row already has a field with one of these names.
+        FieldExists if a row already has a field that `values` names.
         """
         await self._finish("release", timeout, tags, values)
 
@@ -271,8 +271,8 @@ class Batch(LeasedRows):
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """Drop rows for every stage and free them: the rows of `groups`, those whose positions in
-        the batch are in `rows`, or all rows of the batch. The other rows stay leased."""
+        """Drop rows for every stage and free them: the rows of `groups`, the rows at the positions
+        `rows` in the batch, or all rows of the batch. The other rows stay leased."""
         self.lease.check()
         if rows is None and groups is None:
             await self._finish("drop", timeout)

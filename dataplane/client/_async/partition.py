@@ -67,8 +67,8 @@ class Partition:
         TensorDict.
 
         A value that is a flat list of numbers of one type is stored as an array; to store it as a
-        list, wrap it in `dataplane.object(x)`. Each row of a nested tensor is an array. A nested
-        TensorDict gives fields named "a.b". Non-tensor data are stored as Python objects.
+        list, wrap it in `dataplane.object(x)`. Each row of a nested tensor is an array. The fields
+        of a nested TensorDict are named "a.b". Non-tensor data are stored as Python objects.
 
         - `key`: one id per row, str or int. Rows without a key get a generated one. If a row with
           this key exists, it gets the new fields and tags.
@@ -79,19 +79,19 @@ class Partition:
         - `reuse`: let new rows use the keys and group ids of freed and dropped rows, instead of
           raising RowsDropped.
 
-        Repeating a put with the same keys never stores a row twice. It stores the rows that the
-        first attempt did not store, and skips rows that have all of these fields or have been
-        freed. `ref.kept` is the number of skipped rows. If nothing is left to store, the put raises
-        FieldExists, or RowsGone if every row has been freed. A put also raises FieldExists if a row
-        has some but not all of these fields.
+        Repeating a put with the same keys never stores a row twice. The retry stores the rows that
+        the first attempt did not store, and skips rows that already have all fields of the put or
+        have been freed. `ref.kept` is the number of skipped rows. If nothing is left to store, the
+        put raises FieldExists, or RowsGone if every row has been freed. A put also raises
+        FieldExists if a row has some but not all of the put's fields.
 
         If all values of a field are on a GPU on which the peer has a device arena, the put copies
         them into that arena, each value on the CUDA stream that its array reports. Otherwise, or if
         that arena is full, it copies them into host memory.
 
         Raises BackPressure if the arena stays full, and ValueTooLarge for a row or group that can
-        never fit. Raises PutIncomplete if only some rows were stored; `details["rows"]` lists
-        their positions. Repeat the put with the same keys to store the other rows.
+        never fit. Raises PutIncomplete if only some rows were stored; `details["rows"]` lists the
+        positions of the stored rows. Repeat the put with the same keys to store the other rows.
         """
         return await put(self._handle, columns, key, group, tags, dedup, replace, reuse, timeout)
 
@@ -184,7 +184,7 @@ class Partition:
 
         - `rows`, `groups`: how many rows or groups to claim. Groups are never split.
         - `budget={tag: limit}`: claim at least one group, and more as long as the sum of this tag
-          stays within the budget. Without `group_size`, claim rows instead. Raises
+          stays within the limit. Without `group_size`, claim rows instead. Raises
           InvalidRows if the tag of a row is not a finite, non-negative number.
         - `unit`: "groups" or "rows", to choose what `budget` claims.
         - `min`: accept fewer rows or groups, but at least this many.
@@ -222,8 +222,8 @@ class Partition:
         it.
 
         - `batches`: end the loop after this many batches, and ack the last one.
-        - `timeout`: seconds to wait for each batch. Acks and releases use the same timeout, but at
-          least 1 and at most 30 seconds.
+        - `timeout`: seconds to wait for each batch. Acks and releases use the same timeout, clamped
+          to between 1 and 30 seconds.
 
         The other arguments are those of `claim`.
         """
@@ -255,11 +255,11 @@ class Partition:
         timeout: float | None = None,
         lease: float | None = None,
     ) -> Loader:
-        """Return a stream for training loops. While the loop works on one batch, the loader
-        prepares the next `prefetch` batches in a thread, or in a task of the event loop.
+        """Return a loader: a stream for training loops. While the loop works on one batch, the
+        loader prepares the next `prefetch` batches in a thread, or in a task of the event loop.
 
         That thread or task passes each batch to `collate`, for example
-        `lambda batch: batch.tensordict(device="cuda")`, and the loop gets the result.
+        `lambda batch: batch.tensordict(device="cuda")`, and the training loop gets the result.
         `loader.batch` is the batch itself. The other arguments are those of `stream`.
         """
         return Loader(
@@ -301,8 +301,8 @@ class Partition:
         - `rank`, `ranks`: the rank of this process, and the number of ranks. All processes of one
           tensor- or pipeline-parallel replica pass the same rank.
         - `minibatches`: the number of mini-batches per epoch.
-        - `budget={tag: limit}`: the tag's values in a micro-batch add up to at most this limit.
-          A row that exceeds it alone is a micro-batch of its own. None: one micro-batch per
+        - `budget={tag: limit}`: the tag's values in a micro-batch add up to at most this limit. A
+          row that alone exceeds the limit is a micro-batch of its own. None: one micro-batch per
           mini-batch.
         - `balance`: the tag whose sums are made as equal as possible across ranks. Default: the
           tag of `budget`. Every rank gets the same number of rows or, if `unit="groups"`, the same
@@ -311,13 +311,14 @@ class Partition:
           epoch.
         - `remainder`: if the number of rows is not a multiple of ranks × minibatches, "pad" adds
           padding rows, which `micro.mask` marks; "drop" leaves the surplus rows out of the plan,
-          and acks them with the others.
+          and acks them when the plan is acked.
         - `fields`: which fields to fetch. Default: the fields of the stage.
         - `prefetch`: how many micro-batches to fetch ahead.
 
         The rows stay leased until every rank has acked. Raises PartitionConflict if the stage has a
-        plan with different arguments, InvalidRows if a row lacks the tag, ClaimTimeout if the rows
-        are not ready in time, and StreamEnd if the stage has received every row.
+        plan with different arguments, InvalidRows if a row lacks the tag of `budget` or `balance`,
+        ClaimTimeout if the rows are not ready in time, and StreamEnd if the stage has received
+        every row.
         """
         shape, rank = shape_of(
             rank, ranks, minibatches, budget, balance, epochs, seed, remainder, unit
@@ -346,7 +347,7 @@ class Partition:
           `group_size`, else rows. A producer can use this to limit how far it runs ahead.
         - `where`: count only rows that match. For `below`, rows that are leased or not ready yet
           count in any case, because their tags may still change.
-        - `key`: wait until a row with this key exists. Pass no stage:
+        - `key`: wait until a row with this key exists. Do not pass a stage:
           `part.wait(key="version-7")`.
 
         Raises ClaimTimeout if the condition is not met in time. Raises StreamEnd if the partition
@@ -399,10 +400,10 @@ class Partition:
         """Wait until `n` more groups may start: `async with part.admit(4, per_version=512):`. This
         limits how far rollout runs ahead of the trainer, which calls `advance(version)`.
 
-        There are (max_lag + 1) × per_version slots. A group takes a slot with its permit, and
-        keeps the slot until all stages have acked the group and the trainer has advanced. A
-        finished group also keeps its slot until all groups that were in progress when it finished
-        are complete. Dropped and lost groups free their slots at once.
+        There are (max_lag + 1) × per_version slots. A group takes a slot with its permit. It keeps
+        the slot until all stages have acked the group and the trainer has then advanced. A slow
+        group holds others back: groups that finish while it is in progress keep their slots until
+        it has all its rows and fields. Dropped and lost groups free their slots at once.
 
         Groups that this client starts inside the `with` block use the permits. Unused permits are
         returned at the end of the block, or when the process ends. All callers must pass the same
@@ -430,12 +431,12 @@ class Partition:
         """Iterate over items to put rows for: `async for prompt in part.producing(prompts):`.
 
         The loop ends without an error when no items are left, or when the partition accepts no new
-        rows: it was sealed or dropped, or it has reached its limit of `groups=`.
+        rows: it was sealed or dropped, or it has reached the limit set by `groups=`.
 
         In the loop's body, put the item's rows through this partition object, in the same thread or
         task. If the partition stops accepting rows in the meantime, a put stores nothing and
-        returns an empty ref, and `admit` returns permits with `n` = 0. Outside such a loop, both
-        raise.
+        returns an empty ref, and `admit` returns permits with `n` = 0. Outside the loop, both calls
+        raise an error.
         """
         return Producer(self._handle, items)
 
@@ -449,7 +450,7 @@ class Partition:
         has received every row.
 
         `timeout`: seconds to wait for each list before raising DeadlineExceeded. With None, wait
-        until the next loss or the end of the loop.
+        without a limit.
         """
         return Lost(self._handle, timeout)
 

@@ -77,8 +77,8 @@ class Micro(LeasedRows):
     ) -> None:
         """Add fields, one value per row, and store them immediately.
 
-        Values for padding rows are ignored. If this stage has already set the field of a row, the
-        old value stays. Raises LeaseExpired if the plan has ended.
+        Values for padding rows are ignored. If this stage has already set one of the fields for a
+        row, the old value stays. Raises LeaseExpired if the plan has ended.
         """
         columns = named_once(columns, named)
         lease, deadline = self.lease, Deadline(timeout)
@@ -167,8 +167,8 @@ class Minis(AsyncIterator[Mini]):
 
 
 class Plan:
-    """One rank's part of a stage's rows. Iterating over it yields `len(plan)` mini-batches in
-    total, all epochs in order. Iterating over a mini-batch yields micro-batches.
+    """One rank's part of a stage's rows. Iterating over the plan yields `len(plan)` mini-batches:
+    those of all epochs, in order. Iterating over a mini-batch yields micro-batches.
 
     If the loop runs to completion, the plan is acked. If the loop ends early (break, return or an
     exception), the plan is released. Used as a context manager, the plan is acked when the body

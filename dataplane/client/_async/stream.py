@@ -29,10 +29,10 @@ class Stream:
     """An iterator over claimed batches. Advancing to the next batch acks the current one and stores
     the fields that were added to it.
 
-    Leaving the loop any other way (`break`, `return`, an exception, or leaving the `with` block)
-    releases the current batch. To keep finished work, call `batch.ack()` before `break`. To stop
-    after n batches and ack the last one, pass `batches=n`; stopping with `itertools.islice` or
-    `zip` does not ack it. Several loops over the same stream each have their own batch. Raises
+    Leaving the loop early (`break`, `return`, an exception, or leaving the `with` block) releases
+    the current batch. To keep finished work, call `batch.ack()` before `break`. To stop after n
+    batches and ack the last one, pass `batches=n`; stopping with `itertools.islice` or `zip` does
+    not ack that batch. Several loops over the same stream each have their own batch. Raises
     InvalidCall inside a PyTorch DataLoader worker.
     """
 

@@ -40,10 +40,10 @@ class Loader:
     """An iterator over batches for a training process. While the loop works on one batch, the
     loader claims the next batch and calls `collate` with it.
 
-    Advancing to the next batch acks the current one. Leaving the loop any other way (`break`, an
-    exception, or leaving the `with` block) releases the current batch. `state_dict()` returns a
-    record of the rows handed out, so that a loader on a restored plane can continue after them.
-    Raises InvalidCall inside a PyTorch DataLoader worker.
+    Advancing to the next batch acks the current one. Leaving the loop early (`break`, an exception,
+    or leaving the `with` block) releases the current batch. `state_dict()` returns a record of the
+    rows handed out, so that a loader on a restored plane can continue after those rows. Raises
+    InvalidCall inside a PyTorch DataLoader worker.
     """
 
     _kind = "Loader"

@@ -50,18 +50,18 @@ def connect(
       are started separately, in several terminals or by several lines of a script, share a run only
       if you give them the same run name. An unnamed run ends with its last process.
     - `fresh`: True starts with an empty run: if an earlier launch left a run behind, the call ends
-      it, and its rows are lost. The old run is ended only once per launch, so every process of a
-      launch may pass True. In a run of several hosts, every process must pass it, and the launcher
-      must give each launch an id. If the old run still has clients, the call raises RunInUse
-      instead, which names the clients. "force" ends the run anyway.
-    - `devices`: whether to read values in GPU arenas in place. "auto" does so on GPUs that this
-      process uses when it connects. "required" raises DeviceMissing if that is not possible on the
-      current GPU. "off" copies all values through host memory. Default: `DATAPLANE_DEVICES`, else
-      "auto".
+      that run, and its rows are lost. The old run is ended only once per launch, so every process
+      of a launch may pass True. In a run of several hosts, every process must pass it, and the
+      launcher must give each launch an id. If the old run still has clients, the call raises
+      RunInUse instead, which names the clients. "force" ends the run anyway.
+    - `devices`: whether to read values that are in GPU arenas without copying them through host
+      memory. "auto" does so on GPUs that this process uses when it connects. "required" raises
+      DeviceMissing if that is not possible on the current GPU. "off" copies all values through host
+      memory. Default: `DATAPLANE_DEVICES`, else "auto".
 
     The log says which run was started or joined, and warns if that may not be what you want. Raises
     PeerNotFound, PeerAmbiguous, SeedsMissing, RunMissing, RunInUse or another ConnectError, and
-    InvalidCall if `fresh` is not possible.
+    InvalidCall if `fresh` cannot be used in this job.
     """
     wish = wish_of(devices or settings.of_variable("devices"))
     return Connecting(Plane, partial(open_session, name, run, fresh, wish))
@@ -108,7 +108,7 @@ class Plane:
         - `group_size`: a group closes when it has this many rows.
         - `groups`: seal the partition after this many closed groups.
         - `free`: "acked" frees a row when every stage has acked it; "drop" keeps rows until they
-          are dropped. Default: "acked" if there are stages.
+          are dropped. Default: "acked" if there are stages, else "drop".
         - `replicas`: 2 keeps a replica of all values on another peer.
         - `fields`: the types of fields, such as `{"tokens": "int64[*]"}`. A put with another dtype
           or rank raises InvalidValue. `float32` is one number, `float32[3,*]` is three vectors per
@@ -126,7 +126,8 @@ class Plane:
 
     @public
     def partitions(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> list[str]:
-        """Return the names of all partitions that have not been dropped, including drained ones."""
+        """Return the names of all partitions that have not been dropped, even if they have no rows
+        left."""
         return queries.partitions(self._session, timeout)
 
     @public
@@ -144,7 +145,7 @@ class Plane:
 
     @public
     def stats(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
-        """Return this peer's statistics as nested dicts, for example
+        """Return the statistics of this client's peer as nested dicts, for example
         `stats()["arena"]["used_bytes"]`."""
         return queries.stats(self._session, timeout)
 
@@ -179,7 +180,7 @@ class Plane:
     ) -> list[Event]:
         """Return the recent events of the plane, oldest first.
 
-        Events are puts, leases, waits, pulls and rows that became ready. docs/observe.md lists the
+        Events are puts, leases, waits, pulls and rows becoming ready. docs/observe.md lists the
         kinds. Every peer keeps its last 16,384 events. A call records one event for each group that
         it touches. An event of kind `missing` names a peer whose events are incomplete.
 
@@ -196,8 +197,8 @@ class Plane:
         Other calls continue in the meantime, and each group is saved as it was at a single moment.
         The checkpoint contains every row that was put before the call, except rows that are freed
         before the call ends. Leased rows are saved as ready. With `timeout=None`, each request to a
-        peer times out after 30 s, and the whole call has no limit. If the checkpoint cannot be
-        completed, the call raises CheckpointFailed and leaves no directory of that name.
+        peer times out after 30 s, but the call as a whole has no time limit. If the checkpoint
+        cannot be completed, the call raises CheckpointFailed and leaves no directory of that name.
         """
         save.checkpoint(self._session, directory, timeout)
 
@@ -210,8 +211,8 @@ class Plane:
         All restored rows are placed on this host, whichever plane wrote the checkpoint. Raises
         CheckpointCorrupt if a file has changed, or PartitionConflict if a partition already exists;
         in both cases nothing is restored. If a restore fails, is cancelled or is interrupted, the
-        rows restored so far are dropped. If the process is killed, or this plane is closed
-        during the restore, they remain.
+        rows restored so far are dropped. If the process is killed, or this plane is closed during
+        the restore, those rows remain.
         """
         return restore.restore(self._session, directory, timeout)
 
@@ -219,7 +220,7 @@ class Plane:
         """Release all leases and disconnect.
 
         Values already read remain readable. Calls in progress in other threads or tasks raise
-        ClientClosed at once; such a call may have taken effect.
+        ClientClosed at once, but may have taken effect.
         """
         why = "this client was closed; call dataplane.connect() again"
         leave(self._keeper, why)

@@ -243,7 +243,8 @@ class ColumnView(Sequence[Any]):
         """How to join the rows along one axis: their dtype, their sizes before and after that axis,
         and the length of each row. None if the rows are single numbers, differ in dtype or rank,
         differ in length along several axes, or are not all arrays. If all shapes are equal, rows
-        are joined along the axis that is variable in a spec, or along axis 0 if none is."""
+        are joined along the axis that a spec declares as variable, or along axis 0 if no spec
+        does."""
         if not self.holds_arrays:
             return None
         dtype, *others = self.dtypes

@@ -44,7 +44,8 @@ class Where:
         self._wire = wire
 
     def to_wire(self) -> WireWhere:
-        """Return the filter in wire form. Raises LimitExceeded if it is too large or too deep."""
+        """Return the filter in wire form. Raises LimitExceeded if the filter is too large or too
+        deeply nested."""
         try:
             return checked(self._wire)
         except ProtocolError as exc:
@@ -77,7 +78,7 @@ class Where:
 
 
 class Tag:
-    """A tag of a row. Comparing it with a scalar returns a filter, a `Where`."""
+    """A tag of a row. Comparing a tag with a scalar returns a `Where` filter."""
 
     __slots__ = ("_name",)
     __hash__ = None  # type: ignore[assignment]

@@ -245,7 +245,7 @@ class Store:
                 continue
             return list(range(start, start + count))
         raise dataplane.Unavailable(
-            f"other processes kept taking the next row numbers of partition {name!r}: repeat the "
+            f"other processes kept reserving row numbers of partition {name!r} first: repeat the "
             "call"
         )
 

@@ -277,9 +277,9 @@ def _engine(
     found = load(name)
     if region.kind not in found.capabilities.memory:
         raise TransportMissing(
-            f"transport {name} supports only "
+            f"transport {name} moves only "
             f"{joined(sorted(found.capabilities.memory))} memory, but this arena is "
-            f"in {region.kind} memory: choose another transport with --transport",
+            f"in {region.kind} memory: choose another --transport",
             transport=name,
         )
     engine = found(first.owner)

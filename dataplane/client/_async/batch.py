@@ -253,10 +253,10 @@ class Batch(LeasedRows):
         - `tags`: tags to set on the rows, for example to count attempts.
         - `values`: progress for the next worker, one value per row, stored together with the
           release. After `batch.release(values={"so_far": tokens})`, the next claim of these rows by
-          this stage has `batch["so_far"]`, even if its `fields=` does not name it.
-          `batch.get("so_far")` is None for rows without progress. Only this stage sees progress,
-          and progress does not make a row ready. The next release replaces it, and the stage's ack
-          removes it.
+          this stage has `batch["so_far"]`, even if the claim's `fields=` does not name it.
+          `batch.get("so_far")` is None for rows without progress. Only this stage sees the
+          progress, which does not make a row ready. The next release replaces the progress, and the
+          stage's ack removes it.
 
         Raises LeaseExpired if there are tags or values to store but the lease has ended. Raises
         FieldExists if a row already has a field that `values` names.

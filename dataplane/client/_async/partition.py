@@ -402,17 +402,17 @@ class Partition:
 
         There are (max_lag + 1) × per_version slots. A group takes a slot with its permit. It keeps
         the slot until all stages have acked the group and the trainer has then advanced. A slow
-        group holds others back: groups that finish while it is in progress keep their slots until
-        it has all its rows and fields. Dropped and lost groups free their slots at once.
+        group holds others back: groups that finish while the slow one is in progress keep their
+        slots until it has all its rows and fields. Dropped and lost groups free their slots at
+        once.
 
         Groups that this client starts inside the `with` block use the permits. Unused permits are
         returned at the end of the block, or when the process ends. All callers must pass the same
         `max_lag` and `per_version`, and the partition must have a `group_size`.
 
-        Raises ClaimTimeout if no slots become free in time, and PartitionSealed or PartitionGone
-        if the partition accepts no new groups. Raises PartitionConflict if `max_lag` or
-        `per_version` differs from that of other callers, and InvalidCall if n exceeds the number
-        of slots.
+        Raises ClaimTimeout if no slots become free in time, and PartitionSealed or PartitionGone if
+        the partition accepts no new groups. Raises PartitionConflict if `max_lag` or `per_version`
+        differs from that of other callers, and InvalidCall if `n` exceeds the number of slots.
         """
         return Admission(self._handle, n, max_lag, per_version, timeout)
 

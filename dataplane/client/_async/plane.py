@@ -160,7 +160,8 @@ class Plane:
 
         `step`: the name of a step's partition. With `step`, the call asks all peers for their
         events and adds the idle share of the step, the staleness of its groups, what workers waited
-        for, the bytes sent between hosts, and a sentence that says why the step took so long.
+        for, the bytes sent between hosts, and `step/why`, a sentence that says why the step took so
+        long.
         """
         deadline = Deadline(timeout)
         stats = await self.stats(timeout=timeout)

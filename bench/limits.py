@@ -1,4 +1,5 @@
-"""A memory limit for each host of a run: one memory cgroup (v1 or v2) per host.
+"""A memory limit for each host of a run: one memory cgroup (v1 or v2) per host. A run without
+limits has one cgroup, which counts the processes that the kernel kills.
 
 Runs in the runner. The groups are created below the runner's own, so that its limits still
 apply. All processes of a host are in its group from their first instruction, and the kernel
@@ -62,27 +63,47 @@ _V2 = _Files("memory.max", "memory.swap.max", "memory.current", "memory.events",
 
 
 @dataclass(frozen=True, slots=True)
-class HostLimit:
-    """One host's cgroup."""
+class Group:
+    """A memory cgroup below the runner's own."""
 
     path: Path
     files: _Files
-    limit_bytes: int
 
     def wrap(self, argv: Sequence[str]) -> list[str]:
         """A command line that enters the group and then becomes `argv`, with the same pid."""
         enter = 'echo $$ >"$0" && exec "$@"'
         return ["/bin/sh", "-c", enter, str(self.path / "cgroup.procs"), *argv]
 
+    def kills(self) -> int:
+        """How many of the group's processes the kernel killed because memory ran out."""
+        return _kills(self.path, self.files)
+
+    def close(self) -> None:
+        """Remove the group, and kill the processes that are left in it."""
+        deadline = time.monotonic() + _EMPTY_S
+        while self.path.exists():
+            for pid in (self.path / "cgroup.procs").read_text().split():
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            try:
+                self.path.rmdir()
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_TICK_S)
+
+
+@dataclass(frozen=True, slots=True)
+class HostLimit(Group):
+    """One host's cgroup."""
+
+    limit_bytes: int
+
     def held_bytes(self) -> int:
         """The bytes that the kernel charges the host, without file pages that it could reclaim."""
         stat = _table(self.path / "memory.stat")
         usage = int((self.path / self.files.usage).read_text())
         return max(0, usage - stat[self.files.file_cache] + stat[self.files.shared])
-
-    def kills(self) -> int:
-        """How many of the host's processes the kernel killed because memory ran out."""
-        return _table(self.path / self.files.kills)["oom_kill"]
 
     def met_limit(self) -> bool:
         """Whether the host ever reached its limit. Otherwise a kill had another cause."""
@@ -98,20 +119,6 @@ class HostLimit:
         swap = self.path / self.files.swap_limit
         if swap.exists():  # else this kernel swaps for nobody
             swap.write_text(str(self.limit_bytes if self.files is _V1 else 0))
-
-    def close(self) -> None:
-        """Remove the group, and kill the processes that are left in it."""
-        deadline = time.monotonic() + _EMPTY_S
-        while self.path.exists():
-            for pid in (self.path / "cgroup.procs").read_text().split():
-                with suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
-            try:
-                self.path.rmdir()
-            except OSError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(_TICK_S)
 
 
 @contextmanager
@@ -137,6 +144,32 @@ def limited_hosts(hosts: int, limit_bytes: int) -> Iterator[list[HostLimit]]:
         yield limits
 
 
+@contextmanager
+def run_group() -> Iterator[Group | None]:
+    """A cgroup without a limit for the processes of a run, so that its counter leaves out what the
+    kernel kills beside the run. None if the machine allows none."""
+    group = None
+    with suppress(NoLimits, OSError):
+        parent, files = _parent()
+        _remove_leftovers(parent)
+        made = Group(parent / f"{_PREFIX}-{os.getpid()}-hosts", files)
+        made.path.mkdir()
+        group = made
+    try:
+        yield group
+    finally:
+        if group is not None:
+            group.close()
+
+
+def runners_kills() -> int:
+    """How many processes of the runner's own cgroup, and of those below it, the kernel killed
+    because memory ran out. 0 if that cgroup does not count them."""
+    with suppress(OSError):
+        return _kills(*_own(Path("/sys/fs/cgroup"), Path("/proc")))
+    return 0
+
+
 def check(limits: Sequence[HostLimit]) -> None:
     """Raise OutOfMemory or MachineFull if the kernel has killed a process on one of the hosts."""
     for host, limit in enumerate(limits):
@@ -151,7 +184,25 @@ def check(limits: Sequence[HostLimit]) -> None:
 
 
 def _parent(root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> tuple[Path, _Files]:
-    """The runner's own group, below which groups can be made, and the version of its cgroups."""
+    """The group below which groups can be made, and the version of its cgroups. With version 2 the
+    runner may have to leave it for one below."""
+    group, files = _own(root, proc)
+    if files is _V1:
+        return group, files
+    if group.name == _RUNNER:
+        return group.parent, files
+    if "memory" not in _words(group / "cgroup.controllers"):
+        raise NoLimits(
+            "cannot set a memory limit on this machine, because this cgroup has no "
+            "memory controller: enable it, or leave out the limit"
+        )
+    if "memory" not in _words(group / "cgroup.subtree_control"):
+        _enable(group)
+    return group, files
+
+
+def _own(root: Path, proc: Path) -> tuple[Path, _Files]:
+    """The runner's own group, and the version of its cgroups."""
     lines = (proc / "self" / "cgroup").read_text().splitlines()
     parts = (line.split(":", 2) for line in lines)
     own = {controllers: path.lstrip("/") for _, controllers, path in parts}
@@ -161,17 +212,7 @@ def _parent(root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> 
         group = mount / own["memory"]
         return (group if group.is_dir() else mount), _V1
     group = root / own.get("", "")
-    group = group if group.is_dir() else root
-    if group.name == _RUNNER:
-        return group.parent, _V2
-    if "memory" not in _words(group / "cgroup.controllers"):
-        raise NoLimits(
-            "cannot set a memory limit on this machine, because this cgroup has no "
-            "memory controller: enable it, or leave out the limit"
-        )
-    if "memory" not in _words(group / "cgroup.subtree_control"):
-        _enable(group)
-    return group, _V2
+    return (group if group.is_dir() else root), _V2
 
 
 def _enable(group: Path) -> None:
@@ -196,6 +237,10 @@ def _remove_leftovers(parent: Path) -> None:
         if not Path(f"/proc/{runner}").exists():
             with suppress(OSError):  # somebody is just leaving it: the next run removes it
                 path.rmdir()
+
+
+def _kills(group: Path, files: _Files) -> int:
+    return _table(group / files.kills)["oom_kill"]
 
 
 def _table(path: Path) -> dict[str, int]:

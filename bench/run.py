@@ -27,14 +27,22 @@ from msgspec.structs import replace
 from bench import usage
 from bench.check import Ledger
 from bench.columns import all_fields, group_bytes, rollout_fields
-from bench.limits import HostLimit, MachineFull, NoLimits, limited_hosts
+from bench.limits import (
+    Group,
+    HostLimit,
+    MachineFull,
+    NoLimits,
+    limited_hosts,
+    run_group,
+    runners_kills,
+)
 from bench.limits import check as check_limits
 from bench.links import NODE_BITS, Network, NoNamespaces, Traffic, bits_per_second
 from bench.pace import ideal_seconds, recorded_seconds
 from bench.planes import PLANES
 from bench.planes.base import WAYS, Counts, Job, Moved, Service, Worker
 from bench.processes import Crew, ProcessDied, run_folder
-from bench.usage import Sampler, oom_kills
+from bench.usage import Sampler
 
 _MIB = 1 << 20
 _ROOMY = 4  # groups that an arena of automatic size holds
@@ -64,7 +72,6 @@ def execute(job: Job, progress: Progress) -> dict[str, Any]:
         run = _Run(job, ledger, progress)
         if missing := PLANES[job.plane].missing():
             return run.result("not installed", f"missing packages: {', '.join(missing)}")
-        kills = oom_kills()
         try:
             with Network(job.hosts, job.link) if job.link else nullcontext() as run.network:
                 run.perform()
@@ -76,7 +83,7 @@ def execute(job: Job, progress: Progress) -> dict[str, Any]:
             problems, status = [str(exc)], "disturbed"
         except (ProcessDied, RunTimeout) as exc:
             problems = [str(exc)]
-            status = _outcome(exc, kills)
+            status = _outcome(exc, run.kills)
         except Exception as exc:  # whatever a plane raises in the runner ends this run alone
             problems, status = [f"{type(exc).__name__}: {exc}"], "error"
         if run.killed:
@@ -131,10 +138,10 @@ def _arena(job: Job) -> int:
     return max(256 * _MIB, -(-groups * largest // (64 * _MIB)) * 64 * _MIB)
 
 
-def _outcome(exc: Exception, kills_before: int) -> str:
+def _outcome(exc: Exception, kills: int) -> str:
     if not isinstance(exc, ProcessDied):
         return "error"
-    if exc.returncode == -9 and oom_kills() > kills_before:
+    if exc.returncode == -9 and kills:
         return "oom"
     if any(refusal in exc.log for refusal in _REFUSED_MEMORY):
         return "oom"
@@ -158,6 +165,8 @@ class _Run:
         self._sampler = Sampler(dict)
         self._sampled_before_s = 0.0
         self._limits: list[HostLimit] = []
+        self._group: Group | None = None
+        self._kills_before = runners_kills()
         self.network: Network | None = None
         self._traffic: Traffic | None = None
         # What the report says of the end, where there was one.
@@ -167,6 +176,7 @@ class _Run:
             "cpu_counted_seconds": 0.0,
         }
         self.killed: dict[str, Any] | None = None
+        self.kills = 0  # of a run without limits: processes that the kernel killed
         self.endings: list[str] = []  # of processes, before the runner ended the others
         self._rollouts_done: Counter[int] = Counter()  # by step
         self._step_starts: dict[int, float] = {}  # of the first rollout worker
@@ -179,7 +189,8 @@ class _Run:
         self._plane = PLANES[job.plane](job)
         with limited_hosts(job.hosts, job.memory_limit_bytes) as self._limits:
             self._sampler = Sampler(crew.pids, self._limits)
-            with crew, self._sampler:
+            group = nullcontext() if self._limits else run_group()
+            with group as self._group, crew, self._sampler:
                 self._perform(crew)
 
     def _perform(self, crew: Crew) -> None:
@@ -210,6 +221,7 @@ class _Run:
             self.endings = crew.endings()
             if not isinstance(exc, ProcessDied | RunTimeout):  # these have the logs' ends
                 self.endings += crew.account().splitlines()
+            self.kills = self._count_kills()
             self.killed = self._killed(crew)
             if not self.killed:  # a kill below the limit explains what else went wrong
                 check_limits(self._limits)
@@ -223,6 +235,10 @@ class _Run:
         pids = {name: pid for name, pid in crew.pids().items() if not crew.members[name].speaks}
         return usage.cpu_seconds(pids) | {"runner": time.process_time()}
 
+    def _count_kills(self) -> int:
+        """Without a group of the run's own, what else runs in the runner's group counts too."""
+        return self._group.kills() if self._group else runners_kills() - self._kills_before
+
     def _killed(self, crew: Crew) -> dict[str, Any] | None:
         """Whom the kernel killed at its host's limit, if anybody, and when."""
         for host, limit in enumerate(self._limits):
@@ -234,7 +250,8 @@ class _Run:
 
     def _start(self, crew: Crew, service: Service) -> None:
         argv = self.network.wrap(service.host, service.argv) if self.network else service.argv
-        argv = self._limits[service.host].wrap(argv) if self._limits else argv
+        if group := self._limits[service.host] if self._limits else self._group:
+            argv = group.wrap(argv)
         self._hosts[service.name] = service.host
         crew.start(service.name, argv, service.env, service.speaks)
 

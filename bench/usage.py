@@ -144,16 +144,6 @@ class Sampler:
             self.peak_bytes[name] = max(nbytes, self.peak_bytes.get(name, 0))
 
 
-def oom_kills() -> int:
-    """How often the kernel's OOM killer has killed a process on this machine, memory cgroups
-    included."""
-    try:
-        with Path("/proc/vmstat").open() as counters:
-            return next((int(x.split()[1]) for x in counters if x.startswith("oom_kill ")), 0)
-    except FileNotFoundError:
-        return 0
-
-
 def cpu_seconds(members: Mapping[str, int]) -> dict[str, float]:
     """Name → user and system seconds so far of these processes, of all below them that run, and of
     those that have ended: a peer's arena is prefaulted by one short process after the other.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from bench import limits, run
@@ -119,6 +121,40 @@ def test_the_controller_dies_of_a_batch_that_its_host_cannot_hold() -> None:
     assert len(host) == len(told["memory_curve"]["seconds"]) > 5
     assert max(host) == told["peak_host_bytes"][0] <= 1024 * MIB
     assert not leaks.children()
+
+
+@needs_cgroup
+def test_a_kill_beside_a_run_does_not_make_it_one_that_ran_out_of_memory() -> None:
+    """A worker is killed by hand while the kernel kills another program for its memory."""
+    ended: list[str] = []
+
+    def progress(rows: int, expected: int) -> None:
+        children = [] if ended else psutil.Process().children()
+        trainers = [child for child in children if '"role":"train"' in str(child.cmdline())]
+        if trainers:
+            with limited_hosts(1, 96 * MIB) as (host,):
+                beside = start(host.wrap([sys.executable, "-c", _TOUCH, str(256 * MIB)]))
+                with beside:
+                    ended.append(f"{beside.wait()}")
+            trainers[0].kill()
+
+    told = execute(Job(plane="controller", trace="math", prompts=4, dedup=False), progress)
+    assert ended == ["-9"]
+    assert told["status"] == "error"
+    assert "train-" in told["error"] and "signal 9" in told["error"]
+    assert not leaks.children()
+
+
+@needs_cgroup
+def test_a_run_without_a_limit_is_killed_with_the_limit_that_it_runs_under(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    bench = [sys.executable, "-m", "bench", "run", "--trace", "video", "--planes", "controller"]
+    options = ["--prompts", "2", "--hosts", "1", "--dedup", "off"]
+    argv = [*bench, *options, "--link", "none", "--json", str(report)]
+    with limited_hosts(1, 1024 * MIB) as (host,), start(host.wrap(argv)) as runner:
+        assert runner.wait() == 1
+    (told,) = json.loads(report.read_text())["runs"]
+    assert told["status"] == "oom" and "signal 9" in told["error"], told["error"]
 
 
 @needs_cgroup

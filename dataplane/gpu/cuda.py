@@ -85,7 +85,9 @@ class CudaDevice(Device):
         if current is None and not required:
             return False  # to open a pool would start CUDA, which takes memory of the GPU
         if not cls.count():
-            raise DeviceMissing("this process sees no GPU: check CUDA_VISIBLE_DEVICES")
+            raise DeviceMissing(
+                "this process sees no GPU: check nvidia-smi and CUDA_VISIBLE_DEVICES"
+            )
         return cls(current or 0).identity == identity
 
     @classmethod
@@ -128,8 +130,8 @@ class CudaDevice(Device):
         GPU from this process."""
         if handle.kind != self.kind or handle.device == self.identity:
             raise DeviceMissing(
-                f"GPU {self.identity} can map only the memory of other GPUs, not that of "
-                f"{handle.kind} device {handle.device}"
+                f"GPU {self.identity} can map only memory of a different GPU, but this memory is "
+                f"on {handle.kind} device {handle.device}"
             )
         try:
             other: int | None = CudaDevice.of(handle.device).number
@@ -260,7 +262,8 @@ class CudaDevice(Device):
             yield
         except self._runtime.CUDARuntimeError as exc:
             raise DeviceMissing(
-                f"GPU {self.number}: CUDA reported {exc}. Check the GPU with nvidia-smi",
+                f"GPU {self.number}: CUDA reported {exc}. Check nvidia-smi and dmesg for GPU "
+                "errors",
                 device=self.number,
             ) from exc
 

@@ -175,7 +175,7 @@ class DirectCopies:
     def _refuse(self, why: str) -> None:
         self.refused = why
         log.warning(
-            "arena: pinning failed, so copies to the GPU go through pageable memory: %s",
+            "arena: pinning failed (%s), so copies to the GPU go through pageable memory",
             why,
         )
 
@@ -209,7 +209,7 @@ class DirectCopies:
             piece.device.unpin_host(first + number * PIECE_BYTES)
         except DeviceMissing as exc:
             log.warning(
-                "arena: could not unpin piece %d, which stays pinned until this process exits: %s",
+                "arena: could not unpin piece %d (%s), so it stays pinned until this process exits",
                 number,
                 exc,
             )
@@ -235,8 +235,8 @@ class DirectCopies:
         with self._lock:
             if self._copies:
                 log.warning(
-                    "arena: left pinned until this process exits, because a GPU copy has not "
-                    "finished"
+                    "arena: a GPU copy has not finished, so the arena stays pinned until this "
+                    "process exits"
                 )
                 return
             pieces, self._pieces = self._pieces, {}

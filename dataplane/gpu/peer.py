@@ -61,7 +61,7 @@ def devices_of(memory: DeviceMemory) -> list[Device]:
     numbers = memory.numbers or range(min(kind.count(), MAX_DEVICES))
     if not numbers:
         raise DeviceMissing(
-            "--device-arena (or DATAPLANE_DEVICE_ARENA) needs a GPU, and this process sees none: "
+            "--device-arena (or DATAPLANE_DEVICE_ARENA) needs a GPU, but this process sees none: "
             "check nvidia-smi and CUDA_VISIBLE_DEVICES, or start the peer without a device arena"
         )
     return [kind.numbered(number) for number in numbers]

@@ -84,7 +84,8 @@ def load(kind: str) -> type[Device]:
         return plugins.load(entry, Device, f"the device plug-in for {kind!r}", DeviceMissing)
     raise DeviceMissing(
         f"no installed package supports devices of kind {kind!r} (supported: "
-        f"{', '.join(names())}): install the same device packages as on the peer"
+        f"{', '.join(names())}): install the package that the peer uses for these "
+        "devices"
     )
 
 

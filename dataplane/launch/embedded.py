@@ -241,7 +241,7 @@ def attach(
         if peer_name is not None:
             raise InvalidCall(
                 "fresh=True starts the run with a new peer, so it cannot be combined "
-                f"with the peer name {peer_name!r}: leave out one of the two. If the name "
+                f"with the peer name {peer_name!r}: leave out one of the two. If the peer name "
                 "comes from DATAPLANE_PEER, unset that variable"
             )
         me = replace(me, fresh=True)
@@ -276,8 +276,8 @@ def _run_of(peer_name: str, mine: runs.Run, base: Path) -> runs.Run:
         return mine
     if len(found) > 1:
         raise PeerAmbiguous(
-            f"{len(found)} runs on this host have a peer named {peer_name!r} "
-            f"({', '.join(found)}): choose one with connect({peer_name!r}, run={found[0]!r}) or "
+            f"{len(found)} runs on this host ({', '.join(found)}) have a peer named "
+            f"{peer_name!r}: choose a run with connect({peer_name!r}, run={found[0]!r}) or "
             f"DATAPLANE_RUN={found[0]}",
             running=found,
         )
@@ -293,8 +293,8 @@ def embedded_config(
     if seeds and runs.is_unnamed(run):
         raise RunMissing(
             f"this job has peers on several hosts ({', '.join(seeds)}), but they have no common "
-            "run name: set DATAPLANE_RUN to the same name on every host, and to a new name for "
-            "each launch. With torchrun, passing --rdzv-id NAME is enough",
+            "run name: set DATAPLANE_RUN to a name that is the same on every host and new for each "
+            "launch. With torchrun, passing --rdzv-id NAME is enough",
             seeds=seeds,
         )
     if seeds and place.listen is None:
@@ -388,7 +388,8 @@ def _choose(
         if name not in living:
             raise PeerNotFound(
                 f"run {run!r} has no peer named {name!r} on this host (running: {names}): start "
-                f"it with `dataplane peer --name {name} --run {run}`, or choose another peer",
+                f"that peer with `dataplane peer --name {name} --run {run}`, or choose another "
+                "peer",
                 name=name,
                 running=list(living),
             )
@@ -418,9 +419,8 @@ def _start_once(
                 pid = rundir.holder(folder, config.name)
                 raise ConnectError(
                     f"a peer of run {config.run!r} (pid {pid or 'unknown'}) is alive, but "
-                    f"its files in {folder} were removed, and the peer has not restored them, "
-                    "perhaps because it is suspended: kill that process, or use another "
-                    "run name",
+                    f"its files in {folder} were removed, and the peer has not restored them. The "
+                    "process may be suspended: kill it, or use another run name",
                     run=config.run,
                     pid=pid,
                 )

@@ -76,7 +76,7 @@ class FreshStart:
                 f"connect(fresh=True) cannot tell this launch of run {run!r} from an "
                 "earlier one on other hosts, because the launcher sets no launch id "
                 "that all hosts share: set DATAPLANE_RUN to a new name for each launch, "
-                "or use Slurm, mpirun, Ray or torchrun --rdzv-id, which set such an id"
+                "or use Slurm, mpirun, Ray or torchrun --rdzv-id, which all set one"
             )
         for peer in rundir.living_peers(folder):
             if _is_to_end(peer, run, me, several):
@@ -87,7 +87,7 @@ class FreshStart:
         shown = few([str(one) for one in clients], SHOWN_CLIENTS)
         if clients and not self.force:
             raise RunInUse(
-                f"run {run!r} has {counted(len(clients), 'client')}, {shown}, and "
+                f"run {run!r} has {counted(len(clients), 'client')}: {shown}. "
                 "connect(fresh=True) does not end a run that is in use: stop the clients, choose "
                 'another run name, or call connect(fresh="force") to end the run and lose its rows',
                 run=run,
@@ -126,7 +126,7 @@ class FreshStart:
                 return []
             raise RunInUse(
                 f"peer {peer.name!r} of run {run!r} did not report its clients ({exc.message}), so "
-                'the run may be in use: call connect(fresh="force") to end it anyway',
+                'the run may be in use: call connect(fresh="force") to end the run anyway',
                 run=run,
                 clients=[],
             ) from exc
@@ -146,7 +146,8 @@ def _is_to_end(peer: rundir.LivingPeer, run: str, me: rundir.Starter, several: b
         raise InvalidCall(
             f"`{starter.command}` (pid {starter.pid}), a process of this launch, "
             f"connected to run {run!r} without fresh=True, but all processes of a launch on "
-            "several hosts must pass the same value: pass fresh=True in all of them or in none"
+            "several hosts must pass the same fresh= value: pass fresh=True in all of them or "
+            "in none"
         )
     return not mine or (starter.process == me.process and not several)
 

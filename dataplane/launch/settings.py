@@ -434,7 +434,7 @@ class PeerConfig:
         is_seed = own is None or own in map(values.endpoint, self.seeds)
         if self.join and not self.seeds:
             raise InvalidConfig(
-                "--join needs the addresses of the plane to join: pass its seeds with --seeds"
+                "--join needs the address of a running plane: pass the plane's seeds with --seeds"
             )
         if self.join and is_seed:
             raise InvalidConfig(

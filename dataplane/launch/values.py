@@ -172,7 +172,9 @@ def check_run(name: str) -> str:
     """Return a valid run name. Raises InvalidConfig otherwise."""
     named = isinstance(name, str) and name.isprintable() and 0 < len(name.encode()) <= 200
     if not named:
-        raise InvalidConfig(f"{name!r} is not a valid run name: use 1 to 200 printable characters")
+        raise InvalidConfig(
+            f"{name!r} is not a valid run name: use 1 to 200 bytes of printable text"
+        )
     return name
 
 
@@ -369,8 +371,8 @@ def parse_device_arena(text: str) -> DeviceMemory:
     devices = _DEVICES.fullmatch(given if colon else registry.CUDA)
     if devices is None or (colon and devices["kind"] not in registry.names()):
         raise InvalidConfig(
-            f"{text!r} is not a valid device arena: use a size per GPU, such as 2GiB, or list the "
-            "GPUs, as in cuda@0,2:2GiB"
+            f"{text!r} is not a valid device arena: use a size for each GPU (2GiB), or also list "
+            "the GPUs (cuda@0,2:2GiB)"
         )
     numbers = tuple(int(number) for number in (devices["numbers"] or "").split(",") if number)
     if len(numbers) > MAX_DEVICES:

@@ -89,8 +89,8 @@ class Shares:
         if needed > cap:
             raise ValueTooLarge(
                 f"a single row or group in this call needs {sized(needed)} at once, "
-                f"but {_PURPOSE[admission]} may use at most {sized(cap)} of this host's arena of "
-                f"{sized(self.size_bytes)}: split the group across several put() calls, use "
+                f"but {_PURPOSE[admission]} may use at most {sized(cap)} of this host's "
+                f"{sized(self.size_bytes)} arena: split the group across several put() calls, use "
                 "smaller rows, or give the peer a larger arena (--arena, DATAPLANE_ARENA)",
                 needed_bytes=needed,
                 cap_bytes=cap,

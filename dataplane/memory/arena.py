@@ -191,7 +191,7 @@ def arena_beside(size_bytes: int, name: str, least_bytes: int) -> Arena:
     if mapped:
         log.warning(
             "arena: reduced by %d bytes, because other processes still map the arena "
-            "of a crashed peer with this name",
+            "of a crashed peer of the same name",
             mapped,
         )
     return Arena.create(max(least_bytes, size_bytes - mapped), name)

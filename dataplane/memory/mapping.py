@@ -63,7 +63,8 @@ def _bytes_at(mapping: _Mapping, *, read_only: bool) -> dict[str, Any]:
 
 def _no_arena() -> PeerLost:
     return PeerLost(
-        "the peer that owns this arena has exited: connect again with dataplane.connect()"
+        "cannot map the peer's arena, because the peer has exited: connect again with "
+        "dataplane.connect()"
     )
 
 

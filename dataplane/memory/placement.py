@@ -49,8 +49,8 @@ def placed(sizes: Sequence[int], extents: Iterable[Extent]) -> tuple[list[int], 
     offsets, left = assign(sizes, extents)
     if len(offsets) < len(sizes):
         raise LimitExceeded(
-            f"only {len(offsets)} of {len(sizes)} ranges fit into the space reserved "
-            "for them: write fewer rows per call",
+            f"only {len(offsets)} of this call's {len(sizes)} memory ranges fit into the space "
+            "that was reserved for the call: write fewer rows per call",
             ranges=len(sizes),
             fitting=len(offsets),
         )

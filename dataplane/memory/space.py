@@ -551,8 +551,8 @@ class Holder:
         stretches = len(self._starts) + more
         if stretches > self.most_stretches:
             raise LimitExceeded(
-                f"this call would leave this client with {stretches} separate writable ranges "
-                f"of the arena, over the limit of {self.most_stretches}: finish or cancel some "
+                f"after this call, the client would hold {stretches} separate writable ranges of "
+                f"the arena, over the limit of {self.most_stretches}: finish or cancel some "
                 "pending puts first",
                 limit=self.most_stretches,
             )

@@ -58,12 +58,12 @@ PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "groups of another length": (
         lambda p: p.put({"x": [1, 2]}, group=["g"]),
         dataplane.InvalidRows,
-        "1 group id for 2 rows: pass one per row, or one for all rows",
+        "1 group id for 2 rows: pass one group id per row, or a single one for all rows",
     ),
     "tags of another length": (
         lambda p: p.put({"x": [1, 2]}, tags={"n": [1, 2, 3]}),
         dataplane.InvalidRows,
-        "tag 'n' has 3 values for 2 rows: pass one per row",
+        "tag 'n' has 3 values for 2 rows: pass one value per row",
     ),
     "tags without values": (
         lambda p: p.put({"x": [1, 2]}, tags={"n": torch.zeros(2, device="meta")}),
@@ -185,7 +185,7 @@ PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "more than its share": (
         lambda p: p.put({"x": np.zeros((1, 12 << 20), np.uint8)}),
         dataplane.ValueTooLarge,
-        "of this host's arena of 16.0 MiB: split the group across several put",
+        "of this host's 16.0 MiB arena: split the group across several put",
     ),
     "more than the arena": (
         lambda p: p.put({"x": np.zeros((8, 8 << 20), np.uint8)}, group="large"),

@@ -48,7 +48,7 @@ def test_lost_rows_are_named_at_every_peer_and_can_be_put_again(three: Any) -> N
     minted = far.put(values(1)).keys
     near.put(values(1), key=["stays"])
     kill(cluster, "c")
-    with pytest.raises(dataplane.PeerLost, match=r"rows that were stored only on .*c\.log$"):
+    with pytest.raises(dataplane.PeerLost, match=r"Rows that were stored only on .*c\.log$"):
         planes["c"].partition("p").put({"x": [1]})
     for subscriber in (part, near):
         assert set(next(subscriber.lost(NOTICED_S))) == {"k0", "k1", 2, *minted}

@@ -343,7 +343,7 @@ def test_fresh_ends_no_run_under_its_clients_unless_it_is_forced(
     step = launch("run=grpo")
     line(step)
     line(step)
-    with pytest.raises(dataplane.RunInUse, match=r"run 'grpo' has 1 client, `python") as refused:
+    with pytest.raises(dataplane.RunInUse, match=r"run 'grpo' has 1 client: `python") as refused:
         dataplane.connect(run="grpo", fresh=True)
     (client,) = refused.value.details["clients"]
     assert client["pid"] == step.pid and client["command"].startswith("python -c")
@@ -360,7 +360,7 @@ def test_fresh_ends_no_run_under_its_clients_unless_it_is_forced(
         assert "run 'grpo': ended, started " in caplog.text and f"(pid {step.pid}, " in caplog.text
         assert "starts empty" not in caplog.text  # as it was asked to
         told = step.communicate("\n")[0]
-        assert not told.startswith("read") and "refused a message" not in told
+        assert not told.startswith("read") and "rejected a one-way message" not in told
     assert step.returncode == 1
 
 
@@ -616,7 +616,7 @@ def test_a_command_asks_the_run_that_the_variable_names(
 
 def test_peers_of_several_hosts_need_a_name(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DATAPLANE_SEEDS", "tcp://127.0.0.1:7101,tcp://127.0.0.1:7102")
-    with pytest.raises(dataplane.RunMissing, match="DATAPLANE_RUN to the same name on every host"):
+    with pytest.raises(dataplane.RunMissing, match="a name that is the same on every host and new"):
         dataplane.connect()
 
 

@@ -278,7 +278,7 @@ class Connection:
         if isinstance(self._complaint, PeerLost):  # it says good-bye
             log.warning("%s", body.message)
             return
-        log.warning("peer %r refused a message that needs no reply: %s", self.peer, body.message)
+        log.warning("peer %r rejected a one-way message: %s", self.peer, body.message)
 
     @contextlib.contextmanager
     def cancelled_by(self, fd: int) -> Iterator[None]:

@@ -165,25 +165,25 @@ def peer_gone(session: Session) -> PeerLost:
     welcome = session.welcome
     gone = (
         (
-            "it was the only peer of its run, so all rows of the run are gone. "
+            "It was the only peer of its run, so all rows of the run are gone. "
             + (
-                "dataplane.connect() restarts the run without them"
+                "Call dataplane.connect() again: the run starts empty"
                 if is_embedded(session.peer)
                 else "Start the peer again, then call dataplane.connect(): the run starts empty"
             )
         )
         if welcome.alone
         else (
-            "rows that were stored only on this host are lost, unless the peer moved them to "
-            "another host; part.lost() lists the lost rows. To read the other rows, call "
-            "dataplane.connect() again"
+            "Rows that were stored only on this host are lost, unless the peer moved them to "
+            "another host before it exited. Call dataplane.connect() again to read the other rows; "
+            "part.lost() lists the lost ones"
         )
     )
     log = f". The peer's log is {welcome.log}" if welcome.log else ""
     if log and is_embedded(session.peer):
         log += f" (or {welcome.log}.old if a new peer has started since)"
     return PeerLost(
-        f"peer {session.peer!r} of run {session.plane!r} exited, and {gone}. The call may have "
+        f"peer {session.peer!r} of run {session.plane!r} exited. {gone}. The call may have "
         f"taken effect{log}",
         peer=session.peer,
         run=session.plane,
@@ -201,7 +201,7 @@ def no_descriptors() -> LimitExceeded:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return LimitExceeded(
         "this process cannot connect to its peer, because no file descriptor is free (limit: "
-        f"{limit} file descriptors). Raise the limit (ulimit -n), or close files and unused "
+        f"{limit}). Raise the limit (ulimit -n), or close files and unused "
         "clients",
         limit=limit,
     )
@@ -223,7 +223,7 @@ def _not_let_in(
         )
         return ConnectError(text, limit_s=limit_s, pid=pid)
     return PeerLost(
-        f"the peer {where} closed the connection before it accepted this client: check the peer's "
+        f"the peer {where} closed the connection before accepting this client: check the peer's "
         "log, then connect again"
     )
 

@@ -208,7 +208,7 @@ class Housekeeper:
         while (reply := anchor.receive(deadline)).rid != self._untold[-1].rid:
             if isinstance(reply.body, Failed):
                 log.info(
-                    "peer %r refused a message that needs no reply: %s",
+                    "peer %r rejected a one-way message: %s",
                     self.session.peer,
                     reply.body.message,
                 )
@@ -224,7 +224,7 @@ class Housekeeper:
             self._ended = self.session.peer_died or isinstance(exc, ClientClosed)
             then = "dropped its unacknowledged messages" if self._ended else "will retry"
             log.info(
-                "peer %r: the client could not reconnect and %s: %s", self.session.peer, then, exc
+                "peer %r: could not reconnect (%s); the client %s", self.session.peer, exc, then
             )
             return None
 

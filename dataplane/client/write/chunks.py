@@ -240,10 +240,11 @@ def _check_size(units: Sequence[Unit]) -> None:
     as many pieces as chunks."""
     count = sum([len(unit.pieces) + bool(unit.inline) for unit in units])
     if count > MAX_CHUNKS_PER_MESSAGE:
+        rows = units[0].last - units[0].first
         raise LimitExceeded(
-            f"{units[0].last - units[0].first} rows that are stored together need {count} chunks, "
-            f"over the limit of {MAX_CHUNKS_PER_MESSAGE}: split the group across several "
-            "calls, or write fewer fields per call",
+            f"{rows} rows that must be sent together need {count} chunks, over the limit of "
+            f"{MAX_CHUNKS_PER_MESSAGE}: split the group across several calls, or write fewer "
+            "fields per call",
             limit=MAX_CHUNKS_PER_MESSAGE,
         )
 

@@ -180,7 +180,7 @@ def prepare(
     _check_length(names, given, n, whose)
     if len(names) > MAX_FIELDS:
         raise LimitExceeded(
-            f"this call has {len(names)} fields, but a partition can have at most {MAX_FIELDS}: "
+            f"this call writes {len(names)} fields, but a partition can have at most {MAX_FIELDS}: "
             "use fewer fields, for example by storing several values in one dict",
             limit=MAX_FIELDS,
         )
@@ -212,8 +212,8 @@ def by_name(columns: Any) -> dict[str, Any]:
     if not objects.is_tensordict(columns):
         if not isinstance(columns, Mapping):
             raise InvalidRows(
-                "columns must be a mapping of field names to columns with one entry per row, "
-                f"such as {{'tokens': [[1, 2], [3]]}}, not {shown(columns):.60}"
+                "columns: expected a mapping of field names to columns, for example "
+                f"{{'tokens': [[1, 2], [3]]}} for two rows, got {shown(columns):.60}"
             )
         return pairs_of("the mapping of columns", columns, InvalidRows)
     if not columns.batch_size:
@@ -248,7 +248,8 @@ def _leaves(tensordict: Any, above: tuple[str, ...]) -> Iterable[tuple[tuple[str
     library = sys.modules["tensordict"]
     odd = objects.uneven_keys(tensordict)
     if odd is not None:
-        field, one = ".".join((*above, odd[0])), "row" if tensordict.stack_dim == 0 else "member"
+        field = ".".join((*above, odd[0]))
+        one = "row" if tensordict.stack_dim == 0 else "stacked TensorDict"
         raise InvalidRows(
             f"the TensorDict's key {field!r} is in {one} {odd[2]} but not in {one} {odd[1]}, and "
             "every row of a put needs the same fields: give the key a value in every row, or "

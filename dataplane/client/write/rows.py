@@ -147,10 +147,10 @@ def check_names(identity: Identity) -> None:
 
 def _check_length(what: str, given: int, n: int) -> None:
     if given != n:
+        noun = "group id" if what == "group" else what
         raise InvalidRows(
-            f"got {counted(given, 'group id' if what == 'group' else what)} for "
-            f"{counted(n, 'row')}: pass one per row"
-            + (", or one for all rows" if what == "group" else ""),
+            f"got {counted(given, noun)} for {counted(n, 'row')}: pass one {noun} per row"
+            + (", or a single one for all rows" if what == "group" else ""),
             given=given,
             rows=n,
         )
@@ -271,7 +271,7 @@ def tag_columns(tags: TagValues | None, n: int) -> dict[str, list[Scalar]]:
         return columns
     if not isinstance(tags, Mapping):
         raise InvalidRows(
-            f"tags={shown(tags):.80}: expected a mapping of names to scalars, such as "
+            f"tags={shown(tags):.80}: expected a mapping of tag names to scalars, for example "
             "{'split': 'a'}"
         )
     for name, given in pairs_of("tags=", tags, InvalidRows).items():
@@ -290,7 +290,7 @@ def tag_columns(tags: TagValues | None, n: int) -> dict[str, list[Scalar]]:
         elif len(given := items_of(f"tag {name!r}", given, InvalidRows, tag=name)) != n:
             raise InvalidRows(
                 f"tag {name!r} has {counted(len(given), 'value')} for {counted(n, 'row')}: pass "
-                "one per row, or a scalar",
+                "one value per row, or a scalar for all rows",
                 tag=name,
             )
         values = given
@@ -300,8 +300,8 @@ def tag_columns(tags: TagValues | None, n: int) -> dict[str, list[Scalar]]:
                 if type(value) not in _SCALARS:
                     raise InvalidRows(
                         f"tag {name!r} of row {at} is {shown(value):.60} ({type(value).__name__}): "
-                        "expected a bool, int, float, str or None; convert it, or store it in a "
-                        "field",
+                        "expected a bool, int, float, str or None; convert the value, or store "
+                        "it in a field",
                         tag=name,
                         row=at,
                     )

@@ -72,8 +72,8 @@ def canonical(fields: object) -> dict[str, str]:
         except InvalidCall as exc:
             raise InvalidCall(
                 f"fields[{name!r}]={shown(text):.80}: {exc.message}. Use a dtype with the shape "
-                "of one row ('int64[*]', 'float32[3,*]', 'bfloat16[...]'), a dtype "
-                "without a shape for single numbers ('float32'), or 'object'"
+                "of one row ('int64[*]', 'float32[3,*]', 'bfloat16[...]'), a dtype alone if each "
+                "row is a single number ('float32'), or 'object'"
             ) from exc
     return found
 
@@ -101,7 +101,7 @@ def parsed(text: str) -> FieldForm:
     if len(parts) > MAX_RANK:
         raise InvalidCall(f"expected at most {MAX_RANK} dimensions, got {len(parts)}")
     if not all(p == "*" or re.fullmatch(r"\d{1,18}", p) for p in parts):
-        raise InvalidCall("expected a number, or * for any length, in each dimension")
+        raise InvalidCall("each dimension must be a number, or * for any length")
     return FieldForm(dtype, tuple(None if part == "*" else int(part) for part in parts))
 
 
@@ -174,4 +174,4 @@ def _told(column: ValueColumn, row: int) -> str:
 def _advice(form: FieldForm) -> str:
     if form.dtype is None:
         return "pass dataplane.object(value)"
-    return f"pass np.asarray(value, {form.dtype.name!r}) of that shape"
+    return f"pass np.asarray(value, {form.dtype.name!r}) in the declared shape"

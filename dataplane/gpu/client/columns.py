@@ -176,8 +176,9 @@ class DeviceColumn(ColumnView):
         for device in touched.values():
             if not device.finish(FETCH_S):
                 raise DeviceMissing(
-                    f"{device} did not finish copying field {self.field!r} within {FETCH_S:g} s: "
-                    "check the device, then read the field again"
+                    f"device {device.identity} did not finish copying field {self.field!r} within "
+                    f"{FETCH_S:g} s: check nvidia-smi and dmesg for GPU errors, then read the "
+                    "field again"
                 )
         return ColumnView(self.field, runs, self.name_of)
 
@@ -254,7 +255,8 @@ def _torch_dtype(field: str, dtype: np.dtype[Any]) -> Any:
         return getattr(sys.modules["torch"], dtype_name(dtype) or "")
     except AttributeError as exc:
         raise InvalidValue(
-            f"field {field!r}: torch does not support dtype {dtype}: use batch.numpy({field!r})"
+            f"field {field!r} has dtype {dtype}, which torch does not support: use "
+            f"batch.numpy({field!r})"
         ) from exc
 
 

@@ -103,7 +103,7 @@ class OpenPools:
         if self.mode == "required" and not own:
             raise DeviceMissing(
                 f"devices='required', but peer {welcome.peer!r} has no device arena on a GPU that "
-                "this process uses (its device arenas: "
+                "this process uses (the peer's device arenas: "
                 f"{[pool.handle.device for pool in self.pools] or 'none'}): start the peer with "
                 "--device-arena, or connect with devices='auto'"
             )
@@ -192,7 +192,7 @@ class OpenPools:
         names = {column.field for one in taken for column in one.columns}
         rest = {name: column for name, column in columns.items() if name not in names}
         self.tell_of_host_copies(
-            rest, "not all values of this field are arrays of one dtype and rank on one device"
+            rest, "its values are not all arrays of one dtype and rank on one device"
         )
         return taken, rest
 
@@ -264,8 +264,8 @@ class OpenPools:
             if not self._broken:
                 self._broken = True
                 log.warning(
-                    "devices: cannot tell whether a GPU is still using released views, so the "
-                    "views stay pinned until this process exits: %s",
+                    "devices: cannot tell whether a GPU is still using released views (%s), so the "
+                    "views stay pinned until this process exits",
                     exc,
                 )
             return False

@@ -223,7 +223,7 @@ class Authority:
                 address,
                 roster.members[heir],
                 (
-                    f", but {partly} of its {int(mine.sum())} shards start empty, because the "
+                    f", but {partly} of these {int(mine.sum())} shards start empty, because the "
                     "backup had no complete copy of them"
                 )
                 if partly

@@ -215,8 +215,8 @@ class Progress:
     def _late(self) -> Unavailable:
         return Unavailable(
             "the backup of this host's peer did not confirm the call in time. The call may "
-            "have taken effect: repeat it, with the same keys if it is a put. If this persists, "
-            "check the backup with dataplane status",
+            "have taken effect. Repeat the call (for a put, use the same keys). If the error "
+            "persists, check the backup with dataplane status",
             **({OVERDUE: True} if self.is_slow() else {}),
         )
 
@@ -488,8 +488,8 @@ class Serving:
         except TimeoutError as exc:
             slow = {OVERDUE: True} if self.is_slow else {}
             raise Unavailable(
-                f"{self.reason}. Repeat the call; if this persists, check the network between the "
-                "peers",
+                f"{self.reason}. Repeat the call. If the error persists, check the network "
+                "between the peers",
                 **slow,
             ) from exc
         finally:

@@ -108,7 +108,7 @@ def test_what_cannot_be_is_said_in_one_sentence(alone: Cluster) -> None:
         with pytest.raises(dataplane.ClaimTimeout, match="2 of 2 rows ready; the partition is not"):
             part.plan("train", rank=0, ranks=2, timeout=0.3)
         part.seal()
-        with pytest.raises(dataplane.InvalidRows, match="tag 'length'.*1 row has no such"):
+        with pytest.raises(dataplane.InvalidRows, match="tag 'length'.*1 row has no valid"):
             part.plan("train", rank=0, ranks=2, balance="length")
         with pytest.raises(dataplane.InvalidCall, match="expected a value from 0 to 1"):
             part.plan("train", rank=2, ranks=2)

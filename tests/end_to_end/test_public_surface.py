@@ -57,7 +57,9 @@ def test_the_same_definition_attaches_and_another_conflicts(hosts: Hosts) -> Non
     fill(again, 2, group="g")
     assert len(here.rows()) == 2
     for other in ({"group_size": 3}, {"free": "drop", "group_size": 2}, {}):
-        with pytest.raises(dataplane.PartitionConflict, match="drop it first, or attach"):
+        with pytest.raises(
+            dataplane.PartitionConflict, match="drop the partition first, or attach"
+        ):
             hosts.there.partition(hosts.name, stages, **other)  # type: ignore[arg-type]
     with pytest.raises(dataplane.PartitionConflict):
         hosts.there.partition(hosts.name, {"s": ["y"]}, group_size=2)
@@ -114,7 +116,7 @@ def test_a_late_stage_is_refused_where_acked_rows_are_freed(hosts: Hosts) -> Non
     here, there = hosts.partition({"s": ["x"]}, free="acked")
     fill(here, 1)
     for part in (here, there):
-        with pytest.raises(dataplane.StageUndefined, match="have missed rows"):
+        with pytest.raises(dataplane.StageUndefined, match="no stage can be added later"):
             part.claim("late", rows=1, fields=["x"], timeout=5)
 
 

@@ -117,8 +117,8 @@ def test_strangers_at_the_peer_door_disturb_nobody(cluster: Cluster) -> None:
             for change, code, says in (
                 ({"versions": (7, 9)}, "VersionMismatch", "speaks protocol versions"),
                 ({"plane": "elsewhere"}, "RosterMismatch", "same --run and --seeds"),
-                ({"shards": 64}, "RosterMismatch", "has shards 64"),
-                ({}, "RosterMismatch", "has epoch"),
+                ({"shards": 64}, "RosterMismatch", "has shard count 64"),
+                ({}, "RosterMismatch", "has founding epoch"),
             ):
                 reply = stranger.ask(msgspec.structs.replace(hello, **change), other, (0, 0))
                 assert isinstance(reply, Failed) and reply.code == code and says in reply.message
@@ -161,7 +161,7 @@ def test_a_second_peer_of_one_name_on_another_host_is_not_let_in(
         if host is hosts[0]:
             path = host / PLANE / "a.sock"
             until(lambda path=path: cluster.is_up("host-1", path), "the first is up")
-    assert "give each its own --name" in sent_away(cluster, "host-2")
+    assert "give each peer its own --name" in sent_away(cluster, "host-2")
     monkeypatch.setenv("DATAPLANE_RUN_DIR", str(hosts[0]))
     with cluster.connect("a") as plane:
         assert plane.peer == "a"
@@ -173,7 +173,7 @@ def test_a_seed_that_does_not_answer_is_named_in_bounded_time(cluster: Cluster) 
     cluster.await_up("a")
     with cluster.connect("a") as plane:
         began = time.monotonic()
-        with pytest.raises(dataplane.Unavailable, match=rf"{dead}.*check that it is running"):
+        with pytest.raises(dataplane.Unavailable, match=rf"{dead}.*check that the peer is running"):
             for i in range(64):
                 plane.partition(f"p{i}", {"s": ["x"]}, timeout=1)
         assert time.monotonic() - began < 10

@@ -213,7 +213,7 @@ def test_a_row_whose_tag_is_no_weight_ends_a_claim_by_budget_with_its_name(bad: 
     ((claim, why),) = raised(shard, lambda: shard.put(2, 2, length=[bad, 10]))
     assert claim == 1 and isinstance(why, InvalidRows)
     assert (
-        "but budget= needs a finite, non-negative number in this tag. 1 row has no such number"
+        "but budget= needs a finite, non-negative number in this tag. 1 row has no valid number"
         in why.message
     )
     assert f"tag 'length' of row 2 is {bad!r}" in why.message
@@ -229,7 +229,7 @@ def test_rows_without_the_tag_are_told_apart_from_rows_with_another_one() -> Non
     ((_, why),) = raised(shard, lambda: shard.put(0, 3, lenght=[10]))
     assert isinstance(why, InvalidRows) and why.details["rows"] == 3
     assert "row 0 has no tag 'length'" in why.message
-    assert "Other tags here are 'even', 'lenght'" in why.message
+    assert "Other tags of this partition: 'even', 'lenght'" in why.message
 
 
 def test_a_group_with_a_row_without_weight_ends_a_claim_of_groups_by_budget() -> None:

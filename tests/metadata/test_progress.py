@@ -113,7 +113,7 @@ def test_progress_under_the_name_of_a_field_that_the_rows_have_is_refused() -> N
     taken = claim(s, 1)
     with pytest.raises(
         FieldExists,
-        match=r"a value for field 'prompt'.*store the values of release\(\) under another",
+        match=r"a value for field 'prompt'.*Store the values of release\(\) under another",
     ):
         finish(s, taken, "release", columns=so_far(1, 70, "prompt"))
     with pytest.raises(InvalidRows, match="cannot add fields to rows that this call drops"):

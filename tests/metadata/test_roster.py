@@ -87,7 +87,7 @@ def test_a_table_that_does_not_fit_together_is_refused() -> None:
         with pytest.raises(RosterMismatch, match="inconsistent roster"):
             Roster.from_table(short)
     stranger = msgspec.structs.replace(table, primaries=b"\x08\0" * SHARDS)
-    with pytest.raises(RosterMismatch, match="but refers to others"):
+    with pytest.raises(RosterMismatch, match="peers outside the roster"):
         Roster.from_table(stranger)
 
 

@@ -210,7 +210,7 @@ def test_calls_about_unknown_things_are_refused() -> None:
 
 def test_a_group_is_not_told_to_have_more_rows_than_can_be_counted() -> None:
     s = store(free="drop")
-    with pytest.raises(InvalidRows, match="pass a number of rows from 1 to"):
+    with pytest.raises(InvalidRows, match="pass a value from 1 to"):
         s.close("g", 1 << 31)
     assert names.hash_name("g") not in s.groups
     s.close("g", (1 << 31) - 1)

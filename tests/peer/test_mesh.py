@@ -94,7 +94,7 @@ async def test_all_who_ask_a_peer_wait_for_one_greeting(mesh: Mesh, far: Far) ->
 async def test_a_late_answer_of_a_peer_that_is_connected_is_not_taken_for_a_wrong_setting(
     mesh: Mesh, far: Far
 ) -> None:
-    with pytest.raises(Unavailable, match="check that it is running with the same --run"):
+    with pytest.raises(Unavailable, match="check that the peer is running with the same --run"):
         await mesh.call(THERE, Stats(), timeout_s=0.05)
     mesh.part(THERE)
     far.answer = far.welcome

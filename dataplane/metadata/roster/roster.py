@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from dataplane.errors import RosterMismatch
+from dataplane.errors import RosterMismatch, counted
 from dataplane.wire.limits import MAX_MEMBERS, SHARDS
 from dataplane.wire.records import U2, column
 from dataplane.wire.tables import Owner, RosterTable, Takeover
@@ -117,8 +117,8 @@ class Roster:
             or sizes != (2 * shards, 2 * shards, (shards + 7) // 8, shards)
         ):
             raise RosterMismatch(
-                f"received an inconsistent roster of {len(members)} members: its columns "
-                "differ in length. Install the same dataplane release everywhere"
+                f"received an inconsistent roster of {counted(len(members), 'member')}: "
+                "install the same dataplane release everywhere"
             )
         primaries = column(table.primaries, U2).astype(np.uint16)
         backups = column(table.backups, U2).astype(np.uint16)
@@ -126,8 +126,8 @@ class Roster:
         known = (primaries < len(members)) & ((backups < len(members)) | (backups == NO_BACKUP))
         if not known.all():
             raise RosterMismatch(
-                f"received a roster that lists {len(members)} members but refers to others: "
-                "install the same dataplane release everywhere"
+                f"received a roster of {counted(len(members), 'member')} that assigns shards to "
+                "peers outside the roster: install the same dataplane release everywhere"
             )
         columns = (primaries, backups, in_sync.astype(np.bool_), np.frombuffer(lost, np.uint8))
         incarnations, leaving = tuple(table.incarnations), frozenset(table.leaving)

@@ -136,7 +136,7 @@ def _sizes_in(told: Progress, count: int) -> list[_Sizes]:
         if not 0 <= dropped <= gone:
             raise ProtocolError(
                 f"group {at} of the checkpoint has {counted(dropped, 'dropped row')}: expected a "
-                f"number from 0 to {gone}, its number of freed rows. Restore another checkpoint"
+                f"value from 0 to {gone}, the number of freed rows. Restore another checkpoint"
             )
     return found
 
@@ -215,8 +215,8 @@ def _checked(state: State, op: Restore) -> tuple[RowsIn | None, ValuesIn, list[_
     fields = op.values.fields
     if rows is None and (fields or op.tags):
         raise ProtocolError(
-            f"the checkpoint has {len(fields)} fields and {len(op.tags)} tags, but no rows: "
-            "expected no fields and no tags. Restore another checkpoint"
+            f"the checkpoint has {counted(len(fields), 'field')} and "
+            f"{counted(len(op.tags), 'tag')}, but no rows. Restore another checkpoint"
         )
     if op.rows.group_names is not None and len(op.rows.group_names) != len(group_keys):
         raise ProtocolError(
@@ -242,13 +242,13 @@ def _checked(state: State, op: Restore) -> tuple[RowsIn | None, ValuesIn, list[_
         full = expected != UNKNOWN_SIZE and expected <= gone + live[at]
         if closed and not live[at]:
             raise ProtocolError(
-                f"group {at} of the checkpoint is closed, but has no rows: expected at "
-                "least one. Restore another checkpoint"
+                f"group {at} of the checkpoint is closed, but has no rows. Restore "
+                "another checkpoint"
             )
         if full and not closed:
             raise ProtocolError(
-                f"group {at} of the checkpoint has all its {expected} rows, but is open: "
-                "expected it to be closed. Restore another checkpoint"
+                f"group {at} of the checkpoint is complete ({counted(expected, 'row')}), but is "
+                "not closed. Restore another checkpoint"
             )
     return rows, arrived, sizes
 
@@ -260,8 +260,9 @@ def _new(
     there = sum([key in index for key in keys])
     if there:
         raise PartitionConflict(
-            f"{there} of {len(keys)} {what}s already exist in partition {partition!r}: "
-            "drop the partition first, or restore into another run",
+            f"partition {partition!r} already contains {there} of "
+            f"{counted(len(keys), what)} in the checkpoint: drop the partition first, or restore "
+            "into another run",
             partition=partition,
         )
     return keys

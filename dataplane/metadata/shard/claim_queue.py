@@ -344,7 +344,7 @@ class ClaimQueue:
             lost = RowsLost(
                 f"{had} that remains, but {counted(total, 'row was', 'rows were')} lost when a "
                 f"peer died (for example {', '.join(map(repr, keys[:3]))}). part.lost() lists all "
-                "lost rows: put them into a new partition",
+                "lost rows. To process these rows, put them into a new partition",
                 partition=store.partition,
                 rows=total,
                 keys=keys,

@@ -68,21 +68,20 @@ def close(state: State, name: Name, size: int) -> int:
     limit = state.definition.group_size or MAX_GROUP_ROWS
     if not 0 < size <= limit:
         raise InvalidRows(
-            f"cannot close group {name!r} with {counted(size, 'row')}: pass a number of "
-            f"rows from 1 to {limit}"
+            f"cannot close group {name!r} with n={size}: pass a value from 1 to {limit}"
         )
     if group is None:
         if not state.tombstones.freed(of_group(key)):  # else this is said once more
             if state.tombstones.dropped(of_group(key)):
                 raise RowsDropped(
-                    f"group {name!r} was dropped, so it cannot be closed: leave it out, "
-                    "or put it again with reuse=True",
+                    f"group {name!r} was dropped, so it cannot be closed: skip this "
+                    "call, or first put the group again with reuse=True",
                     groups=[name],
                 )
             if state.sealed:
                 raise PartitionSealed(
-                    f"partition {state.partition!r} is sealed and takes no new groups, "
-                    f"so it cannot add group {name!r}: use another partition"
+                    f"partition {state.partition!r} is sealed, so group {name!r} "
+                    "cannot be added: use another partition"
                 )
             state.add_group(key, name, size)
         return 0
@@ -90,14 +89,14 @@ def close(state: State, name: Name, size: int) -> int:
         if size != group.seen:
             raise GroupClosed(
                 f"group {name!r} is already closed with {counted(group.seen, 'row')}, so "
-                f"it cannot be closed with {size}: use another group id",
+                f"it cannot be closed again with n={size}: use another group id",
                 rows=group.seen,
             )
         return 0
     if size < group.seen:
         raise InvalidRows(
-            f"group {name!r} already has {counted(group.seen, 'row')}, including dropped ones: "
-            "close it with at least that many",
+            f"cannot close group {name!r} with n={size}, because it already has "
+            f"{counted(group.seen, 'row')}, including dropped ones: pass n={group.seen} or more",
             rows=group.seen,
         )
     if state.images is not None:

@@ -63,7 +63,7 @@ def finish(state: State, lease: Lease, asked_for: Finish) -> dict[str, int]:
     if values.fields and outcome == "drop":
         raise InvalidRows(
             "cannot add fields to rows that this call drops: ack the rows "
-            "instead, or add the fields first"
+            "instead, or add the fields in an earlier call"
         )
     index = asked_for.index
     asked = lease.unfinished() if index is None else lease.at(_positions(lease, index))
@@ -150,7 +150,7 @@ def _positions(lease: Lease, index: bytes) -> list[int]:
             which = f"row {part.block.name(rows_of(over)[0])!r}" if part.block.keys else "a row"
             raise InvalidRows(
                 f"{which} of lease {lease.number} was already acked, released or "
-                "dropped: leave it out"
+                "dropped: leave this row out of the call"
             )
     return positions
 

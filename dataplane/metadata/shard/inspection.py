@@ -196,7 +196,8 @@ def key_there(state: State, name: Name) -> Done | DataplaneError | None:
     row = f"row {name!r} of partition {state.partition!r}"
     if state.tombstones.freed(key):
         return RowsGone(
-            f"{row} was freed after every stage had acked it: read it before the last ack",
+            f"{row} was freed after every stage had acked it: read rows before the "
+            "last stage acks them",
             keys=[name],
         )
     if state.tombstones.dropped(key):

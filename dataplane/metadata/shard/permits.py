@@ -176,8 +176,8 @@ class Permits:
         if state.definition.group_size is None:
             raise InvalidCall(
                 f"admit() admits whole groups, but partition {state.partition!r} has no "
-                "group_size: declare it with plane.partition(…, group_size=n), or with "
-                "group_size=1 to admit single rows"
+                "group_size: declare the partition with plane.partition(…, group_size=n). To "
+                "admit single rows, use group_size=1"
             )
         if count > slots:
             raise InvalidCall(

@@ -95,7 +95,7 @@ def join(
     if any(one.holder == holder and not one.acked for one in of_rank):
         raise InvalidCall(
             f"this process already takes part in the plan of stage {stage.name!r} as rank {rank}: "
-            "ack or release that plan first, or use it in a `with` block",
+            "ack or release that plan first. A `with` block does so when it ends",
             stage=stage.name,
         )
     if len(plan.members) >= MAX_RANKS:
@@ -157,7 +157,8 @@ def finish(state: State, member: Member, asked: Finish) -> dict[str, int]:
         )
     if asked.values.fields or asked.values.chunks or asked.tags:
         raise InvalidRows(
-            "cannot add fields or tags while acking or releasing a plan: add them first"
+            "cannot add fields or tags while acking or releasing a plan: add them in an "
+            "earlier call"
         )
     if asked.outcome != "ack":
         end(state, member, finishes.REASONS[asked.outcome])
@@ -227,7 +228,7 @@ def _begin(state: State, stage: Stage, shape: Shape, now: float) -> Plan:
     if len(ready) > MAX_PLAN_ROWS:
         raise LimitExceeded(
             f"stage {stage.name!r} has {len(ready)} rows left, but a plan can have at "
-            f"most {MAX_PLAN_ROWS}: put fewer rows into each partition, or claim some of "
+            f"most {MAX_PLAN_ROWS} rows: put fewer rows into each partition, or claim some of "
             "the rows first",
             rows=len(ready),
             limit=MAX_PLAN_ROWS,

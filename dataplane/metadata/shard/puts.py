@@ -234,10 +234,10 @@ def check_added(stage: Stage | None, parts: Sequence[tuple[Part, Pieces]]) -> No
         if not count:
             continue
         others = f" from a writer other than stage {stage.name!r}" if stage is not None else ""
-        what = "add the values" if stage is not None else "store the values of release()"
+        what = "Add the values" if stage is not None else "Store the values of release()"
         raise FieldExists(
             f"{counted(count, 'row already has', 'rows already have')} a value for field {name!r}"
-            f"{others} (for example row {taken[0]!r}). Nothing was stored: "
+            f"{others} (for example row {taken[0]!r}). Nothing was stored. "
             f"{what} under another field name",
             field=name,
             keys=taken,
@@ -298,9 +298,9 @@ def _check_new_rows(state: State, rows: RowsIn, new: Sequence[int], buried: bool
             _check_new_groups(state, rows, groups)  # the seal may have dropped them
         raise PartitionSealed(
             f"partition {state.partition!r} is sealed and takes no new rows, but "
-            f"{counted(len(new), 'row')} of this put would be new: put new rows into another "
-            "partition. If this partition is left over from an earlier launch of the "
-            "run, call connect(fresh=True), which ends that launch first",
+            f"{counted(len(new), 'row of this put is', 'rows of this put are')} new: put "
+            "new rows into another partition. If this partition is left over from an earlier "
+            "launch of the run, call connect(fresh=True) to start with an empty run",
             partition=state.partition,
             rows=len(new),
         )
@@ -332,9 +332,9 @@ def _there(rows: RowsIn, known: Sequence[Block | None], brought: Mapping[str, in
         name = partly[0][1]
         keys = shown(rows.names, rows.keys, [place for place, field in partly if field == name])
         raise FieldExists(
-            f"{counted(len(partly), 'row already has', 'rows already have')} field {name!r} but "
-            f"not all fields of this put (for example row {keys[0]!r}). Nothing was stored. Fields "
-            "are written once; pass replace=True to write a new value",
+            f"{counted(len(partly), 'row already has', 'rows already have')} some fields of "
+            f"this put but not all (for example, row {keys[0]!r} has field {name!r}). Nothing was "
+            "stored. To overwrite existing fields, pass replace=True",
             field=name,
             keys=keys,
         )

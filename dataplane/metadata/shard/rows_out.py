@@ -45,7 +45,8 @@ def _leased_rows(state: State, number: int) -> Rows:
     if len(held) < left:
         gone = left - len(held)
         raise RowsGone(
-            f"{gone} of the {left} rows of lease {number} were dropped or lost: claim again",
+            f"lease {number} no longer has {gone} of its {counted(left, 'unfinished row')} "
+            "(dropped or lost): claim again",
             rows=gone,
         )
     return held
@@ -200,8 +201,9 @@ def find_rows(state: State, raw: bytes, names: Sequence[Name] | None = None) -> 
         shown_names = shown(names, keys, gone)
         raise RowsGone(
             f"{len(gone)} of {counted(len(keys), 'row is', 'rows are')} not in partition "
-            f"{state.partition!r} (for example {', '.join(map(repr, shown_names))}): each was "
-            "never put, or was freed, dropped or lost with a peer. part.lost() lists the lost rows",
+            f"{state.partition!r} (for example {', '.join(map(repr, shown_names))}): a missing "
+            "row was never put, or was freed, dropped, or lost with a peer. part.lost() lists "
+            "the lost rows",
             keys=shown_names,
             dropped=shown(names, keys, dropped),
             rows=len(gone),

@@ -211,12 +211,12 @@ class State:
         try:
             return self.stages[name]
         except KeyError:
-            known = ", ".join(map(repr, sorted(self.stages))) or "none"
+            known = ", ".join(map(repr, sorted(self.stages)))
+            use = f"use one of its stages ({known}), " if known else ""
             raise StageUndefined(
                 f"partition {self.partition!r} has no stage "
-                f"{name!r}{did_you_mean(name, self.stages)}: use one of its stages "
-                f"({known}), declare the new stage in plane.partition(stages=…), or claim "
-                "with fields=[…]",
+                f"{name!r}{did_you_mean(name, self.stages)}: {use}declare the new stage in "
+                "plane.partition(stages=…), or claim with fields=[…]",
                 stage=name,
             ) from None
 

@@ -172,8 +172,8 @@ class Store(State):
         if definition not in (self.declared, self.definition):
             raise PartitionConflict(
                 f"partition {self.partition!r} was declared with "
-                f"{plans.difference(self.declared, definition)}: drop it first, or attach to it "
-                f"with plane.partition({self.partition!r})",
+                f"{plans.difference(self.declared, definition)}: drop the partition first, or "
+                f"attach to it unchanged with plane.partition({self.partition!r})",
                 partition=self.partition,
                 declared=msgspec.to_builtins(self.declared),
             )
@@ -196,12 +196,13 @@ class Store(State):
                 )
             return
         if self.definition.free == "acked":
+            names = ", ".join(map(repr, sorted(self.stages)))
+            use = f"use one of its stages ({names}), or " if names else ""
             raise StageUndefined(
                 f"partition {self.partition!r} has no stage "
-                f"{name!r}{did_you_mean(name, self.stages)}, only "
-                f"{', '.join(map(repr, sorted(self.stages)))}: declare all stages in "
-                "plane.partition(stages=…). With free='acked', a stage that is added "
-                "later may already have missed rows",
+                f"{name!r}{did_you_mean(name, self.stages)}: {use}declare all stages in "
+                "plane.partition(stages=…). With free='acked', no stage can be added later, "
+                "because rows that it needs may already be freed",
                 stage=name,
             )
         self.check_stage_room(name, fields)

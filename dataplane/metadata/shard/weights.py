@@ -74,10 +74,10 @@ def check(parts: Iterable[Part], tag: str, what: str, tags: Iterable[str]) -> No
     else:
         found = f"tag {tag!r} of row {name!r} is {value!r:.80}"
     others = sorted(set(tags) - {tag})[:SHOWN]
-    known = f". Other tags here are {', '.join(map(repr, others))}" if others else ""
+    known = f". Other tags of this partition: {', '.join(map(repr, others))}" if others else ""
     raise InvalidRows(
         f"{found}, but {what} needs a finite, non-negative number in this tag. "
-        f"{counted(len(rows), 'row has', 'rows have')} no such number: set the tag with "
+        f"{counted(len(rows), 'row has', 'rows have')} no valid number: set the tag with "
         f"part.tag(…), or drop the rows{known}",
         tag=tag,
         rows=len(rows),

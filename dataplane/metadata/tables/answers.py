@@ -71,8 +71,8 @@ class Answers:
         answer = self._callers[change.caller].answers[change.number]
         if answer is None:
             raise ChangeExpired(
-                f"change {change.number} of peer {change.caller.peer} arrived after its "
-                "caller had cancelled it, so it was not applied: repeat the call",
+                f"the caller cancelled change {change.number} of peer {change.caller.peer} before "
+                "the change arrived, so the change was not applied: repeat the call",
                 number=change.number,
             )
         return answer
@@ -97,8 +97,8 @@ class Answers:
         if change.number < max(change.floor, caller.floor):
             raise ChangeExpired(
                 f"change {change.number} of peer {change.caller.peer} arrived after the peer had "
-                "stopped waiting for it, so it was not applied: read the rows to see whether an "
-                "earlier attempt took effect, or repeat the call",
+                "stopped waiting for it, so this attempt was not applied. An earlier attempt may "
+                "have taken effect: read the rows, and repeat the call if they are unchanged",
                 number=change.number,
             )
         above = len(caller.answers)
@@ -107,7 +107,7 @@ class Answers:
         if above >= MAX_CHANGES_ABOVE_FLOOR and change.number not in caller.answers:
             raise LimitExceeded(
                 f"peer {change.caller.peer} already has {above} unconfirmed changes, the maximum: "
-                "wait for the reply to the oldest, then repeat the call",
+                "wait until the oldest is confirmed, then repeat the call",
                 limit=MAX_CHANGES_ABOVE_FLOOR,
             )
 

@@ -42,16 +42,16 @@ def hash_name(name: Name) -> bytes:
         text = name.encode()
         if len(text) > MAX_NAME_BYTES:
             raise LimitExceeded(
-                f"the name {shown(name):.40}… is {len(text)} bytes long, over the limit of "
-                f"{MAX_NAME_BYTES}: use a shorter name",
+                f"the key or group id {shown(name):.40}… is {len(text)} bytes long, over the limit "
+                f"of {MAX_NAME_BYTES}: use a shorter one",
                 size=len(text),
                 limit=MAX_NAME_BYTES,
             )
         return xxh3_128_digest(b"s" + text)
     if isinstance(name, bool) or not isinstance(name, int | str):
         raise InvalidRows(
-            "a key or group id must be a str or an int, not "
-            f"{type(name).__name__} ({shown(name):.40}): convert it"
+            f"invalid key or group id {shown(name):.40} of type {type(name).__name__}: pass a "
+            "str or an int"
         )
     if isinstance(name, str):
         return hash_name(str(name))
@@ -116,6 +116,6 @@ def parse_minted(name: str) -> bytes:
     if not _MINTED.fullmatch(name):
         raise InvalidRows(
             f"key {name!r} starts with {MINTED_MARK!r}, which is reserved for generated "
-            "keys: choose another first character"
+            "keys: use a key that starts with another character"
         )
     return bytes.fromhex(name[1:])

@@ -47,7 +47,7 @@ def check(tags: Mapping[str, Sequence[Scalar]], rows: int, known: Iterable[str])
         if len(values) != rows and len(values) != 1:
             raise InvalidRows(
                 f"tag {name!r} has {counted(len(values), 'value')} for {counted(rows, 'row')}: "
-                "pass one value per row, or one for all rows",
+                "pass one value per row, or one value for all rows",
                 tag=name,
                 values=len(values),
                 rows=rows,

@@ -144,7 +144,7 @@ def _scalar(value: Any) -> Scalar:
         scalar: Scalar = _checked(value)
         return scalar
     raise InvalidValue(
-        f"cannot compare a tag with a {type(value).__name__} ({shown(value):.40}): pass a "
+        f"cannot compare a tag with {shown(value):.40} of type {type(value).__name__}: pass a "
         "bool, int, float, str or None"
     )
 
@@ -183,7 +183,7 @@ def _check(wire: Any, depth: int, budget: list[int]) -> None:
     _spend(budget, 1)
     if depth == 0:
         raise ProtocolError(
-            f"a filter is nested deeper than the limit of {MAX_NESTING} levels: flatten the filter",
+            f"the filter has more than {MAX_NESTING} levels of nesting: flatten it",
             limit=MAX_NESTING,
         )
     how, rest = wire[0], wire[1:]
@@ -208,8 +208,8 @@ def _check(wire: Any, depth: int, budget: list[int]) -> None:
     for value in values:
         if value is not None and not isinstance(value, bool | int | float | str):
             raise ProtocolError(
-                f"cannot compare a tag with a {type(value).__name__}: use a bool, int, "
-                "float, str or None"
+                f"cannot compare a tag with a value of type {type(value).__name__}: use a bool, "
+                "int, float, str or None"
             )
 
 
@@ -244,7 +244,7 @@ def _spend(budget: list[int], nodes: int) -> None:
     budget[0] -= nodes
     if budget[0] < 0:
         raise ProtocolError(
-            f"a filter has more parts than the limit of {MAX_WHERE_NODES}: use a simpler filter",
+            f"the filter has more than {MAX_WHERE_NODES} parts: use a simpler filter",
             limit=MAX_WHERE_NODES,
         )
 

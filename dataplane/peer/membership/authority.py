@@ -99,8 +99,8 @@ class KeeperRole:
         self._authority.beat(peer, epoch, body)
         if self._authority.is_behind:
             log.error(
-                "peer %s has roster version %s, which is unknown to this roster "
-                "keeper; restarting the keeper to ask all peers for their versions",
+                "peer %s has roster version %s, which this roster keeper does not "
+                "know; restarting the keeper to ask all peers for their versions",
                 peer.peer,
                 epoch,
             )
@@ -330,6 +330,6 @@ def _roster(raw: bytes) -> Roster:
         return Roster.from_table(msgspec.msgpack.decode(raw, type=RosterTable))
     except msgspec.MsgspecError as exc:
         raise RosterMismatch(
-            f"cannot decode the roster in etcd, which another release of dataplane wrote ({exc}): "
-            "install that release, or choose another --run"
+            f"cannot decode the roster in etcd ({exc}), because another dataplane release wrote "
+            "it: install that release, or choose another --run"
         ) from exc

@@ -105,7 +105,8 @@ class Leaving:
             self.host.name,
         )
         await self._end_clients(
-            "is shutting down, and as the roster keeper it must be restarted at the same address"
+            "is shutting down, and must be restarted at the same address because it is the roster "
+            "keeper"
         )
         await self._calls_end()
         until = self.host.now() + QUIET_S
@@ -116,7 +117,7 @@ class Leaving:
         await self.door.close(
             PeerLeaves(
                 f"peer {self.host.name!r} {what}: connect to another peer, and repeat the call "
-                "there",
+                "there (for a put, use the same keys)",
                 peer=self.host.name,
             )
         )

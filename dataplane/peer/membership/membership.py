@@ -106,8 +106,8 @@ class Membership:
                 continue
             waited_s += BEAT_S
             asks = (
-                f"the roster keeper{self._whereabouts()}. Check that it is running with the same "
-                "--run, --seeds, --roster and --token-file"
+                f"the roster keeper{self._whereabouts()}. Check that the keeper is running with "
+                "the same --run, --seeds, --roster and --token-file"
             )
             if waited_s >= timeout_s:
                 raise Unavailable(
@@ -115,7 +115,7 @@ class Membership:
                 )
             if waited_s >= told_s + LOG_EVERY_S:
                 told_s = waited_s
-                log.info("peer %r: waiting to join, no answer from %s", self.host.name, asks)
+                log.info("peer %r: waiting to join; no answer yet from %s", self.host.name, asks)
 
     async def _say(self) -> None:
         leaving = self._leaving and self._is_ready() and self.host.progress.is_settled

@@ -113,14 +113,15 @@ class KnownPeers:
                 f"{hello.versions[1]}, but this peer speaks {mine.versions[0]} to "
                 f"{mine.versions[1]}: install the same dataplane release everywhere"
             )
-        for what in ("plane", "shards", "epoch"):
+        compared = {"plane": "run", "shards": "shard count", "epoch": "founding epoch"}
+        for what, label in compared.items():
             theirs, ours = getattr(hello, what), getattr(mine, what)
             if theirs != ours:
                 raise RosterMismatch(
-                    f"peer {hello.name!r} at {hello.address} has {what} {theirs!r}, but this peer "
-                    f"({mine.name!r} at {mine.address}) has {ours!r}: start all peers of a plane "
-                    "with the same --run and --seeds, and call connect(fresh=True) in all "
-                    "processes of a launch or in none",
+                    f"peer {hello.name!r} at {hello.address} has {label} {theirs!r}, but this "
+                    f"peer ({mine.name!r} at {mine.address}) has {ours!r}: start all peers of a "
+                    "run with the same --run and --seeds, and call connect(fresh=True) either in "
+                    "every process of a launch or in none",
                     what=what,
                 )
         taken = {met.name: address for address, met in self._met.items()} | {
@@ -131,7 +132,7 @@ class KnownPeers:
         if taken.get(hello.name, hello.address) != hello.address or renamed:
             raise PeerNameTaken(
                 f"two peers of run {mine.plane!r}, at {taken.get(hello.name)} and at "
-                f"{hello.address}, are both named {hello.name!r}: give each its own --name",
+                f"{hello.address}, are both named {hello.name!r}: give each peer its own --name",
                 name=hello.name,
             )
 

@@ -99,8 +99,8 @@ class Mesh:
         for link in self._links.values():
             link.close(
                 Unavailable(
-                    f"peer {self.host.name!r} is shutting down: connect to "
-                    "another peer and repeat the call"
+                    f"peer {self.host.name!r} is shutting down: connect to another peer, and "
+                    "repeat the call there (for a put, use the same keys)"
                 )
             )
         self.greetings.close()
@@ -232,10 +232,11 @@ class Mesh:
         elif self.others.incarnation(address) is not None:
             hint = (
                 "the connection was lost, so the peer may be suspended, dead, or cut off. "
-                "Check the peer's log, and repeat the call once the peer is back"
+                "Check the peer's log. Once the peer is back, repeat the call (for a put, use the "
+                "same keys)"
             )
         else:
-            hint = "check that it is running with the same --run, --seeds and --token-file"
+            hint = "check that the peer is running with the same --run, --seeds and --token-file"
         return Unavailable(
             f"peer {self.others.name(address)} at {address} did not answer {what} within "
             f"{duration(limit_s)}: {hint}",

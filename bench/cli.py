@@ -78,10 +78,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bench",
         description=(
-            "Measure whether a data plane helps a job on this machine. Example: `python -m bench "
-            "run --trace video --json bench/out/report.json`."
+            "Measure whether a job on this machine would benefit from a data plane. Example: "
+            "`python -m bench run --trace video --json bench/out/report.json`."
         ),
-        epilog="bench/README.md describes what is measured, and how.",
+        epilog="See bench/README.md for what the bench measures and how.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for module in _COMMANDS:

@@ -141,7 +141,10 @@ def _add_record(commands: Commands) -> None:
         help="new or empty directory for the recording",
     )
     record.add_argument(
-        "--steps", metavar="N", type=int, help="stop after N steps (default: when the run ends)"
+        "--steps",
+        metavar="N",
+        type=int,
+        help="stop after N steps (default: record until the run ends)",
     )
     record.add_argument("--peer", metavar="NAME", help=_THIS_PEER)
     record.add_argument("--run", metavar="NAME", help=_ONLY_RUN)
@@ -161,14 +164,17 @@ def _add_watch(commands: Commands) -> None:
         metavar="HOST:PORT",
         nargs="?",
         const=_PAGE,
-        help=f"serve a web page instead, and print its link (default address: {_PAGE})",
+        help=(
+            "serve a web page instead of using the terminal, and print its link (default "
+            f"address: {_PAGE})"
+        ),
     )
     watch.add_argument(
         "--token-file",
         metavar="FILE",
         help=(
-            "file that holds the run's cluster token; required unless the page is served on a "
-            "loopback address (default: the path in DATAPLANE_TOKEN_FILE)"
+            "file with the run's cluster token (default: the path in DATAPLANE_TOKEN_FILE); "
+            "required if the page has a non-loopback address"
         ),
     )
     watch.set_defaults(command=_in("cli_watch", "watch"))
@@ -177,13 +183,15 @@ def _add_watch(commands: Commands) -> None:
 def _add_rows(commands: Commands) -> None:
     rows = _command(commands, "rows", "list rows of a partition, without their values")
     rows.add_argument("partition", help="name of a partition, as listed by `dataplane status`")
-    rows.add_argument("--stage", metavar="NAME", help="show row states only for this stage")
+    rows.add_argument(
+        "--stage", metavar="NAME", help="show row states for this stage only (default: all stages)"
+    )
     rows.add_argument(
         "--where",
         metavar="TAG=VALUE",
         action="append",
         default=[],
-        help="show only rows with this tag value; may be repeated to require several values",
+        help="show only rows with this tag value; repeat the option to filter by several tags",
     )
     rows.add_argument(
         "--limit", metavar="N", type=int, default=20, help="list at most N rows (default: 20)"
@@ -201,7 +209,7 @@ def _add_get(commands: Commands) -> None:
         metavar="NAME",
         action="append",
         help=(
-            "show only this field, and copy only its values to this host; may be repeated "
+            "show only this field, without copying other fields to this host; may be repeated "
             "(default: all fields)"
         ),
     )
@@ -247,7 +255,7 @@ def _add_probe(commands: Commands) -> None:
     probe.add_argument(
         "--require",
         metavar="NAME",
-        help="exit with status 1 unless this transport works between all peers",
+        help="exit with status 1 unless this transport works between every pair of peers",
     )
     probe.set_defaults(command=_in("cli_probe", "probe"))
 
@@ -265,7 +273,9 @@ def _add_token(commands: Commands) -> None:
 def _add_steps(command: argparse.ArgumentParser) -> None:
     """Options of commands about steps."""
     step = command.add_mutually_exclusive_group()
-    step.add_argument("--step", metavar="PARTITION", help="select the step of this partition")
+    step.add_argument(
+        "--step", metavar="PARTITION", help="select the step with this partition name"
+    )
     step.add_argument(
         "--last", metavar="N", type=int, default=1, help="select the last N steps (default: 1)"
     )
@@ -366,8 +376,8 @@ def _found(run: str | None, peer: str | None, variable: bool = False) -> list[ru
         if not running:
             raise PeerNotFound(
                 f"found no runs of this user on this host (looked in {rundir.run_dir()}). Start "
-                "one with connect() in a program, or with `dataplane peer`. If your run was "
-                "started with DATAPLANE_RUN_DIR, set the same value in this shell",
+                "one with connect() in a program, or with `dataplane peer`. If your run uses "
+                "another DATAPLANE_RUN_DIR, set that value in this shell",
                 running=running,
             )
         raise PeerNotFound(

@@ -19,7 +19,7 @@ def gathered(arguments: argparse.Namespace, find: Find) -> tuple[list[Event], li
     Raise InvalidCall if `--last` is below 1, or if no peer has events of `--step`."""
     step, last = arguments.step, arguments.last
     if last < 1:
-        raise InvalidCall(f"--last {last} is out of range: use 1 or more")
+        raise InvalidCall(f"--last {last} is out of range: use a value of at least 1")
     with Plane(visit(find()[1])) as plane:
         events = plane.events()
     known = steps(events)
@@ -30,7 +30,7 @@ def gathered(arguments: argparse.Namespace, find: Find) -> tuple[list[Event], li
         raise InvalidCall(
             f"--step {step!r}: no peer has recorded events for a partition with this name. "
             + (
-                f"Choose one of the partitions with events: {shown}"
+                f"Choose a partition that has events: {shown}"
                 if known
                 else "No partition has events yet: put some rows first"
             )

@@ -69,7 +69,7 @@ def record(arguments: argparse.Namespace, find: Find) -> int:
     InvalidCall if no step was recorded."""
     directory, most_steps = arguments.output, arguments.steps
     if most_steps is not None and most_steps < 1:
-        raise InvalidCall(f"--steps {most_steps} is out of range: use 1 or more")
+        raise InvalidCall(f"--steps {most_steps} is out of range: use a value of at least 1")
     run, peer = find()
     recorder = Recorder()
     with _Stop() as stop:
@@ -244,8 +244,9 @@ class _Folder:
         except OSError as error:
             unfinished.unlink(missing_ok=True)
             raise InvalidCall(
-                f"-o {str(self.path)!r}: cannot write {name}: {error.strerror or error}. "
-                f"{counted(len(self.index.steps), 'step was', 'steps were')} recorded before that. "
+                f"cannot write {name} to {str(self.path)!r}: {error.strerror or error}. "
+                f"{counted(len(self.index.steps), 'step was', 'steps were')} recorded before "
+                "this error. "
                 "Check the disk, or choose another directory with -o"
             ) from error
 
@@ -279,8 +280,8 @@ def _summary(recorder: Recorder, folder: _Folder, why: str) -> int:
         folder.discard()
         seen = f"{counted(out, 'step was', 'steps were')} left out" if out else "no step was seen"
         raise InvalidCall(
-            f"no complete step was recorded ({why}): {seen}. Keep recording until all rows of "
-            "a step are acked and its partition is sealed or dropped"
+            f"no complete step was recorded ({why}): {seen}. Record again, and stop only "
+            "after all rows of a step are acked and its partition is sealed or dropped"
         )
     print(f"{counted(steps, 'step')} recorded ({why}), {out} left out: {folder.path}", flush=True)
     return 0

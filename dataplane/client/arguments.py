@@ -29,8 +29,8 @@ def text(value: object, what: str, role: str = "the name of ") -> str:
         nbytes = len(value) if len(value) > MAX_NAME_BYTES else len(value.encode())
     except UnicodeEncodeError as exc:
         raise InvalidCall(
-            f"{role}{what} is {shown(value):.80}, which UTF-8 cannot encode ({exc.reason}): use "
-            "another name"
+            f"{role}{what} is {shown(value):.80}, which cannot be encoded as UTF-8 "
+            f"({exc.reason}): use another name"
         ) from None
     if nbytes > MAX_NAME_BYTES:
         raise LimitExceeded(
@@ -67,7 +67,7 @@ def whole(value: object, what: str) -> int:
     """Return an int of 0 or more. NumPy ints are accepted."""
     number = _number(value)
     if not 0 <= number <= _MAX_COUNT:
-        raise InvalidCall(f"{what}={shown(value):.80}: expected an int of 0 or more")
+        raise InvalidCall(f"{what}={shown(value):.80}: expected a non-negative int")
     return number
 
 
@@ -109,7 +109,7 @@ def moment(value: object, what: str) -> float:
     """Return a time on a monotonic clock, in seconds."""
     if isinstance(value, bool) or not isinstance(value, Real) or value != value:
         raise InvalidCall(
-            f"{what}={shown(value):.80}: expected a time in seconds, such as the `at` of an event"
+            f"{what}={shown(value):.80}: expected a time in seconds, such as an event's `at`"
         )
     found: Any = value
     return float(max(-_FOREVER_S, min(found, _FOREVER_S)))

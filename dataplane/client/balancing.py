@@ -63,7 +63,7 @@ class Layout:
                 if not units:
                     raise InvalidRows(
                         "remainder='drop' leaves no rows: the stage has only "
-                        f"{counted(over, shape.unit[:-1])} for ranks={shape.ranks} × "
+                        f"{counted(over, shape.unit[:-1])}, fewer than ranks={shape.ranks} × "
                         f"minibatches={shape.minibatches}. Pass a smaller minibatches=, or "
                         "remainder='pad'",
                         units=over,

@@ -92,15 +92,17 @@ class Demand(msgspec.Struct, eq=False):
             )
         least = count if self.minimum is None else arguments.count(self.minimum, "min")
         if least > count:
-            raise InvalidCall(f"min={least!r}: expected a number from 1 to {kind}={count}")
+            raise InvalidCall(
+                f"min={least!r}: expected a number from 1 to {count}, because {kind}={count}"
+            )
         return Want(kind, count, least, where)
 
     def _budget(self, budget: Mapping[str, float], unit: str, where: list[Any] | None) -> Want:
         given = arguments.mapping(budget, "budget", "{tag: limit}")
         if len(given) != 1:
             raise InvalidCall(
-                f"budget={shown(given):.80}: expected one tag and a limit on the sum of its "
-                "values, such as {'tokens': 65536}"
+                f"budget={shown(given):.80}: expected one tag with a limit on the sum of its "
+                "values, for example {'tokens': 65536}"
             )
         if self.minimum is not None:
             raise InvalidCall(
@@ -119,7 +121,9 @@ class Demand(msgspec.Struct, eq=False):
             except Exception as exc:  # of the user's number
                 raise unreadable("the limit in budget=", amount, exc, InvalidCall) from exc
         if not 0 < limit <= sys.float_info.max:
-            raise InvalidCall(f"budget={shown(given):.80}: the sum must be a finite number above 0")
+            raise InvalidCall(
+                f"budget={shown(given):.80}: the limit must be a finite number above 0"
+            )
         arguments.text(tag, "a tag")
         kind: Literal["rows", "groups"] = "rows" if unit == "rows" else "groups"
         return Want(kind, 0, 0, where, tag, limit)

@@ -19,9 +19,9 @@ NOWHERE = cast(Handle, None)
 
 @pytest.mark.parametrize("number", [False, True, 0.0, 1.0, -1, None, "0"])
 def test_what_is_no_version_or_lag_is_refused_here(number: Any) -> None:
-    with pytest.raises(InvalidCall, match="max_lag=.* int of 0 or more"):
+    with pytest.raises(InvalidCall, match="max_lag=.* non-negative int"):
         Admission(NOWHERE, 1, number, 1, None)
-    with pytest.raises(InvalidCall, match="version=.* int of 0 or more"):
+    with pytest.raises(InvalidCall, match="version=.* non-negative int"):
         Partition(NOWHERE).advance(number)
 
 

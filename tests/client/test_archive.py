@@ -55,8 +55,8 @@ def test_it_gets_its_name_when_all_of_it_is_on_the_disk_and_not_before(
 @pytest.mark.parametrize(
     ("manifest", "error", "says"),
     [
-        (Manifest(FORMAT, 2, "p", "now", [], {}), CheckpointFailed, "of version 2"),
-        (Manifest("another", 1, "p", "now", [], {}), CheckpointFailed, "is a another"),
+        (Manifest(FORMAT, 2, "p", "now", [], {}), CheckpointFailed, f"has format {FORMAT} 2"),
+        (Manifest("another", 1, "p", "now", [], {}), CheckpointFailed, "has format another 1"),
         (
             Manifest(FORMAT, 1, "p", "now", [], {"../secret": FileNote(0, "")}),
             CheckpointCorrupt,

@@ -135,9 +135,9 @@ def test_values_that_no_column_holds_are_named_and_the_other_fields_exported(
     part.put({"x": [1, "a"], "y": [1, 2]}, key=["a", "b"])
     plane.checkpoint(tmp_path / "saved")
     assert refused(capsys, tmp_path / "saved", tmp_path / "out") == (
-        "partition 'p', field 'x': row 1 ('a') does not fit an Arrow column together with the rows "
-        "before it: the column contains both number and str values, but an Arrow column can have "
-        "only one type; export the other fields, with --field y"
+        "partition 'p', field 'x': row 1 ('a') does not fit in an Arrow column together with the "
+        "rows before it: the column contains both number and str values, but an Arrow column can "
+        "have only one type; export the other fields, with --field y"
     )
     assert os.listdir(tmp_path) == ["saved"]
     command = ["checkpoint", "export", f"{tmp_path}/saved", f"{tmp_path}/out", "--field", "y"]
@@ -161,8 +161,12 @@ def flip(saved: Path) -> None:
     ("damage", "arguments", "why"),
     [
         (None, ["{0}/none", "{0}/out"], "found no checkpoint in {0}/none: pass a directory that"),
-        (None, ["{0}", "{0}/out"], "{0}/manifest.json has changed since it was written: it is "),
-        (flip, ["{0}/saved", "{0}/out"], "{0}/saved/0000/bytes.bin has changed since it was "),
+        (None, ["{0}", "{0}/out"], "the checkpoint is damaged ({0}/manifest.json: it is missing)"),
+        (
+            flip,
+            ["{0}/saved", "{0}/out"],
+            "the checkpoint is damaged ({0}/saved/0000/bytes.bin: it has ",
+        ),
         (
             None,
             ["{0}/saved", "{0}/saved"],

@@ -115,7 +115,7 @@ def test_a_loader_goes_on_exactly_behind_a_checkpoint(alone: Cluster, tmp_path: 
         after = [batch.keys for batch in again]
         assert after == [[6, 7], [8, 9], [10, 11]] and before == [[0, 1], [2, 3], [4, 5]]
         assert again.state_dict()["batches"] == 6
-        with pytest.raises(dataplane.InvalidCall, match="got one with"):
+        with pytest.raises(dataplane.InvalidCall, match="this state is for"):
             again.load_state_dict({**state, "stage": "other"})
 
 

@@ -128,5 +128,5 @@ def test_a_row_is_waited_for_by_its_key(plane: Plane) -> None:
     part.drop(["version-7"])
     with pytest.raises(dataplane.RowsDropped):
         part.wait(key="version-7")
-    with pytest.raises(dataplane.InvalidCall, match="besides key=, pass only timeout="):
+    with pytest.raises(dataplane.InvalidCall, match="can be combined only with timeout="):
         part.wait("train", key="version-7")

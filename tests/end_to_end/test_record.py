@@ -160,7 +160,9 @@ def test_what_cannot_be_recorded_is_said(
     (tmp_path / "notes.txt").write_text("mine")
     assert "is not empty (it contains 'notes.txt')" in said(tmp_path)
     assert "File exists" in said(tmp_path / "notes.txt")
-    assert "--steps 0 is out of range: use 1 or more" in said(tmp_path / "rec", "--steps", "0")
+    assert "--steps 0 is out of range: use a value of at least 1" in said(
+        tmp_path / "rec", "--steps", "0"
+    )
     assert cli.main(["record", "-o", str(tmp_path / "rec"), "--run", "nobody"]) == 2
     assert "no peer of run 'nobody'" in capsys.readouterr().err
     assert not (tmp_path / "rec").exists()

@@ -108,7 +108,7 @@ def _bad_input(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     path = Path(asked[-1])
     before = path.read_bytes()
     for more, said in (
-        (["--last", "0"], "--last 0 is out of range: use 1 or more"),
+        (["--last", "0"], "--last 0 is out of range: use a value of at least 1"),
         (
             ["--step", "step-9"],
             "--step 'step-9': no peer has recorded events for a partition with this name",

@@ -130,7 +130,7 @@ def test_a_field_named_like_the_key_column_gets_another_name(arena: Any) -> None
 def test_times_without_a_unit_are_refused_though_numpy_cannot_print_them(arena: Any) -> None:
     times = np.arange(1, 3).view("M8")
     for column in (times, list(times), [times, times], [{"at": times}]):
-        with pytest.raises(InvalidValue, match=r"'x': row 0 .* does not fit an Arrow column"):
+        with pytest.raises(InvalidValue, match=r"'x': row 0 .* does not fit in an Arrow column"):
             to_arrow({"x": arena.view(column)})
         with pytest.raises(InvalidValue, match="torch"):
             to_torch(arena.view(column), "dense")
@@ -138,7 +138,7 @@ def test_times_without_a_unit_are_refused_though_numpy_cannot_print_them(arena: 
 
 def test_keys_and_tags_of_two_types_are_not_made_one(arena: Any) -> None:
     field = {"x": arena.view([1, 2, 3])}
-    with pytest.raises(InvalidValue, match=r"key: row 2 \('1'\) does not fit an Arrow column"):
+    with pytest.raises(InvalidValue, match=r"key: row 2 \('1'\) does not fit in an Arrow column"):
         to_arrow(field, [1, 2, "1"])
     with pytest.raises(InvalidValue, match=r"tag 't': row 1 \(True\)") as caught:
         to_arrow(field, tags={"t": [1, True, 2]})
@@ -185,7 +185,7 @@ def test_keys_and_tags_of_two_types_are_not_made_one(arena: Any) -> None:
 def test_values_become_arrow_or_say_why_not(arena: Any, values: Any, expected: Any) -> None:
     fields = {"x": arena.view(values)}
     if expected is None:
-        with pytest.raises(InvalidValue, match=r"'x': row \d .* does not fit an Arrow column"):
+        with pytest.raises(InvalidValue, match=r"'x': row \d .* does not fit in an Arrow column"):
             to_arrow(fields)
     else:
         assert to_arrow(fields)["x"].to_pylist() == expected

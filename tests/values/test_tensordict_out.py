@@ -236,7 +236,8 @@ def test_rows_of_two_dtypes_are_one_error_in_every_layout(arena: Any, layout: An
     says = (
         r"field 'logp': row 2 is float64 \[2\] and row 0 is float32 \[2\], which differ in dtype, "
         rf"so the rows do not form a {layout} tensor: give all rows the same dtype "
-        r"\(if the partition is declared with fields={'logp': 'float32\[\*\]'}, .*layout='list'"
+        r"\(a partition declared with fields={'logp': 'float32\[\*\]'} rejects other dtypes\), "
+        r".*layout='list'"
     )
     for call in (
         lambda: tensordict(arena, {"logp": MIXED}, layout=layout),
@@ -287,7 +288,9 @@ def test_a_padded_tensor_and_its_mask(arena: Any) -> None:
     view, padding = arena.view([[1, 2], [3]]), Padding(side="left")
     assert to_torch(view, "padded", padding).tolist() == [[1, 2], [0, 3]]
     assert padding_mask(view, padding, "cpu").tolist() == [[True, True], [False, True]]
-    with pytest.raises(InvalidValue, match="a mask needs rows"):
+    with pytest.raises(
+        InvalidValue, match="cannot make a mask, because the rows are single numbers"
+    ):
         padding_mask(arena.view(np.ones(2)), padding, "cpu")
 
 

@@ -180,7 +180,7 @@ class Prefetch(Generic[B]):
             if self._ready:
                 self._changed.notify_all()
                 return self._ready.popleft()
-        failure, self._failure = self._failure, StreamEnd("this loop has already ended")
+        failure, self._failure = self._failure, StreamEnd("this loop has ended: start a new one")
         assert failure is not None
         raise failure
 
@@ -201,7 +201,7 @@ class Prefetch(Generic[B]):
         return [batch.lease for batch in [*left, self._making] if batch is not None]
 
     async def _work(self) -> None:
-        failure: BaseException = StreamEnd("this loop has already ended")
+        failure: BaseException = StreamEnd("this loop has ended: start a new one")
         try:
             while self._wanted != 0:
                 async with self._changed:
@@ -237,7 +237,7 @@ async def further(session: Session, deadline: Deadline) -> Connection:
 
     def connected() -> Connection:
         if given_up.is_set():  # before a thread was free
-            raise DeadlineExceeded("the call was cancelled before it had a connection")
+            raise DeadlineExceeded("the call was cancelled while it waited for a connection")
         return handshake.further(session, deadline, begun.append)
 
     opening = loop.run_in_executor(None, connected)

@@ -113,8 +113,8 @@ class Loader:
         given = tuple(state.get(name) for name in ("version", "partition", "stage"))
         if given != wanted:
             raise InvalidCall(
-                f"expected a state with (version, partition, stage) {wanted}, got one with "
-                f"{given}: pass a state that state_dict() returned for this partition and stage"
+                f"this state is for (version, partition, stage) {given}, but the loader needs "
+                f"{wanted}: pass a state that state_dict() returned for this partition and stage"
             )
         loop = self._loop
         if loop is not None and not loop.over:

@@ -357,7 +357,9 @@ class Partition:
         handle = self._handle
         if key is not None:
             if any(a is not None for a in (stage, rows, groups, below, unit, where)):
-                raise InvalidCall("wait(key=…) waits for one row: besides key=, pass only timeout=")
+                raise InvalidCall(
+                    "wait(key=…) can be combined only with timeout=: leave out the other arguments"
+                )
             timeout = arguments.seconds(timeout, "timeout")
             (name,) = name_list([key], "key")
             generation = await attach_to_wait(handle, timeout)
@@ -367,8 +369,7 @@ class Partition:
             return
         if stage is None or sum(n is not None for n in (rows, groups, below)) != 1:
             raise InvalidCall(
-                "wait() takes either key= alone, or a stage with exactly one of rows=, groups= "
-                "and below="
+                "wait() needs either key=, or a stage and exactly one of rows=, groups= and below="
             )
         if unit not in (None, "rows", "groups"):
             raise InvalidCall(f"unit={unit!r}: expected 'rows' or 'groups'")

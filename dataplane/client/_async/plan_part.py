@@ -161,10 +161,10 @@ async def fetch(part: Part, fields: Sequence[str], rows: Rows) -> Fetching:
     gone = ~np.isin(positions, came.there)
     if gone.any():
         log.warning(
-            "partition %r, stage %r: replaced dropped or lost rows of the plan with padding: %s",
+            "partition %r, stage %r: %s dropped or lost, and replaced with padding",
             part.handle.name,
             part.stage,
-            counted(int((gone & mask).sum()), "row"),
+            counted(int((gone & mask).sum()), "row of the plan was", "rows of the plan were"),
         )
         mask &= ~gone
         positions = np.where(gone, came.there[0], positions)

@@ -336,8 +336,8 @@ class Batch(LeasedRows):
             if added:
                 raise NotFetched(
                     f"cannot read {', '.join(map(repr, sorted(added)))} from this batch yet: "
-                    "values added to a batch can be read only after an ack. Ack the batch "
-                    "first",
+                    "values added to a batch become readable when the batch is acked. Ack the "
+                    "batch first",
                     fields=sorted(added),
                 )
             if self._of is not None and self._where is not None:  # for all of them at once

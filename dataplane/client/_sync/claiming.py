@@ -52,7 +52,9 @@ class Claiming:
         """seconds that an ack or a release of the claimed rows may take"""
         lease_s = arguments.seconds(lease_s, "lease")
         if lease_s is not None and lease_s <= 0:
-            raise InvalidCall(f"lease={lease_s:g}: expected a positive number of seconds, or None")
+            raise InvalidCall(
+                f"lease={lease_s:g}: expected a positive number of seconds, or None for no limit"
+            )
         self._lease_ms = 0 if lease_s is None else max(1, int(lease_s * 1e3))
 
     def claim(self) -> Leased:

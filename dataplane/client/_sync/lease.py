@@ -209,7 +209,8 @@ class Lease:
             raise FieldExists(
                 f"{'fields' if len(twice) > 1 else 'field'} {', '.join(map(repr, sorted(twice)))} "
                 f"{'were' if len(twice) > 1 else 'was'} already added to this batch, and a field "
-                "can be written only once: use another name",
+                "can be written only once: use "
+                f"{'other names' if len(twice) > 1 else 'another name'}",
                 fields=sorted(twice),
             )
 
@@ -271,10 +272,10 @@ class Lease:
         size, count = message_bytes(chunks), len(chunks)
         if size > MAX_FRAME_BYTES // 2 or count > MAX_CHUNKS_PER_MESSAGE:
             raise InvalidRows(
-                f"the values added to these {self.n} rows take {count} chunks and {sized(size)} of "
-                f"metadata, but the limits are {MAX_CHUNKS_PER_MESSAGE} chunks and "
-                f"{sized(MAX_FRAME_BYTES // 2)}. Nothing was added. Claim fewer rows at a time, or "
-                "ack a part of the batch, such as batch[0:16], before adding to the rest",
+                f"the values added to these {self.n} rows would take {count} chunks (limit: "
+                f"{MAX_CHUNKS_PER_MESSAGE}) and {sized(size)} of metadata (limit: "
+                f"{sized(MAX_FRAME_BYTES // 2)}). Nothing was added. Claim fewer rows at a time, "
+                "or ack a part of the batch, such as batch[0:16], before adding to the rest",
                 size=size,
             )
 
@@ -344,7 +345,7 @@ class Lease:
             raise LeaseExpired(
                 f"cannot {outcome} {counted(asked.bit_count(), 'row')}: an earlier call, whose "
                 f"reply was lost, already {ENDED[doubt.outcome]} {taken} of them. Retry without "
-                "those rows, or claim a new batch",
+                "the rows of that call, or claim a new batch",
                 stage=self.stage,
             )
         return not left
@@ -453,8 +454,8 @@ class Lease:
                 self.handle.session.keep(column(done.extents, EXTENT).tolist())
             if done.kept:
                 log.info(
-                    "partition %r, stage %r: kept the values that were stored under an earlier "
-                    "lease of these rows (number of rows by field: %s)",
+                    "partition %r, stage %r: some rows already had values from an earlier lease, "
+                    "so their new values were discarded (number of rows by field: %s)",
                     self.handle.name,
                     self.stage,
                     done.kept,

@@ -107,7 +107,7 @@ def put(
         if not comes_too_late(handle, exc):
             raise
         log.info(
-            "partition %r: put() in a producing() loop came too late and stored nothing: %s",
+            "partition %r: put() in a producing() loop arrived too late and stored nothing: %s",
             handle.name,
             exc.message,
         )
@@ -195,8 +195,8 @@ def _check_passed_over(work: Putting, field: str) -> None:
     if work.gone + work.there < n:
         if work.there:
             log.warning(
-                "partition %r: %d of %d rows of a put already exist with these fields and keep "
-                "their values (ref.kept); the other rows were stored",
+                "partition %r: %d of %d rows in a put already have the same fields and keep their "
+                "values (see ref.kept); the other rows were stored",
                 partition,
                 work.there,
                 n,
@@ -206,11 +206,11 @@ def _check_passed_over(work: Putting, field: str) -> None:
     rows, have = (f"all {n} rows", "have") if n > 1 else ("the row", "has")
     if work.there:
         freed = f" ({work.gone} of them freed since)" if work.gone else ""
+        example = f"row {keys[0]!r}, …" if n > 1 else f"row {keys[0]!r}"
         raise FieldExists(
-            f"nothing was put: partition {partition!r} already has the fields of this put for "
-            f"{rows} of it{freed}, for example row {keys[0]!r}. If this put repeats an earlier "
-            "one, go on to the next put. Fields are written once; pass replace=True to write new "
-            "values",
+            f"nothing was put: {rows} of this put ({example}) already {have} the same fields in "
+            f"partition {partition!r}{freed}. If this put repeats an earlier "
+            "one, go on to the next put. To write new values, pass replace=True",
             field=field,
             keys=keys,
         )
@@ -287,7 +287,8 @@ class Putting(msgspec.Struct, eq=False):
             raise ValueTooLarge(
                 f"nothing was put: a single row or group needs {sized(needed)}, but "
                 f"peer {self.handle.session.peer!r} accepts at most {sized(cap)} at once. Put "
-                "fewer bytes at a time, or give the peer a larger arena (DATAPLANE_ARENA, --arena)",
+                "smaller rows, split a group over several puts, or give the peer a larger arena "
+                "(DATAPLANE_ARENA, --arena)",
                 needed_bytes=needed,
                 cap_bytes=cap,
             )

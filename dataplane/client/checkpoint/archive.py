@@ -190,7 +190,7 @@ def verified(directory: Path, bar: Bar, reads: int = 1) -> Manifest:
 
 def corrupt(path: Path, why: str) -> CheckpointCorrupt:
     return CheckpointCorrupt(
-        f"{path} has changed since it was written: {why}. Use another checkpoint",
+        f"the checkpoint is damaged ({path}: {why}). Use another checkpoint",
         file=str(path),
     )
 
@@ -240,8 +240,8 @@ def _manifest(directory: Path) -> Manifest:
         raise corrupt(path, "its checksum does not match")
     if (manifest.format, manifest.version) != (FORMAT, VERSION):
         raise CheckpointFailed(
-            f"{directory} is a {manifest.format} of version {manifest.version}, but this release "
-            f"reads version {VERSION} of {FORMAT}: use the release that wrote it",
+            f"{directory} has format {manifest.format} {manifest.version}, but this release reads "
+            f"{FORMAT} {VERSION}: use the release that wrote the checkpoint",
             path=str(directory),
         )
     return manifest

@@ -254,14 +254,16 @@ class _Part:
     def _mixed(self, name: str, one: pa.DataType, other: pa.DataType) -> InvalidValue:
         return InvalidValue(
             f"partition {self.name!r}, field {name!r}: the values are {one} in some rows and "
-            f"{other} in others, but a Parquet column has one type; {self._instead(name)}",
+            f"{other} in others, but a Parquet column can have only one type; "
+            f"{self._instead(name)}",
             field=name,
         )
 
     def _instead(self, name: str = "") -> str:
         chosen = self.known if self._chosen is None else self._chosen
         others = [f"--field {one}" for one in chosen if one != name]
-        return f"export the other fields, with {few(others or ['--field NAME'], 2)}"
+        what = "the other" if name else "fewer"
+        return f"export {what} fields, with {few(others or ['--field NAME'], 2)}"
 
     def _shown_field(self, name: str) -> str:
         return f"field.{name}" if name in ("key", "group") else name

@@ -65,8 +65,8 @@ def _exact(
         reason = exc.message if isinstance(exc, InvalidValue) else str(exc)
         beside = " together with the rows before it" if row else ""
         raise InvalidValue(
-            f"{what}: row {row} ({shown(values[row]):.60}) does not fit an Arrow column{beside}: "
-            f"{reason}; {instead}",
+            f"{what}: row {row} ({shown(values[row]):.60}) does not fit in an Arrow "
+            f"column{beside}: {reason}; {instead}",
             row=row,
             **details,
         ) from exc

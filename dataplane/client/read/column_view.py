@@ -181,7 +181,7 @@ class ColumnView(Sequence[Any]):
         named = f"row {row}" if self.name_of is None else f"row {self.name_of(row)!r}"
         return FieldUnknown(
             f"{named} has no field {self.field!r}: skip the row, or call get({self.field!r}), "
-            "which returns None for such rows",
+            "which returns None for rows without the field",
             field=self.field,
             row=row,
         )

@@ -205,8 +205,8 @@ def check_padded(
 def no_view(field: str, layout: str) -> InvalidValue:
     """The error of view=True for rows that would have to be moved."""
     return InvalidValue(
-        f"field {field!r}: these rows are not stored as a {layout} tensor, so view=True cannot "
-        "return one: leave out view=True, or use layout='list' for one view per row",
+        f"field {field!r}: these rows are not stored as a {layout} tensor, so view=True is not "
+        "possible: leave out view=True, or use layout='list' for one view per row",
         field=field,
     )
 
@@ -223,14 +223,14 @@ def unlike(
         (
             lambda one: one[0] != first[0],
             "which differ in dtype",
-            "give all rows the same dtype (if the partition is declared with "
-            f"fields={{{field!r}: {_form_text(first)!r}}}, a put with another dtype fails)",
+            "give all rows the same dtype (a partition declared with "
+            f"fields={{{field!r}: {_form_text(first)!r}}} rejects other dtypes)",
         ),
         (
             lambda one: len(one[1]) != len(first[1]),
             "which differ in rank",
-            "give all rows the same rank (if the partition is declared with "
-            f"fields={{{field!r}: {_form_text(first)!r}}}, a put with another rank fails)",
+            "give all rows the same rank (a partition declared with "
+            f"fields={{{field!r}: {_form_text(first)!r}}} rejects other ranks)",
         ),
         (
             lambda one: one[1] != first[1],

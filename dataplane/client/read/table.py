@@ -19,7 +19,7 @@ from dataplane.client.read.column_view import ColumnView, RowSpan, cut, stretche
 from dataplane.client.read.table_shape import TableShape, shape_of_values
 from dataplane.client.session.session import Session
 from dataplane.client.write.rows import Index, group_names, row_names, tag_values
-from dataplane.errors import InvalidRows, ProtocolError, mixed_releases
+from dataplane.errors import InvalidRows, mixed_releases
 from dataplane.memory.extents import Extent
 from dataplane.wire import layouts
 from dataplane.wire.limits import NO_GROUP
@@ -133,7 +133,7 @@ def _shape_of(table: Table) -> TableShape:
     try:
         return shape_of_values(table.values, len(table.rows.keys) // KEY.itemsize)
     except InvalidRows as exc:  # a peer made the table, and not the caller
-        raise ProtocolError(f"received invalid rows: {exc.message}") from exc
+        raise mixed_releases(f"the peer sent invalid rows: {exc.message}") from exc
 
 
 def _check_page(table: Table) -> None:

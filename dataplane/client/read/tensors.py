@@ -68,7 +68,7 @@ def to_torch(
     if not len(column) and layout in ("dense", "padded", "jagged"):
         raise InvalidValue(
             f"field {column.field!r}: there are no rows, so a {layout} tensor would have no dtype "
-            "or shape: convert only selections that have rows, or use layout='list'",
+            "or shape: skip empty selections, or use layout='list'",
             field=column.field,
         )
     column = arrays_of(column)
@@ -146,9 +146,9 @@ def padding_mask(column: ColumnView, padding: Padding, device: str) -> Any:
     ragged = arrays_of(column).ragged
     if ragged is None:
         raise InvalidValue(
-            f"field {column.field!r}: a mask needs rows that differ in length along one axis, but "
-            "these rows differ along several axes or are single numbers: leave out mask= for this "
-            "field, or put rows that differ along one axis",
+            f"field {column.field!r}: cannot make a mask, because the rows are single numbers or "
+            "differ along several axes: leave out mask= for this field, or put rows that differ "
+            "along only one axis",
             field=column.field,
         )
     width = padding.width(column.field, ragged.lengths)
@@ -249,7 +249,7 @@ class _Masks:
             raise InvalidCall(
                 (
                     f"mask={named!r} covers fields {first!r} and {name!r}, whose rows differ in "
-                    "length: name one mask for each, as in mask={"
+                    "length: give each field its own mask, as in mask={"
                 )
                 + f"{first!r}: 'a', {name!r}: 'b'"
                 + "}"
@@ -533,8 +533,8 @@ def _no_tensor(field: str, values: list[Any], layout: str, *, arrays: bool = Fal
         return _refused(field, row, layout, why, instead)
     instead = (
         "put numbers of one type, at most 64 bits wide, for example as np.asarray(values, "
-        f"'float64'), or declare the partition with fields={{{field!r}: 'float64'}}, which "
-        f"makes a put of other types fail, or {as_put}"
+        f"'float64') (a partition declared with fields={{{field!r}: 'float64'}} rejects other "
+        f"types), or {as_put}"
     )
     return _refused(field, row, layout, why, instead)
 

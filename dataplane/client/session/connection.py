@@ -374,8 +374,8 @@ def not_encoded(request: Request, exc: Exception) -> InvalidValue:
 def peer_lost(peer: str) -> PeerLost:
     return PeerLost(
         f"the connection to peer {peer!r} was lost during a call, which may have taken effect: "
-        "connect again with dataplane.connect(), then repeat it. Repeating a put is safe if its "
-        "rows have keys",
+        "connect again with dataplane.connect(), then repeat the call. Repeat a put only if its "
+        "rows have keys: without keys, they may be stored twice",
         peer=peer,
     )
 

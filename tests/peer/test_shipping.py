@@ -253,6 +253,26 @@ async def test_an_answer_to_the_backup_brings_what_that_does_not_have_and_does_n
     await primary.end()
 
 
+async def test_a_large_operation_goes_in_a_message_of_its_own_and_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It went with the answer, and after 50 ms without a confirmation in a message as well."""
+    backup = Backup()
+    primary = Primary(backup)
+    await primary.begin()
+    primary.host.progress.required = True
+    entry = primary.declare()
+    put(entry.store, ["a"])
+    await primary.host.progress.reached(time.monotonic() + 30)
+    put(entry.store, ["b"])
+    monkeypatch.setattr(appends, "CARRIED_BYTES", 10)
+    monkeypatch.setattr(appends, "MESSAGE_BYTES", 10)
+    assert primary.shipping.carry(primary.roster.owners[1], b"1") is None
+    await primary.host.progress.reached(time.monotonic() + 30)
+    assert [len(one.ops) for body in backup.got[1:] for one in body.shipments] == [2, 1]
+    await primary.end()
+
+
 async def test_who_else_waits_for_the_backup_relies_on_no_answer_that_may_be_on_its_way() -> None:
     backup = Backup()
     primary = Primary(backup)

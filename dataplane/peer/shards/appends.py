@@ -55,7 +55,8 @@ log = logging.getLogger(__name__)
 MESSAGE_BYTES = 4 << 20
 MESSAGE_OPS = 10_000
 CARRIED_BYTES = 256 << 10
-"""More than this goes in messages of its own, and not with an answer."""
+"""More than this goes in messages of its own, and not with an answer: it would be sent twice, as
+the backup confirms what came with an answer later than `QUIET_S`."""
 QUIET_S = 0.05
 """What nobody waits for goes to the backup after so long, and it is asked about what it got with an
 answer and has said nothing of."""
@@ -511,19 +512,20 @@ class Shipping:
 
     def _next(self) -> tuple[Append, int]:
         """With what went along with answers: this message may overtake them."""
-        body, end = self._message(self._first, MESSAGE_BYTES)
+        body, end = self._message(self._first, MESSAGE_BYTES, least=1)
         self._is_asked = end < self._end
         return body, end
 
-    def _message(self, first: int, most_bytes: int) -> tuple[Append, int]:
-        """As many operations from this number on as one message takes, and the number behind."""
+    def _message(self, first: int, most_bytes: int, least: int = 0) -> tuple[Append, int]:
+        """As many operations from this number on as one message takes, and the number behind. It
+        takes at least `least`, however large these are."""
         shipments: list[Shipment] = []
         nbytes = count = 0
         last: Entry | None = None
         for entry, op, _ in islice(self._queue, first - self._first, None):
-            if nbytes >= most_bytes or count >= MESSAGE_OPS:
-                break
             nbytes += len(op)
+            if count >= least and nbytes > most_bytes or count >= MESSAGE_OPS:
+                break
             count += 1
             if entry is not last:
                 last = entry

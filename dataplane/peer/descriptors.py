@@ -16,8 +16,8 @@ MOST = 65_536
 OWN = 48
 """For itself: 30 before its first link or client comes, and some for what is open for a moment,
 as a file that spills or a connection that has not said yet whose it is."""
-OF_A_LINK = 9
-"""For each other member: to it a dealer, its monitor, its connection and two streams, and three
+OF_A_LINK = 11
+"""For each other member: to it a dealer, its monitor, its connection and three streams, and four
 connections from it."""
 OF_A_CLIENT = 3
 """Two connections, one that stays and one for calls, and the descriptor of its process."""

@@ -72,14 +72,27 @@ class Waits(enum.Enum):
     """As long as its body says (`timeout_ms`). It is cancelled when its connection closes."""
 
 
+class Channel(enum.Enum):
+    """Which stream of a link a request uses. Requests on one stream arrive in order, so a request
+    waits for the bytes of those before it."""
+
+    CALLS = "call"
+    """Requests of clients. Not read while too many are unanswered."""
+    CONTROL = "control"
+    """Requests that calls wait for, such as log records for a backup. Always read."""
+    HEARTBEAT = "heartbeat"
+    """Small requests that decide who serves. The sender may serve for one second after it sent
+    them, so none of them waits behind a record of several megabytes. Always read."""
+
+
 class Operation(msgspec.Struct, frozen=True):
     """One line of the table.
 
     client, peer: the handlers of the client door and of the peer door; None if that door rejects
     the message. held: the reply depends on this peer's shards. It leaves only after the backup
     has their operations, and only while no other peer can serve them. None: held if the request
-    names a partition. control: the request uses the control stream, because calls wait for it.
-    bulky: the reply is large, so it waits until the caller has received earlier replies.
+    names a partition. bulky: the reply is large, so it waits until the caller has received earlier
+    replies.
     """
 
     message: type[Body]
@@ -89,7 +102,7 @@ class Operation(msgspec.Struct, frozen=True):
     held: bool | None = True
     once: Once = Once.NO
     waits: Waits = Waits.NO
-    control: bool = False
+    channel: Channel = Channel.CALLS
     bulky: bool = False
 
     def is_held(self, body: Body) -> bool:
@@ -229,48 +242,58 @@ _TABLE = (
         peer=lambda peer: peer.membership.beat_here,
         sender=Sender.ANYBODY,
         held=False,
-        control=True,
+        channel=Channel.HEARTBEAT,
     ),
     Operation(
         p.Rostered,
         peer=lambda peer: peer.membership.rostered_here,
         sender=Sender.ANYBODY,
         held=False,
-        control=True,
+        channel=Channel.HEARTBEAT,
     ),
     Operation(
         p.Confirm,
         peer=lambda peer: peer.replicas.confirm,
         sender=Sender.ANYBODY,
         held=False,
-        control=True,
+        channel=Channel.HEARTBEAT,
     ),
     Operation(
         p.Identify, peer=lambda peer: peer.directory.identify, sender=Sender.MEMBER, held=False
     ),
     # backups
-    Operation(p.Append, peer=lambda peer: peer.replicas.append, held=False, control=True),
-    Operation(p.Duplicate, peer=lambda peer: peer.replicas.duplicate, held=False, control=True),
+    Operation(
+        p.Append, peer=lambda peer: peer.replicas.append, held=False, channel=Channel.CONTROL
+    ),
+    Operation(
+        p.Duplicate, peer=lambda peer: peer.replicas.duplicate, held=False, channel=Channel.CONTROL
+    ),
     # values of other hosts
     Operation(
         p.Pull,
         peer=lambda peer: peer.pulls.pull_here,
         sender=Sender.MEMBER,
         held=False,
-        control=True,
+        channel=Channel.CONTROL,
         bulky=True,
     ),
     Operation(
-        p.Inherited, peer=lambda peer: peer.references.inherited, sender=Sender.HEIR, control=True
+        p.Inherited,
+        peer=lambda peer: peer.references.inherited,
+        sender=Sender.HEIR,
+        channel=Channel.CONTROL,
     ),
     Operation(
-        p.Release, peer=lambda peer: peer.references.release_here, sender=Sender.HEIR, control=True
+        p.Release,
+        peer=lambda peer: peer.references.release_here,
+        sender=Sender.HEIR,
+        channel=Channel.CONTROL,
     ),
     Operation(
         journal.Settle,
         peer=lambda peer: peer.changes.settle_here,
         sender=Sender.MEMBER,
-        control=True,
+        channel=Channel.CONTROL,
     ),
     Operation(
         p.Sample,
@@ -278,7 +301,7 @@ _TABLE = (
         sender=Sender.MEMBER,
         held=False,
     ),
-    Operation(p.CanFree, peer=lambda peer: peer.standstill.can_free, control=True),
+    Operation(p.CanFree, peer=lambda peer: peer.standstill.can_free, channel=Channel.CONTROL),
 )
 
 OPERATIONS: dict[type[Body], Operation] = {one.message: one for one in _TABLE}

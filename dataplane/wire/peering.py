@@ -60,8 +60,9 @@ class PeerHello(Body, tag=100):
     bulk worker; "": there is none. bulk_fingerprint: SHA-256 of its certificate, in hex; "": it
     does not use TLS. pool_bulk: as `bulk`, for the worker that moves pools.
 
-    Only in a reply. stream: the address at which the requester opens its two streams.
-    stream_secret, control_secret: the secrets of the call stream and of the control stream."""
+    Only in a reply. stream: the address at which the requester opens its streams.
+    stream_secret, control_secret, heartbeat_secret: the secrets of the call stream, the control
+    stream and the heartbeat stream."""
 
     versions: tuple[int, int]
     plane: str
@@ -77,6 +78,7 @@ class PeerHello(Body, tag=100):
     stream: str = ""
     stream_secret: bytes = b""
     control_secret: bytes = b""
+    heartbeat_secret: bytes = b""
 
 
 class Pull(Body, tag=134):

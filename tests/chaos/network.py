@@ -27,12 +27,14 @@ FIN, SYN, RST, ACK = 1, 2, 4, 16
 
 @dataclass(frozen=True, slots=True)
 class Weather:
-    """What becomes of packets to and from one host. corrupt: one control packet in so many has a
-    byte changed, its checksum made right; 0: none. rejects: a firewall answers TCP packets "to" or
-    "from" the host, or "both", with a reset; "": none."""
+    """What becomes of packets to and from one host. queued: more packets than this on one link are
+    dropped. corrupt: one control packet in so many has a byte changed, its checksum made right; 0:
+    none. rejects: a firewall answers TCP packets "to" or "from" the host, or "both", with a reset;
+    "": none."""
 
     delay_s: float = 0.0
     bytes_per_s: float = float("inf")
+    queued: int = MAX_QUEUED
     cut: bool = False
     corrupt: int = 0
     rejects: str = ""
@@ -127,7 +129,9 @@ class Switch:
             if (refusal := reset_of(packet)) is not None:
                 self._deliver(source, refusal)
             return
-        if any(way.cut for way in ways) or self._queued.get(link, 0) >= MAX_QUEUED:
+        if any(way.cut for way in ways) or self._queued.get(link, 0) >= min(
+            way.queued for way in ways
+        ):
             return
         if every := max(way.corrupt for way in ways):
             self._corrupt(packet, every)

@@ -17,6 +17,7 @@ from dataplane.peer.host import Caller, Progress
 from dataplane.peer.net.links import Link, Unreadable
 from dataplane.peer.net.mesh import Mesh, _Call
 from dataplane.peer.net.streams import Stream, Streams
+from dataplane.peer.operations import Channel
 from dataplane.wire import peering
 from dataplane.wire.messages import Body, Done, Failed, Put, Stats
 from dataplane.wire.peering import Append, PeerHello, PeerReply
@@ -122,7 +123,8 @@ class Owner:
         await self.streams.listen(here, here)
         hello = PeerHello((1, 1), "p", "b", 1, here, (1, 1), 4096, "")
         hello.stream, hello.stream_secret = self.streams.address, self.streams.promise()
-        hello.control_secret = self.streams.promise(control=True)
+        hello.control_secret = self.streams.promise(Channel.CONTROL)
+        hello.heartbeat_secret = self.streams.promise(Channel.HEARTBEAT)
         greeting = greet(link, line, self.streams.dial)
         await asyncio.sleep(0)
         line.take(peering.encode(PeerReply(1, 1, hello)))
@@ -160,7 +162,7 @@ async def test_a_link_that_ends_while_its_stream_is_made_keeps_none() -> None:
     link.close(Unavailable("the peer is no member any more"))
     with pytest.raises(Unavailable, match="no member"):
         await asyncio.wait_for(greeting, 10)
-    assert link.calls is None and link.hello is None
+    assert not link.streams and link.hello is None
     there.streams.close()
 
 
@@ -168,7 +170,7 @@ async def test_what_the_next_life_of_a_peer_answers_is_no_answer_of_this_one() -
     """It numbers its ranges alike: their bytes would be taken for those that were asked for."""
     link = link_to()
     link.hello = PeerHello((1, 1), "p", "b", 7, "tcp://127.0.0.1:9", (1, 1), 4096, "")
-    link.calls = Stream(lambda stream, frame: None, lambda stream, why: None)
+    link.streams[Channel.CALLS] = Stream(lambda stream, frame: None, lambda stream, why: None)
     asked = ask(link, 1, b"a question")
     link.received(peering.encode(PeerReply(1, 8, Done())))
     assert not asked.done()

@@ -19,6 +19,7 @@ from dataplane.peer.host import Caller, Progress, Serving
 from dataplane.peer.net.greetings import Gate
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.streams import Streams
+from dataplane.peer.operations import Channel
 from dataplane.peer.tasks import Tasks
 from dataplane.wire import limits, peering
 from dataplane.wire.messages import Stats, StatsDone
@@ -53,7 +54,8 @@ class Far:
             "plane", "far", 2, THERE, ROSTER.epoch, limits.SHARDS, "",
         )  # fmt: skip
         hello.stream, hello.stream_secret = self.streams.address, self.streams.promise()
-        hello.control_secret = self.streams.promise(control=True)
+        hello.control_secret = self.streams.promise(Channel.CONTROL)
+        hello.heartbeat_secret = self.streams.promise(Channel.HEARTBEAT)
         return peering.encode(PeerReply(rid, 2, hello))
 
 
@@ -187,7 +189,7 @@ async def test_who_answers_is_heard(mesh: Mesh, far: Far) -> None:
     far.answer = far.welcome
     call = asyncio.create_task(mesh.call(THERE, Stats()))
     frame = await asyncio.wait_for(far.asked.get(), 10)
-    stream = next(one for one in far.streams._open if not one.is_control)
+    stream = next(one for one in far.streams._open if one.channel is Channel.CALLS)
     reply = PeerReply(peering.decode_request(frame).rid, 2, StatsDone({}))
     far.streams.answer(stream, peering.encode(reply))
     await asyncio.wait_for(call, 10)

@@ -23,6 +23,7 @@ from dataplane.peer.net.greetings import Gate
 from dataplane.peer.net.links import Link
 from dataplane.peer.net.peer_door import REQUEST_BYTES, PeerDoor
 from dataplane.peer.net.streams import Stream, Streams
+from dataplane.peer.operations import Channel
 from dataplane.peer.tasks import Tasks
 from dataplane.wire import peering
 from dataplane.wire.messages import Body, Done, Failed, Seal
@@ -51,7 +52,7 @@ class Door:
             self.host, {Seal: self._seal}, self.tasks.hold, gate, lambda peer: None
         )
         self.id, self.waiting_bytes = b"b", 0
-        self.is_control, self.is_full, self.unanswered_bytes = False, False, 0
+        self.channel, self.is_full, self.unanswered_bytes = Channel.CALLS, False, 0
         self.begun: asyncio.Queue[int] = asyncio.Queue()
         self.may_end = asyncio.Semaphore(0)
 
@@ -187,8 +188,12 @@ async def test_over_zmq_a_peer_only_greets(door: Door) -> None:
 
     first, second = said(hello), said(hello)
     assert isinstance(first, PeerHello) and isinstance(second, PeerHello)
-    promised = {p for hello in (first, second) for p in (hello.stream_secret, hello.control_secret)}
-    assert len(promised) == 4 and {len(one) for one in promised} == {16}
+    promised = {
+        secret
+        for hello in (first, second)
+        for secret in (hello.stream_secret, hello.control_secret, hello.heartbeat_secret)
+    }
+    assert len(promised) == 6 and {len(one) for one in promised} == {16}
     refused = said(Seal("p", 1))
     assert isinstance(refused, Failed) and refused.code == "ProtocolError" and not door.under
     assert door.door.refusals.total == 1
@@ -200,11 +205,11 @@ class Dialled:
     def __init__(self, door: Door) -> None:
         self._door, self._open = door, list[Stream]()
 
-    async def dial(self, control: bool = False) -> Stream:
+    async def dial(self, channel: Channel = Channel.CALLS) -> Stream:
         streams = self._door.door.streams
         stream = await Streams.dial(
             streams.address,
-            streams.promise(control),
+            streams.promise(channel),
             lambda stream, frame: self._door.post(frame),
             lambda stream, why: None,
         )
@@ -279,7 +284,8 @@ async def test_a_stream_with_too_much_unanswered_holds_up_no_other(
     door.door.stream_bytes = 2 * REQUEST_BYTES
     door.door.handlers[Seal] = door.when_it_may
     door.door.handlers[Append] = lambda caller, body: Done()
-    flood, other, control = await dialled.dial(), await dialled.dial(), await dialled.dial(True)
+    flood, other = await dialled.dial(), await dialled.dial()
+    control = await dialled.dial(Channel.CONTROL)
     for rid in range(1, 9):
         flood.post(seal(rid))
     assert [await asyncio.wait_for(door.begun.get(), 10) for _ in range(2)] == [1, 2]
@@ -316,7 +322,7 @@ async def test_a_control_stream_is_always_read_and_refuses_what_it_has_no_room_f
     door.door.limit_bytes = door.door.stream_bytes = REQUEST_BYTES
     door.door.control_bytes = 2 * REQUEST_BYTES
     door.door.handlers[Append] = door.when_it_may
-    control = await dialled.dial(control=True)
+    control = await dialled.dial(Channel.CONTROL)
     for rid in range(1, 4):
         control.post(asks(rid, Append(1, 0, [])))
     refused = await asyncio.wait_for(door.answered.get(), 10)
@@ -349,14 +355,14 @@ class Side:
         return self.link.ask(type(body), rid, asks(rid, body), math.inf, RuntimeError)
 
     async def meets(self, other: Side) -> None:
-        async def stream(control: bool) -> Stream:
-            streams = other.door.streams
-            take, secret = self.link.received, streams.promise(control)
-            return await Streams.dial(
-                streams.address, secret, lambda _, frame: take(frame), lambda _, why: None
+        streams, take = other.door.streams, self.link.received
+        for channel in Channel:
+            self.link.streams[channel] = await Streams.dial(
+                streams.address,
+                streams.promise(channel),
+                lambda _, frame: take(frame),
+                lambda _, why: None,
             )
-
-        self.link.calls, self.link.control = await stream(False), await stream(True)
 
 
 async def test_two_peers_that_fill_each_other_with_calls_still_confirm_each_others_changes() -> (

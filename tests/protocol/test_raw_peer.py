@@ -204,7 +204,7 @@ class Link:
     def stream(self) -> socket.socket:
         """The call stream, over which all but greetings goes here."""
         if self._stream is None:
-            *_, address, secret, _ = self.ask(0, self.hello())[2]
+            *_, address, secret, _, _ = self.ask(0, self.hello())[2]
             host, port = address.rsplit(":", 1)
             self._stream = socket.create_connection((host, int(port)), SECONDS)
             assert len(secret) == 16

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from dataplane.peer.failures import LinkBroken
 from dataplane.peer.net.streams import JOIN_S
+from dataplane.peer.operations import Channel
 from dataplane.transport.witness import DIAL_S, Look, Process, Tell
 from dataplane.wire.refusals import Refusals
 from dataplane.wire.tables import Owner
@@ -240,7 +241,8 @@ class Network:
 class Stream:
     """One end of a stream, as `peer.net.streams.Stream`."""
 
-    is_full, is_control, waiting_bytes, unanswered_bytes = False, False, 0, 0
+    is_full, waiting_bytes, unanswered_bytes = False, 0, 0
+    channel = Channel.CALLS
 
     def __init__(
         self,
@@ -293,8 +295,8 @@ class Streams:
     def __len__(self) -> int:
         return len(self._open)
 
-    def promise(self, control: bool = False) -> bytes:
-        return b"%s %d" % (b"control" if control else b"call", next(self.network._identities))
+    def promise(self, channel: Channel = Channel.CALLS) -> bytes:
+        return f"{channel.value} {next(self.network._identities)}".encode()
 
     def answer(self, stream: Stream, frame: bytes) -> None:
         stream.post(frame)
@@ -320,7 +322,7 @@ class Streams:
         mine = Stream(network, asks, "to", take, ended)
         theirs = Stream(network, there.machine, "back", there._take)
         theirs.id = mine.id = secret
-        theirs.is_control = secret.startswith(b"control")
+        theirs.channel = Channel(secret.decode().partition(" ")[0])
         mine.wire = theirs.wire = Wire(mine, theirs)
         there._open.append(theirs)
         network.wires.append(mine.wire)

@@ -1,4 +1,4 @@
-"""Links of one peer fail for a while and come back: what waited for them goes on."""
+"""Links of one peer fail for a while or are slow: what waits for them goes on."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from dataplane.peer.shards.confirming import OVERDUE_S
 from dataplane.wire import messages as m
-from dataplane.wire.tables import Definition
+from dataplane.wire.limits import INLINE_ROW_BYTES
+from dataplane.wire.tables import Definition, Values
 from tests.simulation.cluster import Cluster, Place
 from tests.simulation.ledger import Ledger
 from tests.simulation.line import Client
@@ -103,6 +105,40 @@ def test_an_owner_that_was_cut_off_for_long_hears_of_what_was_freed_meanwhile() 
         cluster.network.heal()
         await asyncio.sleep(GOES_ON_S)
         assert owner.peer is life and not space.stats()["used_bytes"]
+
+    played(cluster, script)
+    assert not wrong
+
+
+class _Inline(Producer):
+    """All that it puts is in the shard and its copy."""
+
+    async def write(self, field: str, keys: list[bytes], nbytes: int, known: bool) -> Values:
+        return self.inline(field, keys, nbytes)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("peers", [2, 4])
+def test_a_record_that_takes_long_to_reach_the_backup_leaves_it_in_sync(peers: int) -> None:
+    """The primary asked the backup on the same stream whether it still serves. The reply came
+    after the record, so the backup was removed from the in-sync set, and the new roster refused
+    the puts that had waited for it."""
+    cluster, ledger, wrong = _began(4, peers)
+
+    async def script() -> None:
+        _, primary, _ = await _started(cluster, ledger)
+        producer = _role(cluster, ledger, _Inline, primary)
+        producer.sizes = (INLINE_ROW_BYTES,)
+        await _puts(producer, 0)
+        assert primary.peer is not None
+        epoch = primary.peer.host.roster.epoch
+        cluster.network.byte_s = 2 * OVERDUE_S / (GROUP_ROWS * INLINE_ROW_BYTES)
+        began = cluster.loop.now
+        await _puts(producer, 1)
+        assert cluster.loop.now - began > OVERDUE_S, "the link was not slow"
+        await asyncio.sleep(GOES_ON_S)  # a new roster takes as long
+        assert primary.peer.host.roster.epoch == epoch
+        assert not producer.told, "a call was refused"
 
     played(cluster, script)
     assert not wrong

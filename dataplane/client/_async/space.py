@@ -47,8 +47,7 @@ RUN_BYTES = 256 << 20
 copies are faster: above a length that the C library chooses, they bypass the caches."""
 MESSAGE_BYTES = 4 << 20
 """The approximate maximum size of one message with rows, in bytes. A shard sends the rows of a
-message to its backup whole, on the stream on which it also asks the backup whether it still serves.
-If that reply is late, the backup is no longer in sync."""
+message to its backup as one record, and the messages behind it wait for that record."""
 CHUNKS_PER_RUN = MAX_CHUNKS_PER_MESSAGE // 2
 """The limit for all memories together. A single unit may need more."""
 _digest = attrgetter("digest")

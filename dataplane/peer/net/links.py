@@ -1,7 +1,7 @@
 """Other peers: their identity, and the link to each, from the first greeting until it breaks.
 
-Unknown peers are refused. A link is two connections to a peer that was greeted (`greetings`): a
-call stream and a control stream. When either breaks, its calls fail, and the next call makes a
+Unknown peers are refused. A link is three connections to a peer that was greeted (`greetings`), a
+stream for each channel. When one of them breaks, the link's calls fail, and the next call makes a
 new link, which learns which process is there now. A broken link says nothing about the peer.
 Only the roster decides whether the peer is lost (`peer.membership.membership`).
 """
@@ -29,7 +29,7 @@ from dataplane.errors import (
 from dataplane.peer.failures import LinkBroken, again, fail
 from dataplane.peer.host import Host
 from dataplane.peer.net.streams import Stream
-from dataplane.peer.operations import OPERATIONS
+from dataplane.peer.operations import OPERATIONS, Channel
 from dataplane.peer.tasks import in_time
 from dataplane.wire import limits, peering
 from dataplane.wire.events import MAX_FORMER
@@ -144,14 +144,13 @@ class Link:
     address: str
     mesh: Mesh
     hello: PeerHello | None = None
-    calls: Stream | None = None
-    control: Stream | None = None
+    streams: dict[Channel, Stream] = field(default_factory=dict)
     answers: dict[int, asyncio.Future[Body]] = field(default_factory=dict)
     ended: Unavailable | None = None
     """why nothing is answered here any more"""
 
     async def greet(self, rid: int, greeting: bytes) -> None:
-        """Greet the peer as soon as it is there, and open its two streams.
+        """Greet the peer as soon as it is there, and open its streams.
 
         Raises the refusal of `KnownPeers.meet`, and LinkBroken if the connection ends before that,
         or if no file descriptor is left for it; one may be free a moment later. Close the link if
@@ -170,8 +169,12 @@ class Link:
                 f"PeerHello, got {type(hello).__name__}"
             )
         mesh.others.meet(hello)
-        self.calls = await self._stream(hello.stream, hello.stream_secret)
-        self.control = await self._stream(hello.stream, hello.control_secret)
+        for channel, secret in (
+            (Channel.CALLS, hello.stream_secret),
+            (Channel.CONTROL, hello.control_secret),
+            (Channel.HEARTBEAT, hello.heartbeat_secret),
+        ):
+            self.streams[channel] = await self._stream(hello.stream, secret)
         self.hello = hello
 
     async def _stream(self, address: str, secret: bytes) -> Stream:
@@ -189,7 +192,7 @@ class Link:
 
     def _way(self, kind: type[Body]) -> Stream | None:
         """The stream for requests of this kind."""
-        return self.control if OPERATIONS[kind].control else self.calls
+        return self.streams.get(OPERATIONS[kind].channel)
 
     def takes_now(self, kind: type[Body]) -> bool:
         """Whether a request of this kind can be sent now."""
@@ -278,8 +281,7 @@ class Link:
     def close(self, why: Unavailable) -> None:
         """Close the link. Pending calls fail with `why`, unless the link ended before."""
         self.ended = self.ended or why
-        for stream in (self.calls, self.control):
-            if stream is not None:
-                stream.close()
+        for stream in self.streams.values():
+            stream.close()
         for answer in self.answers.values():
             fail(answer, again(self.ended))

@@ -6,9 +6,9 @@ message is answered with an error and forgotten; the connection stays open.
 
 Unanswered requests are bounded. A call stream with `STREAM_BYTES` of them is not read, and TCP
 makes its sender wait. While all streams together have `limits.MAX_BYTES_UNDER_WAY`, call streams
-at or above their share are not read. Control streams are always read: otherwise two peers whose
-calls fill each other would wait for ever for confirmations of their backups. A control stream
-holds at most `CONTROL_BYTES`. Requests beyond that are refused.
+at or above their share are not read. Control and heartbeat streams are always read: otherwise two
+peers whose calls fill each other would wait for ever for confirmations of their backups. Each of
+these streams holds at most `CONTROL_BYTES`. Requests beyond that are refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataplane.peer.failures import failed
 from dataplane.peer.host import CallContext, Caller, Host, call_context
 from dataplane.peer.net.greetings import Gate
 from dataplane.peer.net.streams import Stream, Streams
-from dataplane.peer.operations import OPERATIONS, Operation, PeerHandler, Sender
+from dataplane.peer.operations import OPERATIONS, Channel, Operation, PeerHandler, Sender
 from dataplane.peer.pipeline import MARGIN_S, Call
 from dataplane.wire import limits, peering
 from dataplane.wire.messages import Body, Failed
@@ -42,8 +42,8 @@ stream, 131,072 of all."""
 STREAM_BYTES = 16 << 20
 """Enough to keep a link busy; with more, what backups confirm waits longer for its share of it."""
 CONTROL_BYTES = 64 << 20
-"""A backup has one message of its primary at a time, of some 12 MiB at most, and repetitions of
-it."""
+"""A backup has one message of its primary at a time, which is as long as a frame may be at
+most. Few are longer than 4 MiB."""
 CATCH_UP_S = 5.0
 """How long a request of a newer roster waits for this peer to have it."""
 
@@ -89,13 +89,13 @@ class PeerDoor:
         return peering.encode(PeerReply(request.rid, self.host.incarnation, reply))  # type: ignore[arg-type]
 
     def welcome(self, hello: PeerHello) -> PeerHello:
-        """Return the reply to a greeting, with two streams for the requests of the greeting
-        peer."""
+        """Return the reply to a greeting, with a stream for each channel of the greeting peer."""
         return msgspec.structs.replace(
             hello,
             stream=self.streams.address,
-            stream_secret=self.streams.promise(),
-            control_secret=self.streams.promise(control=True),
+            stream_secret=self.streams.promise(Channel.CALLS),
+            control_secret=self.streams.promise(Channel.CONTROL),
+            heartbeat_secret=self.streams.promise(Channel.HEARTBEAT),
         )
 
     def _refusal(self, exc: ProtocolError) -> bytes:
@@ -137,7 +137,7 @@ class PeerDoor:
 
     def _has_too_much(self, stream: Stream) -> bool:
         """Whether a stream waits until more of its requests are answered."""
-        held = 0 if stream.is_control else stream.unanswered_bytes
+        held = stream.unanswered_bytes if stream.channel is Channel.CALLS else 0
         share = self.limit_bytes // max(1, len(self.streams))
         is_full = self._unanswered_bytes >= self.limit_bytes
         return held >= self.stream_bytes or (is_full and held >= max(1, share))
@@ -153,10 +153,11 @@ class PeerDoor:
                 one.resume()
 
     def check(self, stream: Stream, request: PeerRequest, operation: Operation) -> None:
-        """Raise ProtocolError or Unavailable for a request that the control stream does not
-        accept."""
-        if not operation.control:
-            raise mixed_releases(f"unexpected {type(request.body).__name__} on the control stream")
+        """Raise ProtocolError or Unavailable for a request that the control stream or the heartbeat
+        stream does not accept."""
+        if operation.channel is not stream.channel:
+            what = type(request.body).__name__
+            raise mixed_releases(f"unexpected {what} on the {stream.channel.value} stream")
         if stream.unanswered_bytes >= self.control_bytes:
             raise Unavailable(
                 f"the unanswered requests from peer {request.sender} add up to "
@@ -177,7 +178,7 @@ class _Call(Call):
     def is_admitted(self) -> bool:
         """Whether both sides are known to use one roster, without a wait."""
         host, request = self.host, self.request
-        if self.stream.is_control:
+        if self.stream.channel is not Channel.CALLS:
             self.door.check(self.stream, request, self.operation)
         if self.operation.bulky and self.stream.is_full:
             return False

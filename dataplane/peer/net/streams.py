@@ -1,9 +1,9 @@
 """Streams: TCP connections on the event loop, over which peers call each other.
 
 A link is greeted over zmq. The reply says where the other side accepts streams, and carries the
-secrets of two of them. The *call stream* carries requests of clients, and is paused while too
-many are unanswered. The *control stream* carries requests that keep the run going, and is never
-paused. Streams do not use libzmq, which would wake two more threads per message on each side.
+secrets of three of them, one for each channel (`operations.Channel`). The *call stream* is paused
+while too many of its requests are unanswered. The *control stream* and the *heartbeat stream* are
+never paused. Streams do not use libzmq, which would wake two more threads per message on each side.
 With a token, the secret, sent only in the encrypted greeting, yields a fresh key for each
 direction. Every frame is encrypted with AES-256-GCM and numbered by its position. A frame that
 is out of order ends the connection.
@@ -26,6 +26,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from dataplane.errors import FrameTooLarge
 from dataplane.launch.values import parse_address
 from dataplane.peer.failures import LinkBroken
+from dataplane.peer.operations import Channel
 from dataplane.wire import limits
 from dataplane.wire.frames import HEADER_BYTES, FrameReader
 from dataplane.wire.refusals import Refusals
@@ -33,7 +34,7 @@ from dataplane.wire.refusals import Refusals
 log = logging.getLogger(__name__)
 
 ID_BYTES, KEY_BYTES, TAG_BYTES = 16, 32, 16
-MAX_EXPECTED = 2 * limits.MAX_MEMBERS
+MAX_EXPECTED = len(Channel) * limits.MAX_MEMBERS
 """Streams that were promised and are not dialled yet; the oldest promise is forgotten."""
 MAX_UNKNOWN = 1_024
 """Connections that have not said yet which stream they are: all peers may come at once."""
@@ -90,7 +91,7 @@ class Stream(asyncio.Protocol):
         self._paused = False
         self._is_accepted = False
         """what comes asks, and what goes answers"""
-        self.is_control = False
+        self.channel = Channel.CALLS
         self.unanswered_bytes = 0
         """of requests that came on it, counted by the peer door"""
         self._posted: list[bytes] = []
@@ -158,7 +159,7 @@ class Stream(asyncio.Protocol):
     def _takes(self) -> bool:
         """Whether frames that come are read. A call stream is not read while the other side does
         not take its answers."""
-        is_gated = self._is_accepted and not self.is_control
+        is_gated = self._is_accepted and self.channel is Channel.CALLS
         return not (self.closed or self._paused or (is_gated and self.is_full))
 
     def _look(self) -> None:
@@ -287,7 +288,7 @@ class Streams:
         """`host:port` where streams are accepted; "": nowhere"""
         self._sealed = sealed
         self._take = take
-        self._expected: OrderedDict[bytes, tuple[bytes, bool]] = OrderedDict()
+        self._expected: OrderedDict[bytes, tuple[bytes, Channel]] = OrderedDict()
         self._open: set[Stream] = set()
         self._server: asyncio.Server | None = None
 
@@ -305,11 +306,11 @@ class Streams:
         """How many that others dialled are open."""
         return len(self._open)
 
-    def promise(self, control: bool = False) -> bytes:
+    def promise(self, channel: Channel = Channel.CALLS) -> bytes:
         """Return the secret of a stream that another peer will open: its name, and a key for
         each direction."""
         secret = secrets.token_bytes(ID_BYTES + (2 * KEY_BYTES if self._sealed else 0))
-        self._expected[secret[:ID_BYTES]] = secret, control
+        self._expected[secret[:ID_BYTES]] = secret, channel
         if len(self._expected) > MAX_EXPECTED:
             self._expected.popitem(last=False)
         return secret
@@ -321,7 +322,7 @@ class Streams:
             self.refusals.count("another process opened a connection for an unknown stream")
             return None
         stream = Stream(self._take, self._ended)
-        secret, stream.is_control = expected
+        secret, stream.channel = expected
         stream.use(secret, accepted=True)
         self._open.add(stream)
         return stream

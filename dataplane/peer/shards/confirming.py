@@ -5,6 +5,9 @@ A promoted backup therefore knows when the old primary has stopped replying. A b
 nothing for OVERDUE_S leaves the in-sync set, and calls continue without it. The roster keeper then
 knows that the copy is out of date.
 
+`Confirm` uses the heartbeat stream. A log record of many megabytes may take seconds on a slow link,
+and neither delays the reply nor makes the backup look late.
+
 If the primary is the roster keeper and dies, no other peer would know that. It therefore waits
 until its backup confirms or is lost. While the backup's heartbeats keep arriving, the backup
 cannot be lost. The reply to a heartbeat then tells the backup that it left the in-sync set.

@@ -200,6 +200,22 @@ def test_stats_tell_what_is_here_and_what_a_partition_has(hosts: Hosts) -> None:
     assert set(stats["peers"]) == {hosts.here.peer, hosts.there.peer}
 
 
+def test_stats_list_the_open_groups_with_their_rows(hosts: Hosts) -> None:
+    here, there = hosts.partition({"s": ["x"]})
+    here.put({"x": [1, 2, 3]}, group=["g", "g", 7])
+    here.close("done", 1)
+    here.put({"x": [4]}, group="done")
+    here.close(7, 2)
+    left = [{"group": "g", "rows": 2, "of": None}, {"group": 7, "rows": 1, "of": 2}]
+    for part in (here, there):
+        assert part.stats()["open_groups"] == left
+    there.claim("s", rows=1, timeout=20).ack()  # what is read was put all the same
+    assert here.stats()["open_groups"] == left
+    here.put({"x": [5]}, group=7)
+    here.close("g", 2)
+    assert there.stats()["open_groups"] == []
+
+
 def test_reprs_tell_the_state(hosts: Hosts) -> None:
     here, there = hosts.partition({"s": ["x"]})
     ref = here.put({"x": [1, 2]})

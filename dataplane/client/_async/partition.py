@@ -488,6 +488,8 @@ class Partition:
     async def stats(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
         """Return statistics of this partition as nested dicts: rows, groups, bytes and stages.
 
+        `open_groups` lists the oldest 1,000 groups that are still open, with the rows that each has
+        (`rows`) and expects (`of`, None before `close`).
         `bytes` counts each stored value once. Values of dropped rows count until the rows that are
         stored together with them are freed, too.
         """

@@ -16,7 +16,7 @@ from dataplane.errors import (
     nearest,
 )
 from dataplane.metadata.shard import weights
-from dataplane.metadata.shard.blocks import LEASED, READY, Block, Group
+from dataplane.metadata.shard.blocks import LEASED, READY, UNKNOWN_SIZE, Block, Group
 from dataplane.metadata.shard.leases import Lease, Plan
 from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.shard.state import State
@@ -28,6 +28,8 @@ from dataplane.wire.tables import Name, Where
 SHOWN_RANKS = 16
 SHOWN_GROUPS = 3
 SHOWN_TAGS = 3
+MAX_OPEN_GROUPS = 1_000
+"""Open groups in the statistics of a partition."""
 IDLE_S = 30.0
 """A stage is idle when it has leased nothing, and nobody has asked for its rows for so long: a
 claim that waits asks at least every 20 s."""
@@ -295,6 +297,20 @@ def stats(state: State) -> dict[str, Any]:
         "admission": state.permits.stats(state) if state.permits.counts else {},
         "stages": {name: _stage_stats(state, stage) for name, stage in state.stages.items()},
     }
+
+
+def open_groups(state: State) -> list[dict[str, Any]]:
+    """The open groups, the oldest first: how many rows each has, and how many it expects (None if
+    unknown)."""
+    still_open = (group for group in state.groups.values() if not group.closed)
+    return [
+        {
+            "group": group.name,
+            "rows": group.seen,
+            "of": None if group.expected == UNKNOWN_SIZE else group.expected,
+        }
+        for group in itertools.islice(still_open, MAX_OPEN_GROUPS)
+    ]
 
 
 def _stage_stats(state: State, stage: Stage) -> dict[str, Any]:

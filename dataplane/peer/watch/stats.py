@@ -54,7 +54,10 @@ class Reporting:
         if body.partition is None:
             return StatsDone(self._peer())
         entry = self.host.entries.get(body.partition)
-        return StatsDone(self._partition(entry) if entry is not None else {})
+        if entry is None:
+            return StatsDone({})
+        groups = inspection.open_groups(entry.store)
+        return StatsDone(self._partition(entry) | {"open_groups": groups})
 
     def _peer(self) -> dict[str, Any]:
         """This peer alone."""

@@ -87,6 +87,10 @@ class Lent:
                 had[packed] -= kept
         return _columns({packed: count for packed, count in had.items() if count})
 
+    def count(self, to: Owner) -> int:
+        """The number of ranges that this peer's shards reference."""
+        return len(self._held.get(to, ()))
+
     @property
     def peers(self) -> list[Owner]:
         """The peers that hold references."""

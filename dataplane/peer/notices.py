@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ class Telling:
     """Logs what one call waits for, at intervals.
 
     look: returns what the call waits for, as far as that is known. soon: log early, because the
-    call's own process may be the reason.
+    call's own process may be the reason. learn: asks other peers first for what `look` reports.
     """
 
     host: Host
@@ -35,10 +35,12 @@ class Telling:
     subject: reasons.Subject
     look: Callable[[], Why]
     soon: bool = False
+    learn: Callable[[], Awaitable[None]] | None = None
 
     def __post_init__(self) -> None:
         self._notice = call_context.get().notice
         self._timer: asyncio.TimerHandle | None = None
+        self._learning: asyncio.Future[None] | None = None
 
     def __enter__(self) -> Telling:
         self._began = self.host.now() - call_context.get().delayed_s
@@ -50,6 +52,8 @@ class Telling:
         self.host.notices.end(self.subject)
         if self._timer is not None:
             self._timer.cancel()
+        if self._learning is not None:
+            self._learning.cancel()
 
     def _arm(self, most_s: float = math.inf) -> None:
         left_s = min(self.host.notices.wait_s(self.subject, self.host.now()), most_s)
@@ -58,12 +62,21 @@ class Telling:
 
     def _ring(self) -> None:
         many = self.host.notices.take(self.subject, self.host.now())
-        if many or self.soon:
-            why, details = self.look()
-            self.host.notices.said(self.subject, why, details.get("reason", ""))
-            if many or details.get("only_own"):
-                waited_s = self.host.now() - self._began
-                others = f" (and {counted(many - 1, 'other')} on this host)" if many > 1 else ""
-                self._notice(f"{self.what}{others} has waited {duration(waited_s)}: {why}")
+        if many and self.learn is not None:
+            self._learning = asyncio.ensure_future(self._learn_and_say(self.learn, many))
+        elif many or self.soon:
+            self._say(many)
         self.soon = False
         self._arm()
+
+    async def _learn_and_say(self, learn: Callable[[], Awaitable[None]], many: int) -> None:
+        await learn()
+        self._say(many)
+
+    def _say(self, many: int) -> None:
+        why, details = self.look()
+        self.host.notices.said(self.subject, why, details.get("reason", ""))
+        if many or details.get("only_own"):
+            waited_s = self.host.now() - self._began
+            others = f" (and {counted(many - 1, 'other')} on this host)" if many > 1 else ""
+            self._notice(f"{self.what}{others} has waited {duration(waited_s)}: {why}")

@@ -121,7 +121,7 @@ class Peer:
     def _keep_memory(self) -> None:
         """Room in this host's memories, and copies of what lies elsewhere."""
         config, host, mesh = self.config, self.host, self.mesh
-        self.room = room = Room(host)
+        self.room = room = Room(host, mesh)
         room.on_wait.append(self._producers_wait)
         self.spilling = self._spilling(config.spill) if config.spill is not None else None
         from_disk = self.spilling.read if self.spilling is not None else None

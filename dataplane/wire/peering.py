@@ -14,7 +14,7 @@ import msgspec
 
 from dataplane.errors import FrameTooLarge
 from dataplane.wire.checkpoint import Answered, Asked
-from dataplane.wire.events import Events, EventsDone
+from dataplane.wire.events import Events, EventsDone, Seconds
 from dataplane.wire.frames import decoded
 from dataplane.wire.journal import Op, Settle
 from dataplane.wire.limits import MAX_FRAME_BYTES, MAX_OPS_PER_MESSAGE
@@ -197,7 +197,29 @@ class Settled(Body, tag=153):
 
 
 class CanFree(Body, tag=150):
-    """Ask whether clients of the receiver can free space, because producers of the sender wait."""
+    """Ask whether clients of the receiver can free space, because calls of the sender wait for it.
+
+    why: also ask which rows keep values in the sender's arena, for a message about such a call."""
+
+    why: bool = False
+
+
+class StoredRows(msgspec.Struct, array_like=True):
+    """Rows of a partition that keep values in one peer's arena, and what has yet to free them.
+
+    nbytes: of these values. ready: stages that have leased no rows, as (stage, rows that are ready
+    for it, seconds since a client last asked for some; None: never). leases: (client, stage, rows,
+    seconds), the most rows first. lacks: (stage, field that it needs, rows without it).
+    until_dropped: the rows stay until a client drops them, whatever stages do.
+    """
+
+    partition: str
+    rows: int
+    nbytes: int
+    ready: list[tuple[str, int, Seconds | None]] = []
+    leases: list[tuple[str, str, int, Seconds]] = []
+    lacks: list[tuple[str, str, int]] = []
+    until_dropped: bool = False
 
 
 class Activity(Body, tag=151):
@@ -206,7 +228,8 @@ class Activity(Body, tag=151):
     filled: partitions with rows on this host. busy: partitions of clients that are not waiting in
     a call. held: rows are leased, or not only stages can free them. claims: number of waiting
     claims. claimable: rows are ready for a stage. done: number of operations so far, which shows
-    whether there were new ones.
+    whether there were new ones. kept: the answer to `why`, of the partitions with the most bytes
+    there; more: how many others have values there.
     """
 
     filled: list[str]
@@ -215,6 +238,8 @@ class Activity(Body, tag=151):
     claims: int
     claimable: bool
     done: int
+    kept: list[StoredRows] = []
+    more: int = 0
 
 
 class Identify(Body, tag=157):

@@ -19,7 +19,6 @@ from dataplane.metadata.shard.reasons import (
     FullArena,
     Notices,
     Producer,
-    StoredRows,
     Subject,
     of_admission,
     of_full_arena,
@@ -32,6 +31,7 @@ from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables.remembered import MAX_PRODUCERS
 from dataplane.wire.journal import decode, encode
 from dataplane.wire.messages import Want
+from dataplane.wire.peering import StoredRows
 from tests.metadata.stores import finish, named, put, store, take, wrote
 
 SUBJECT = Subject("claim", "p", "s")
@@ -361,37 +361,55 @@ LARGER = (
     [
         ({}, "", "Consume or drop rows"),
         (
-            {"kept": [StoredRows("step-1", 5, [("judge", 5, None)])]},
-            "partition 'step-1' has 5 rows: 5 rows are ready for stage 'judge', but no client "
-            "has ever claimed from it",
+            {"kept": [StoredRows("step-1", 5, 40 << 20, [("judge", 5, None)])]},
+            "partition 'step-1' has 5 rows with 40.0 MiB on this host: 5 rows are ready for stage "
+            "'judge', but no client has ever claimed from it",
             "Run the stage 'judge', or leave it out of stages= if nobody needs it",
         ),
         (
-            {"kept": [StoredRows("step-1", 5, [], [(OTHER, "train", 5, 90.0)])], "claims": True},
-            f"partition 'step-1' has 5 rows: 5 rows have been leased by {OTHER} for stage 'train' "
-            "for 90 s",
+            {"kept": [StoredRows("step-1", 5, 1 << 20, [("judge", 5, 29.0)])]},
+            "partition 'step-1' has 5 rows with 1.0 MiB on this host: 5 rows are ready for stage "
+            "'judge'",
+            "Consume or drop rows",
+        ),
+        (
+            {
+                "kept": [StoredRows("step-1", 5, 1 << 20, [], [(OTHER, "train", 5, 90.0)])],
+                "claims": True,
+            },
+            "partition 'step-1' has 5 rows with 1.0 MiB on this host: 5 rows have been leased by "
+            f"{OTHER} for stage 'train' for 90 s",
             "Claim fewer rows at a time (or pass min=), if claims wait for more rows than fit",
         ),
         (
             {
                 "kept": [
-                    StoredRows("w", 5, [("judge", 5, None)], until_dropped=True),
-                    *[StoredRows(f"p{i}", 1) for i in range(3)],
-                ]
+                    StoredRows("w", 5, 1 << 20, [("judge", 5, None)], until_dropped=True),
+                    *[StoredRows(f"p{i}", 1, 1 << 19) for i in range(3)],
+                ],
+                "more": 2,
             },
-            "partition 'w' has 5 rows, which stay until they are dropped; partition 'p0' has 1 "
-            "row; partition 'p1' has 1 row; 1 more partition has rows",
+            "partition 'w' has 5 rows with 1.0 MiB on this host, which stay until they are "
+            "dropped; partition 'p0' has 1 row with 512 KiB on this host; partition 'p1' has 1 row "
+            "with 512 KiB on this host; 3 more partitions have values on this host",
             "Drop rows that are no longer needed (part.drop)",
         ),
         (
-            {"kept": [StoredRows("step-1", 5, lacks=[("train", "reward", 5)])]},
-            "partition 'step-1' has 5 rows: 5 rows lack `reward`, which stage 'train' needs",
+            {"kept": [StoredRows("step-1", 5, 1 << 20, lacks=[("train", "reward", 5)])]},
+            "partition 'step-1' has 5 rows with 1.0 MiB on this host: 5 rows lack `reward`, which "
+            "stage 'train' needs",
             "Add the missing field `reward`",
         ),
         (
+            {"silent": [("b", 1)]},
+            "1 value on this host belongs to partitions that peer 'b' serves, but that peer did "
+            "not answer which stages still need them",
+            "Check peer 'b' with dataplane status",
+        ),
+        (
             {"holders": [(OTHER, 40 << 20)], "elsewhere": 3},
-            f"3 values here belong to partitions that other peers serve; {OTHER} holds "
-            "40.0 MiB in reservations and views",
+            "3 values on this host belong to partitions that other peers serve; "
+            f"{OTHER} holds 40.0 MiB in reservations and views",
             "Delete batches and arrays that you no longer need",
         ),
     ],

@@ -23,9 +23,11 @@ from dataplane.peer.room.admission import Room
 from dataplane.wire.messages import Finish, Put
 from dataplane.wire.records import U8
 from dataplane.wire.tables import Chunk, Definition, Owner, Piece, Rows, Values
-from tests.metadata.stores import put
+from tests.metadata.stores import OWNERS, put
 
 PAGE = 4096
+NOBODY: Any = SimpleNamespace(spawn=asyncio.ensure_future)
+"""The mesh of a peer that knows no other."""
 
 
 def pages(count: int) -> list[Any]:
@@ -43,7 +45,7 @@ async def test_a_small_reservation_does_not_overtake_a_large_one() -> None:
         space=space, now=lambda: 0.0, notices=Notices(), events=Ring(), entries={}, lent=Lent(),
         who=str,
     )  # fmt: skip
-    room = Room(host)
+    room = Room(host, NOBODY)
     held = [space.reserve(1, Admission.PULL, pages(4))[1] for _ in range(4)]
     order = []
 
@@ -69,7 +71,7 @@ async def test_space_of_a_refused_put_goes_to_a_call_that_waits() -> None:
         space=space, now=lambda: 0.0, notices=Notices(), events=Ring(), entries={}, lent=Lent(),
         who=str, owner=me,
     )  # fmt: skip
-    room = Room(host)
+    room = Room(host, NOBODY)
     nothing: Any = None
     writing = Writing(host, Grants(host, room, nothing), *[nothing] * 5)
     (written,) = space.reserve(1, Admission.PULL, pages(16))[1]
@@ -93,19 +95,22 @@ async def test_who_waits_for_a_stretch_is_told_that_what_is_free_is_in_pieces() 
         put(entries[f"step-{n}"].store, list(range(n)))
     host: Any = SimpleNamespace(
         name="a", space=space, now=lambda: 0.0, notices=Notices(), entries=entries, lent=Lent(),
-        events=Ring(),
+        events=Ring(), owner=OWNERS[0], roster=SimpleNamespace(owners=[]),
         who=lambda holder: "pid 7",
     )  # fmt: skip
-    room = Room(host)
+    room = Room(host, NOBODY)
     held = [space.reserve(1 + n // 8, Admission.PULL, pages(1))[1] for n in range(16)]
     for n in range(0, 16, 2):
         space.give_back(1 + n // 8, held[n])
     with pytest.raises(BackPressure, match="fragmented: one value needs 16.0 KiB") as caught:
         await room.reserve(2, Admission.PULL, pages(4), 0.01)
-    kept = [f"partition 'step-{n}' has {n} rows, which stay until they are" for n in (5, 4, 3)]
+    kept = [
+        f"'step-{n}' has {n} rows with {8 * n}.0 KiB on this host, which stay" for n in (5, 4, 3)
+    ]
     assert all(one in caught.value.message for one in kept)
     said = (  # pid 7 has two sessions
-        "2 more partitions have rows; pid 7 holds 32.0 KiB in reservations and views. "
+        "2 more partitions have values on this host; pid 7 holds 32.0 KiB in reservations and "
+        "views. "
     )
     assert said in caught.value.message
 
@@ -116,7 +121,7 @@ async def test_room_that_came_as_it_was_given_up_goes_to_the_next() -> None:
         space=space, now=lambda: 0.0, notices=Notices(), events=Ring(), entries={}, lent=Lent(),
         who=str,
     )  # fmt: skip
-    room = Room(host)
+    room = Room(host, NOBODY)
     held = space.reserve(1, Admission.PULL, pages(16))[1]
     asked = [
         asyncio.create_task(room.reserve(who, Admission.PULL, pages(16), 20)) for who in (2, 3)
@@ -135,7 +140,7 @@ async def test_room_of_what_was_added_in_vain_goes_to_who_waits_for_it() -> None
         owner=Owner("tcp://10.0.0.1:7101", 1),
         lent=Lent(), serves=lambda partition: True, entry=lambda *partition: None,
     )  # fmt: skip
-    room, mesh = Room(host), SimpleNamespace(handlers={})
+    room, mesh = Room(host, NOBODY), SimpleNamespace(handlers={})
     grants = Grants(host, room, None)  # type: ignore[arg-type]
     leases: Any = SimpleNamespace(
         of=lambda *lease: SimpleNamespace(number=1, partition="p", generation=1),

@@ -42,7 +42,7 @@ def _pulls(space: Space, arena: memoryview, members: set[Owner], call: Any) -> A
     mesh: Any = SimpleNamespace(
         handlers={}, call=call, others=SimpleNamespace(), spawn=lambda work: work.close()
     )
-    room: Any = Room(host)
+    room: Any = Room(host, mesh)
     room.reserve, room.for_copies = reserve, lambda sizes: None
     return Pulls(host, mesh, room, None)  # type: ignore[arg-type]
 

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dataplane.errors import BackPressure, DeadlineExceeded, StaleEpoch
+from dataplane.errors import BackPressure, DeadlineExceeded, StaleEpoch, Unavailable
 from dataplane.events.ring import Ring
 from dataplane.memory.admission import Admission
+from dataplane.memory.lent import Lent
 from dataplane.memory.space import PULLER, Space
 from dataplane.metadata.roster.authority import Authority
 from dataplane.metadata.roster.roster import Roster
@@ -33,7 +34,7 @@ from dataplane.transport.registry import TCP
 from dataplane.transport.seam import ReadOutcome, Records, Remote
 from dataplane.wire.journal import Begun, Op
 from dataplane.wire.messages import Done, Put
-from dataplane.wire.peering import Append, Beat, Duplicate, Pull, Pulled, Shipment
+from dataplane.wire.peering import Append, Beat, CanFree, Duplicate, Pull, Pulled, Shipment
 from dataplane.wire.records import RANGE, U8
 from dataplane.wire.tables import Owner
 from tests.metadata import stores
@@ -68,6 +69,18 @@ class Engine:
         return ReadOutcome(gone, int(copies["nbytes"][~gone].sum()), 0.0)
 
 
+def says_which_are_gone(gone: bytes | bytearray) -> Any:
+    """What a mesh does whose other peer only answers which of its values are there."""
+
+    async def call(address: str, body: Pull | CanFree, **how: Any) -> Pulled:
+        if isinstance(body, CanFree):
+            raise Unavailable("no answer")
+        assert not np.frombuffer(body.sizes, U8).any()
+        return Pulled(b"", bytes(gone))
+
+    return call
+
+
 class Peer:
     """One that keeps second copies, as far as that goes."""
 
@@ -89,14 +102,18 @@ class Peer:
             events=Ring(),
             entries={},
             name="here",
-            lent=(),
+            lent=Lent(),
             who=str,
             speak=lambda: None,
             another_roster=self._another_roster,
         )
-        others = SimpleNamespace()
-        self.mesh: Any = SimpleNamespace(handlers={}, hello=self._hello, others=others)
-        room = Room(self.host)
+        self.mesh: Any = SimpleNamespace(
+            handlers={},
+            hello=self._hello,
+            spawn=asyncio.ensure_future,
+            others=SimpleNamespace(),
+        )
+        room = Room(self.host, self.mesh)
         pulls = Pulls(self.host, self.mesh, room, None)  # type: ignore[arg-type]
         pulls.use(engine)
         self.copying = Copying(self.host, self.mesh, pulls, room)
@@ -159,11 +176,7 @@ async def test_what_was_freed_meanwhile_needs_no_room(monkeypatch: pytest.Monkey
     await peer.copying.room.reserve(PULLER, Admission.OPEN, [np.array([left], U8)], 1.0)
     freed = bytearray(VALUES)
 
-    async def answer(address: str, body: Pull, **how: Any) -> Pulled:
-        assert not np.frombuffer(body.sizes, U8).any()
-        return Pulled(b"", bytes(freed))
-
-    peer.mesh.call = answer
+    peer.mesh.call = says_which_are_gone(freed)
     with pytest.raises(BackPressure):
         await peer.copying.copy_here(copies, THERE)
     freed[:] = b"\1" * VALUES
@@ -179,10 +192,7 @@ async def test_a_write_that_finds_no_room_for_them_ends_before_its_deadline(
     left = peer.space.stats()["classes"]["open"]["room_bytes"]
     await peer.copying.room.reserve(PULLER, Admission.OPEN, [np.array([left], U8)], 1.0)
 
-    async def none_gone(address: str, body: Pull, **how: Any) -> Pulled:
-        return Pulled(b"", bytes(1))
-
-    peer.mesh.call = none_gone
+    peer.mesh.call = says_which_are_gone(bytes(1))
     entry: Any = SimpleNamespace(copies=Copies(), name="p", generation=1)
     body = put_of("k", THERE, [0])
     call_context.set(CallContext(peer.host.now() + 60.0))
@@ -205,10 +215,7 @@ async def test_those_of_rows_that_a_dead_peer_had_come_later_and_whoever_has_roo
     spawned: list[asyncio.Task[None]] = []
     peer.mesh.spawn = lambda work: spawned.append(asyncio.ensure_future(work))
 
-    async def none_gone(address: str, body: Pull, **how: Any) -> Pulled:
-        return Pulled(b"", bytes(VALUES))
-
-    peer.mesh.call = none_gone
+    peer.mesh.call = says_which_are_gone(bytes(VALUES))
     half = ranges[: VALUES // 2], ranges[VALUES // 2 :]
     for some in half:
         assert not copies.note(THERE, some, np.full(len(some), VALUE_BYTES, U8))

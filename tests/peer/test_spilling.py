@@ -56,7 +56,7 @@ def spilled(file: SlowFile) -> tuple[Spilling, np.ndarray]:
     host: Any = SimpleNamespace(space=Space(64 * PAGE), threads=Threads())
     mesh: Any = SimpleNamespace(spawn=lambda work: asyncio.ensure_future(work))
     part: Any = file
-    room = Room(host)
+    room = Room(host, mesh)
     made = Spilling(host, mesh, room, part, 64 * PAGE)
     ranges = put(host.space, PAGE)
     move = host.space.choose_spill(PAGE)

@@ -143,12 +143,16 @@ def unknown_tags(state: State, where: Where | None) -> dict[str, list[str]]:
     return found
 
 
-def idle(state: State, now: float, among: Mapping[int, int] | None = None) -> list[Idle]:
-    """The stages among these (None: all) that have rows ready and that no client claims from."""
+def idle(
+    state: State, now: float, among: Mapping[int, int] | None = None, least_s: float = IDLE_S
+) -> list[Idle]:
+    """The stages that have rows ready among these (None: all), and that no client claims from.
+
+    least_s: for how long nobody has asked for their rows."""
     found: list[Idle] = []
     for name, stage in state.stages.items():
         asked = None if stage.claimed_at is None else now - stage.claimed_at
-        if stage.rows.counts[LEASED] or (asked is not None and asked < IDLE_S):
+        if stage.rows.counts[LEASED] or (asked is not None and asked < least_s):
             continue
         if among is None:
             rows = stage.rows.counts[READY]

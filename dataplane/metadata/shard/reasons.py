@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dataplane.errors import counted, duration, few, joined, sized
+from dataplane.metadata.shard.inspection import IDLE_S
+from dataplane.wire.peering import StoredRows
 
 FIRST_S = 10.0
 """A call that has waited for so long says what it waits for."""
@@ -324,26 +326,14 @@ def of_key(key: object, near: int | str, facts: Facts) -> str:
     return f"{said}; {_put(facts)}{gone}"
 
 
-class StoredRows(NamedTuple):
-    """Rows of a partition that use space at a host. idle: see `inspection.Idle`. leases: [(who,
-    stage, rows, seconds)]. lacks: [(stage, field, rows without it)]. until_dropped: they stay
-    until a client drops them, whatever stages do."""
-
-    partition: str
-    rows: int
-    idle: Sequence[tuple[str, int, float | None]] = ()
-    leases: Sequence[tuple[str, str, int, float]] = ()
-    lacks: Sequence[tuple[str, str, int]] = ()
-    until_dropped: bool = False
-
-
 @dataclass(slots=True)
 class FullArena:
     """Why a call gets no space in an arena. doing: what the space is for. free_bytes: what is
-    available for that. kept: partitions with rows, the largest first. elsewhere: values here of
-    rows whose partitions other peers serve. holders: clients with reservations or views, as
-    (who, bytes), the largest first. claims: claims wait at this host. remarks: further facts
-    about free space."""
+    available for that. kept: partitions whose rows keep values here, the most bytes first; more:
+    how many others do. silent: peers that did not say which of their partitions do, as (name,
+    values here). elsewhere: values of partitions whose peers were not asked. holders: clients with
+    reservations or views, as (who, bytes), the largest first. claims: claims wait at this host.
+    remarks: further facts about free space."""
 
     peer: str
     doing: str
@@ -352,6 +342,8 @@ class FullArena:
     used_bytes: int
     size_bytes: int
     kept: Sequence[StoredRows] = ()
+    more: int = 0
+    silent: Sequence[tuple[str, int]] = ()
     elsewhere: int = 0
     holders: Sequence[tuple[str, int]] = ()
     claims: bool = False
@@ -369,11 +361,17 @@ def of_full_arena(full: FullArena, why: str = "") -> str:
     parts += [why] if why else []
     parts += full.remarks
     for kept in full.kept[:SHOWN_OTHERS]:
-        parts += _kept(kept)
-    if (more := len(full.kept) - SHOWN_OTHERS) > 0:
-        parts.append(f"{counted(more, 'more partition has', 'more partitions have')} rows")
+        parts.append(_kept(kept))
+    if (more := full.more + len(full.kept) - SHOWN_OTHERS) > 0:
+        them = counted(more, "more partition has", "more partitions have")
+        parts.append(f"{them} values on this host")
+    one, many = "value on this host belongs", "values on this host belong"
+    for peer, values in full.silent:
+        parts.append(
+            f"{counted(values, one, many)} to partitions that peer {peer!r} serves, but that peer "
+            "did not answer which stages still need them"
+        )
     if full.elsewhere:
-        one, many = "value here belongs", "values here belong"
         parts.append(f"{counted(full.elsewhere, one, many)} to partitions that other peers serve")
     parts += [
         f"{who} holds {sized(nbytes)} in reservations and views"
@@ -382,11 +380,15 @@ def of_full_arena(full: FullArena, why: str = "") -> str:
     return f"{'; '.join(parts)}. {_make_room(full)}"
 
 
-def _kept(one: StoredRows) -> list[str]:
-    said = f"partition {one.partition!r} has {counted(one.rows, 'row')}"
+def _kept(one: StoredRows) -> str:
+    said = f"partition {one.partition!r} has {counted(one.rows, 'row')} with {sized(one.nbytes)} "
+    said += "on this host"
     if one.until_dropped:
-        return [f"{said}, which stay until they are dropped"]
-    clauses = [_nobody_claims(*idle) for idle in one.idle]
+        return f"{said}, which stay until they are dropped"
+    clauses, idle = list[str](), idle_stages(one)
+    for stage, rows, asked_s in one.ready:
+        ready = f"{counted(rows, 'row is', 'rows are')} ready for stage {stage!r}"
+        clauses.append(_nobody_claims(stage, rows, asked_s) if stage in idle else ready)
     for stage, name, rows in one.lacks[:SHOWN_OTHERS]:
         clauses.append(
             f"{counted(rows, 'row lacks', 'rows lack')} `{name}`, which stage {stage!r} needs"
@@ -396,13 +398,18 @@ def _kept(one: StoredRows) -> list[str]:
             f"{counted(rows, 'row has been', 'rows have been')} leased by {who} for stage "
             f"{stage!r} for {duration(age)}"
         )
-    return [f"{said}: {', '.join(clauses)}" if clauses else said]
+    return f"{said}: {', '.join(clauses)}" if clauses else said
+
+
+def idle_stages(one: StoredRows) -> list[str]:
+    """The stages that have rows ready and that no client claims from."""
+    return [stage for stage, _, asked_s in one.ready if asked_s is None or asked_s >= IDLE_S]
 
 
 def _make_room(full: FullArena) -> str:
     """What to do, the likeliest first."""
     waiting = [one for one in full.kept if not one.until_dropped]
-    stages = list(dict.fromkeys(stage for one in waiting for stage, _, _ in one.idle))
+    stages = list(dict.fromkeys(stage for one in waiting for stage in idle_stages(one)))
     fields = list(dict.fromkeys(name for one in waiting for _, name, _ in one.lacks))
     said = []
     if stages:
@@ -412,6 +419,7 @@ def _make_room(full: FullArena) -> str:
     elif fields:
         names = joined([f"`{name}`" for name in fields[:SHOWN_OTHERS]])
         said.append(f"add the missing {'field' if len(fields) == 1 else 'fields'} {names}")
+    said += [f"check peer {peer!r} with dataplane status" for peer, _ in full.silent]
     if any(one.until_dropped for one in full.kept):
         said.append("drop rows that are no longer needed (part.drop)")
     if full.claims:

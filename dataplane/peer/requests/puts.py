@@ -33,7 +33,7 @@ from dataplane.memory.placement import extents_of
 from dataplane.metadata.shard.puts import plan_put
 from dataplane.metadata.tables.incoming import too_many
 from dataplane.peer import rows as rowset
-from dataplane.peer.host import Caller, Entry, Host
+from dataplane.peer.host import Caller, Entry, Host, waits_s
 from dataplane.peer.requests.outgoing_changes import NO_RANGES, OutgoingChanges
 from dataplane.peer.room.admission import Room, Units
 from dataplane.peer.room.pools import Pools
@@ -123,7 +123,7 @@ class Grants:
             granted = self.pools.at_once(pool, *asked) if pool else self.room.at_once(*asked)
             if granted is not None:
                 return Reserved(granted[0], granted[1].tobytes())
-        return self._reserve_in_turn(session, body, kind, units, request.deadline_ms / 1000)
+        return self._reserve_in_turn(session, body, kind, units, waits_s(request.deadline_ms))
 
     async def _reserve_in_turn(
         self, session: Session, body: Reserve, kind: Admission, units: Units, timeout_s: float

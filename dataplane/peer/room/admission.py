@@ -9,6 +9,8 @@ wait separately, each for all the space that it needs.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.errors import BackPressure, duration, sized
+from dataplane.errors import BackPressure, DataplaneError, duration, sized
 from dataplane.memory.admission import Admission
 from dataplane.memory.placement import extents_of, placed
 from dataplane.memory.space import PULLER
@@ -26,11 +28,22 @@ from dataplane.metadata.shard.reasons import Subject
 from dataplane.metadata.tables.incoming import check_owners
 from dataplane.metadata.tables.outgoing import pulled
 from dataplane.peer.host import Entry, Host, call_context
+from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.notices import Telling, Why
 from dataplane.peer.tasks import within
 from dataplane.wire.events import Kind, Reason, Record
+from dataplane.wire.peering import Activity, CanFree, StoredRows
 from dataplane.wire.records import U8, Array
-from dataplane.wire.tables import Table
+from dataplane.wire.tables import Owner, Table
+
+ASK_S = 1.0
+"""How long other peers have to say which of their rows keep values here, before the deadline of
+the call that is told."""
+LEAST_S = 0.2
+"""As much of that they have even where the deadline is nearer. Calls that need the answers within
+so long ask once."""
+MAX_ASKED = 8
+"""Peers that are asked for one message."""
 
 _DOING = {
     Admission.OPEN: "a put of new rows",
@@ -68,8 +81,9 @@ class _StarvedClaim:
 class Room:
     """Admission to the host arena. Calls never wait for space in a pool."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, mesh: Mesh) -> None:
         self._host = host
+        self._mesh = mesh
         self.space = host.space
         self.on_wait: list[Callable[[], None]] = []
         """called when somebody begins to wait"""
@@ -86,6 +100,10 @@ class Room:
         self._promised_bytes = 0
         """all of them together"""
         self._claims: dict[int, _StarvedClaim] = {}
+        self._told: dict[Owner, Activity | None] = {}
+        """what other peers said of their rows; None: nothing yet"""
+        self._asked_at = -math.inf
+        self._asking: list[asyncio.Task[None]] = []
         self._by_rank = [self._lines[admission] for admission in sorted(Admission, reverse=True)]
 
     def __len__(self) -> int:
@@ -129,30 +147,42 @@ class Room:
         granted_later = asyncio.get_running_loop().create_future()
         waiter = Waiter(holder, admission, units, granted_later, self._host.now())
         line.append(waiter)
+        try:
+            return await self._in_turn(waiter, timeout_s)
+        except (TimeoutError, BackPressure) as exc:
+            self.refused[admission] += 1
+            was_asked = isinstance(exc, TimeoutError)
+            await (self._learn(LEAST_S, math.inf) if was_asked else self._learn())
+            why = str(exc) or f"no space was freed within {duration(timeout_s)}"
+            raise self._full(waiter, why) from exc
+
+    async def _in_turn(self, waiter: Waiter, timeout_s: float) -> tuple[int, Array]:
+        """Wait in line. Other peers are asked for the reason before TimeoutError."""
+        admission, line = waiter.admission, self._lines[waiter.admission]
 
         def look() -> Why:
             return self._full(waiter, "").message, {"reason": REASONS[admission]}
 
-        began, by = self._host.now(), self._most_by()
+        by = self._most_by()
         self.waited[admission] += 1
         self._waits()
+        space_for, ask_s = f"space for {_DOING[admission]}", min(ASK_S, timeout_s / 2)
+        what, subject = f"request for arena {space_for}", Subject(space_for)
         try:
-            what = f"request for arena space for {_DOING[admission]}"
-            with Telling(self._host, what, Subject(f"space for {_DOING[admission]}"), look):
-                return await within(timeout_s, waiter.granted)
-        except BaseException as exc:
+            with Telling(self._host, what, subject, look, learn=self._learn):
+                with contextlib.suppress(TimeoutError):
+                    return await within(timeout_s - ask_s, asyncio.shield(waiter.granted))
+                self._mesh.spawn(self._learn())
+                return await within(ask_s, waiter.granted)
+        except BaseException:
             given = waiter.granted
             if given.done() and not given.cancelled() and given.exception() is None:
-                space.give_back(holder, given.result()[1])  # it came as it was given up
+                self.space.give_back(waiter.holder, given.result()[1])  # it came as it was given up
                 self.pump()
-            if isinstance(exc, TimeoutError):
-                raise self._back_pressure(
-                    waiter, f"no space was freed within {duration(timeout_s)}"
-                ) from exc
             raise
         finally:
-            self.waited_s[admission] += self._host.now() - began
-            self._waited(REASONS[admission], holder, began, by)
+            self.waited_s[admission] += self._host.now() - waiter.since
+            self._waited(REASONS[admission], waiter.holder, waiter.since, by)
             if waiter in line:
                 line.remove(waiter)
                 self.pump()
@@ -221,25 +251,77 @@ class Room:
     def end_in_vain(self) -> None:
         """Raise BackPressure in all waiting producers, because no client is left that could free
         space."""
+        why = "no client can free space, because all of them are waiting"
         writers = [w for a in (Admission.OPEN, Admission.CONTINUE) for w in self._lines[a]]
         for waiter in writers:
             if not waiter.granted.done():
-                waiter.granted.set_exception(
-                    self._back_pressure(
-                        waiter, "no client can free space, because all of them are waiting"
-                    )
-                )
+                waiter.granted.set_exception(BackPressure(why))
 
-    def _back_pressure(self, waiter: Waiter, why: str) -> BackPressure:
-        self.refused[waiter.admission] += 1
-        return self._full(waiter, why)
+    # who holds the bytes
+
+    async def _learn(self, limit_s: float = ASK_S, fresh_s: float = LEAST_S) -> None:
+        """Ask the peers whose rows keep most values here what those rows wait for, unless they
+        were asked within fresh_s."""
+        host, now = self._host, self._host.now()
+        if now > self._asked_at + fresh_s:
+            self._asked_at, roster = now, host.roster
+            copied = [o for o in roster.owners if roster.backup_of(o.peer)[0] == host.address]
+            asked = sorted({*host.lent.peers, *copied}, key=host.lent.count, reverse=True)
+            self._told = dict.fromkeys(asked[:MAX_ASKED])
+            self._asking = [self._mesh.spawn(self._ask(owner)) for owner in self._told]
+        if self._asking:
+            await asyncio.wait(self._asking, timeout=limit_s)
+
+    async def _ask(self, owner: Owner) -> None:
+        with contextlib.suppress(DataplaneError):  # it stays unknown, and the message says so
+            self._told[owner] = await self._mesh.call(
+                owner.peer, CanFree(why=True), timeout_s=ASK_S, to=owner.incarnation
+            )
+
+    def kept(self, owner: Owner) -> tuple[list[StoredRows], int]:
+        """The partitions served here with the most bytes in an owner's arena, and how many more
+        have values there."""
+        sizes = [(self._bytes_at(entry, owner), entry) for entry in self._host.entries.values()]
+        found = sorted((one for one in sizes if one[0]), key=lambda one: -one[0])
+        shown = [self._stored(entry, nbytes) for nbytes, entry in found[: reasons.SHOWN_OTHERS]]
+        return shown, len(found) - len(shown)
+
+    def _bytes_at(self, entry: Entry, owner: Owner) -> int:
+        """Bytes in an owner's arena that rows of a partition keep, with its second copies."""
+        host, store, copies = self._host, entry.store, entry.copies
+        nbytes = sum([chunk.nbytes for chunk in store.chunks_at(owner)])
+        if copies is not None and owner == host.owner:
+            nbytes += sum([int(copies.held(one)[1].sum()) for one in copies.owners])
+        elif copies is not None and owner.peer == host.roster.backup_of(host.address)[0]:
+            nbytes += sum([chunk.nbytes for chunk in store.chunks_at(host.owner)])
+        return nbytes
+
+    def _stored(self, entry: Entry, nbytes: int) -> StoredRows:
+        store, now = entry.store, self._host.now()
+        held = sorted(inspection.holders(store, now), key=lambda one: -one[2])
+        return StoredRows(
+            entry.name,
+            len(store),
+            nbytes,
+            inspection.idle(store, now, least_s=0.0),
+            [(self._host.who(who), of, n, s) for who, of, n, s in held[: reasons.SHOWN_LEASES]],
+            inspection.lacks(store),
+            store.definition.free == "drop",
+        )
 
     def _full(self, waiter: Waiter, why: str) -> BackPressure:
         host, stats, now = self._host, self.space.stats(), self._host.now()
+        kept, more = self.kept(host.owner)
+        silent = list[tuple[str, int]]()
+        for owner, activity in self._told.items():
+            if activity is not None:
+                kept += activity.kept
+                more += activity.more
+            elif values := host.lent.count(owner):
+                silent.append((self._mesh.others.name(owner.peer), values))
+        kept.sort(key=lambda one: -one.nbytes)
         needed = int(waiter.units[0].sum())
         room = stats["classes"][waiter.admission.name.lower()]["room_bytes"]
-        entries = [entry for entry in host.entries.values() if len(entry.store)]
-        entries.sort(key=lambda entry: -len(entry.store))
         holders = self._holders()
         remarks, free = [], stats["free_bytes"]
         if room < needed <= free:
@@ -260,8 +342,10 @@ class Room:
             room,
             stats["used_bytes"],
             stats["size_bytes"],
-            [self._kept(entry, now) for entry in entries],
-            len(host.lent),
+            kept,
+            more,
+            silent,
+            sum([host.lent.count(one) for one in host.lent.peers if one not in self._told]),
             [(h["holder"], h["granted_bytes"] + h["pinned_bytes"]) for h in holders],
             any(subject.kind == "claim" for subject, *_ in host.notices.waits(now)),
             [*remarks, *([beyond] if beyond else [])],
@@ -273,8 +357,8 @@ class Room:
             free_bytes=stats["free_bytes"],
             arena_bytes=stats["size_bytes"],
             spilled_bytes=stats["spilled_bytes"],
-            rows={entry.name: len(entry.store) for entry in entries},
-            idle_stages={k.partition: [stage for stage, _, _ in k.idle] for k in full.kept},
+            rows={one.partition: one.rows for one in kept},
+            idle_stages={one.partition: reasons.idle_stages(one) for one in kept},
             holders=holders,
         )
 
@@ -329,19 +413,6 @@ class Room:
             holder, stage, *_ = max(leases, key=lambda one: one[2])
             return f"{name}, leased by {self._host.who(holder)} for stage {stage!r}"
         return name
-
-    def _kept(self, entry: Entry, now: float) -> reasons.StoredRows:
-        store = entry.store
-        held = sorted(inspection.holders(store, now), key=lambda one: -one[2])
-        leases = [(self._host.who(holder), stage, rows, age) for holder, stage, rows, age in held]
-        return reasons.StoredRows(
-            entry.name,
-            len(store),
-            inspection.idle(store, now),
-            leases,
-            inspection.lacks(store),
-            store.definition.free == "drop",
-        )
 
     # claims that pull
 

@@ -103,10 +103,13 @@ class Standstill:
         self._done = done
 
     def can_free(self, caller: Caller, body: CanFree) -> Activity:
-        """Note that producers wait for space: waiting claims give up their priority over
+        """Note that calls wait for space: waiting claims give up their priority over
         claims that take rows."""
         self.peer.calls.producers_wait()
-        return self._here()
+        activity = self._here()
+        if body.why:
+            activity.kept, activity.more = self.peer.room.kept(caller.owner)
+        return activity
 
     def _here(self) -> Activity:
         entries = [entry for entry in self.host.entries.values() if len(entry.store)]

@@ -342,8 +342,7 @@ class Space:
         return sorted((row for row in held if row[1] or row[2]), key=lambda row: -row[1] - row[2])
 
     def stats(self) -> dict[str, Any]:
-        """`figures`, and the waste, which is part of used and spilled. Computing it scans every
-        chunk."""
+        """`figures`, and the waste, which is part of used and spilled."""
         return {**self.figures(), "waste_bytes": self.waste_bytes()}
 
     @property

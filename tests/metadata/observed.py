@@ -14,9 +14,10 @@ from dataplane.metadata.shard.leases import Plan
 from dataplane.metadata.shard.rows_out import tags_held
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables.bits import in_bytes, rows_of
+from dataplane.metadata.tables.pieces import Chunk
 from dataplane.metadata.tables.tags import MISSING
 from dataplane.wire.journal import Op, decode, encode
-from dataplane.wire.tables import Values
+from dataplane.wire.tables import Owner, Values
 
 SIZES = ("metadata_bytes", "bytes_per_row", "bytes", "inline_bytes")
 """A dump describes an inline chunk of several blocks once for each operation that needs it."""
@@ -64,6 +65,19 @@ def accounts(store: Store) -> list[str]:
     inline = sum(len(one.inline) for one in uses)
     if any(one.uses != many for one, many in uses.items()):
         wrong.append("chunks miscount the blocks that use them")
+    rows_in = Counter[Chunk]()
+    for block in blocks:
+        for chunk, bits in block.values.rows_by_chunk().items():
+            rows_in[chunk] += bits.bit_count()
+    dead = Counter[Owner]()
+    for one in rows_in:
+        if one.number and (unused := one.rows - rows_in[one]) > 0:
+            dead[one.owner] += one.nbytes * unused // one.rows
+    if any(one.live_rows != many for one, many in rows_in.items()):
+        wrong.append("chunks miscount the rows that use them")
+    owners = {one.owner for one in state.chunks} | {*dead}
+    if any(state.dead_bytes(owner) != dead[owner] for owner in owners):
+        wrong.append(f"dead bytes are {dict(dead)}, and are counted otherwise")
     if {*state.chunks} != {one for one in uses if one.number}:
         wrong.append("the chunks that rows use are not those that the store knows")
     if any(state.chunk(one.owner, one.number) is not one for one in state.chunks):

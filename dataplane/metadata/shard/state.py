@@ -6,7 +6,6 @@ counts follow each change at once.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import NamedTuple
@@ -113,6 +112,8 @@ class State:
         for them"""
         self._chunks: dict[Owner, dict[int, Chunk]] = {}
         """those in arenas that rows use; the shard has one reference for each"""
+        self._dead_bytes: dict[Owner, int] = {}
+        """of these chunks: values that no row has any more"""
         self.tag_names: set[str] = set()
         self.stages: dict[str, Stage] = {}
         self.leases = Leases()
@@ -293,7 +294,7 @@ class State:
         """Hold the chunks of a message that is being applied, until `settled`, so that none is
         freed while it moves from one block to another."""
         if arrived.known:
-            self._use(arrived.known)
+            self._use(arrived.known, (0,) * len(arrived.known))
 
     def settled(self, arrived: ValuesIn) -> None:
         """End the application of a message: its chunks are used, or released."""
@@ -303,42 +304,61 @@ class State:
         if arrived.known:
             for chunk in arrived.known:  # the shard had a reference, and needs no other
                 self._release(chunk)
-            self._let_go(arrived.known)
+            self._let_go(arrived.known, (0,) * len(arrived.known))
 
     def _count_uses(self, before: Pieces, after: Pieces) -> None:
         """The values of a block change. What no block uses any more is let go."""
         old, new = before.chunks, after.chunks
-        if new[: len(old)] == old:  # most often, values are added
-            self._use(new[len(old) :])
+        had, has = before.shape.used, after.shape.used
+        many = len(old)
+        if new[:many] == old and has[:many] == had:  # most often, values are added
+            self._use(new[many:], has[many:])
             return
         if not new:
-            self._let_go(old)
+            self._let_go(old, had)
             return
-        kept = {*old}.intersection(new)
-        self._use([chunk for chunk in new if chunk not in kept])
-        self._let_go([chunk for chunk in old if chunk not in kept])
+        left = dict(zip(old, had, strict=True))
+        for chunk, rows in zip(new, has, strict=True):
+            mine = left.pop(chunk, None)
+            if mine is None:
+                self._use([chunk], [rows])
+            elif mine != rows:
+                self._count_rows(chunk, rows - mine)
+        self._let_go(left, left.values())
 
-    def _use(self, chunks: Iterable[Chunk]) -> None:
-        for chunk in chunks:
+    def _use(self, chunks: Iterable[Chunk], rows: Iterable[int]) -> None:
+        """One more block uses each of these chunks, with so many rows."""
+        for chunk, many in zip(chunks, rows, strict=True):
             uses = chunk.uses
             chunk.uses = uses + 1
             if uses:
+                self._count_rows(chunk, many)
                 continue
+            chunk.live_rows = many
             if chunk.inline:
                 self.inline_bytes += len(chunk.inline)
             if chunk.number:
                 self._name(chunk)
 
-    def _let_go(self, chunks: Iterable[Chunk]) -> None:
-        for chunk in chunks:
+    def _let_go(self, chunks: Iterable[Chunk], rows: Iterable[int]) -> None:
+        """One block fewer uses each of these chunks, with so many rows."""
+        for chunk, many in zip(chunks, rows, strict=True):
             chunk.uses = uses = chunk.uses - 1
             if uses:
+                self._count_rows(chunk, -many)
                 continue
             if chunk.inline:
                 self.inline_bytes -= len(chunk.inline)
             if chunk.number:
                 self._unname(chunk)
                 self._release(chunk)
+
+    def _count_rows(self, chunk: Chunk, more: int) -> None:
+        """More rows, or fewer, have a value in a chunk that stays in use."""
+        before = chunk.dead_bytes if chunk.number else 0
+        chunk.live_rows += more
+        if chunk.number and (dead := chunk.dead_bytes - before):
+            self._dead_bytes[chunk.owner] = self.dead_bytes(chunk.owner) + dead
 
     def _release(self, chunk: Chunk) -> None:
         """Collect a reference that went."""
@@ -350,12 +370,17 @@ class State:
             mine = self._chunks[chunk.owner] = {}
             self.peers.add(chunk.owner.peer)
         mine[chunk.number] = chunk
+        if chunk.live_rows < chunk.rows:
+            self._dead_bytes[chunk.owner] = self.dead_bytes(chunk.owner) + chunk.dead_bytes
 
     def _unname(self, chunk: Chunk) -> None:
         mine = self._chunks[chunk.owner]
         del mine[chunk.number]
+        if chunk.live_rows < chunk.rows:
+            self._dead_bytes[chunk.owner] -= chunk.dead_bytes
         if not mine:  # an emptied dict keeps its size
             del self._chunks[chunk.owner]
+            self._dead_bytes.pop(chunk.owner, None)
 
     # what is where
 
@@ -440,12 +465,7 @@ class State:
     def dead_bytes(self, owner: Owner) -> int:
         """The approximate bytes of chunks at this owner that belong to rows which no longer use
         them."""
-        used = Counter[Chunk]()
-        for block in self.blocks.values():
-            for chunk, rows in block.values.rows_by_chunk().items():
-                used[chunk] += rows.bit_count()
-        dead = [(one, one.rows - used[one]) for one in self.chunks_at(owner)]
-        return sum([one.nbytes * rows // one.rows for one, rows in dead if rows > 0])
+        return self._dead_bytes.get(owner, 0)
 
     def forget_owner(self, owner: Owner) -> None:
         """Discard collected references to chunks of a peer that is gone."""

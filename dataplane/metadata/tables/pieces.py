@@ -33,7 +33,8 @@ class Chunk(msgspec.Struct, gc=False, eq=False):
 
     owner, number: where its bytes are, and its name there. An inline chunk is at INLINE and has no
     number; its bytes are `inline`, which of a chunk in a pool are its lengths. uses: blocks
-    whose rows use it.
+    whose rows use it. live_rows: rows of these blocks that have a value in it, which may be more
+    than `rows` where several have the same value.
     """
 
     owner: Owner
@@ -43,6 +44,13 @@ class Chunk(msgspec.Struct, gc=False, eq=False):
     layout: bytes = b""
     inline: bytes = b""
     uses: int = 0
+    live_rows: int = 0
+
+    @property
+    def dead_bytes(self) -> int:
+        """About how many of its bytes are values that no row has any more."""
+        dead = self.rows - self.live_rows
+        return self.nbytes * dead // self.rows if dead > 0 else 0
 
 
 ANY_STAGE = "\0"
@@ -95,12 +103,14 @@ class BlockShape(msgspec.Struct, frozen=True, gc=False, eq=False):
     """Which rows of a block have which fields, and where in its chunks. Compares by identity: made
     by `shape_of`. A message has a shape too, as if all its rows were one block. live: by field, the
     rows that have it. nbytes: about what the pieces of a block and its chunks take, without what is
-    inline. having: of some stages, by their fields, the rows that have all of them."""
+    inline. having: of some stages, by their fields, the rows that have all of them. used: by chunk,
+    how many rows of the block have a value in it."""
 
     count: int
     pieces: tuple[Piece[int], ...]
     live: dict[str, int]
     nbytes: int
+    used: tuple[int, ...]
     having: dict[tuple[str, ...], int] = {}
 
 
@@ -115,7 +125,13 @@ def shape_of(count: int, pieces: tuple[Piece[int], ...]) -> BlockShape:
 
 @lru_cache(1_024)
 def _shape(count: int, pieces: tuple[Piece[int], ...], nbytes: int) -> BlockShape:
-    return BlockShape(count, pieces, rows_by_field(pieces), nbytes)
+    by_chunk: dict[int, int] = {}
+    for piece in pieces:
+        by_chunk[piece.chunk] = by_chunk.get(piece.chunk, 0) | piece.live
+    used = tuple(
+        [by_chunk.get(chunk, 0).bit_count() for chunk in range(1 + max(by_chunk, default=-1))]
+    )
+    return BlockShape(count, pieces, rows_by_field(pieces), nbytes, used)
 
 
 def rows_by_field(pieces: Sequence[Piece[int]]) -> dict[str, int]:

@@ -20,6 +20,7 @@ import re
 import shutil
 import socket
 import struct
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -202,6 +203,9 @@ class PeerLock:
             self._card = msgspec.structs.replace(self._card, before=card, before_s=before.age_s)
         self._fd, self._folder_fd = fd, _lock_folder(folder)
         self._announced = announced
+        self._writing = threading.Lock()
+        self.notes = 0
+        """how often `note` was called"""
         _held.add(self)
 
     def write_card(self, address: str | None) -> None:
@@ -209,14 +213,25 @@ class PeerLock:
         address."""
         self._write(msgspec.structs.replace(self._card, address=address))
 
-    def note(self, rows: int, partitions: Sequence[str]) -> None:
+    @property
+    def address(self) -> str | None:
+        """The address on the card."""
+        return self._card.address
+
+    def note(self, rows: int, partitions: Sequence[str], since: int | None = None) -> None:
         """Note how many rows the peer has, so that the next peer can report them if this one is
-        killed, and which partitions its clients declared, the latest last."""
-        card = msgspec.structs.replace(
-            self._card, rows=rows, partitions=list(partitions)[-MAX_PARTITIONS:]
-        )
-        if card != self._card:
-            self._write(card)
+        killed, and which partitions its clients declared, the latest last. Any thread may call it.
+        since: the value of `notes` when the rows were counted. A count that is older than the
+        latest note changes nothing."""
+        with self._writing:
+            if since is not None and since != self.notes:
+                return
+            self.notes += 1
+            card = msgspec.structs.replace(
+                self._card, rows=rows, partitions=list(partitions)[-MAX_PARTITIONS:]
+            )
+            if card != self._card:
+                self._write(card)
 
     def _write(self, card: Card) -> None:
         self._card = card
@@ -246,9 +261,10 @@ class PeerLock:
             missing.append(lock_path.name)
             os.close(self._fd)
             self._fd = fd
-        if not self.card_path.exists():
-            missing.append(self.card_path.name)
-            self._write(self._card)
+        with self._writing:
+            if not self.card_path.exists():
+                missing.append(self.card_path.name)
+                self._write(self._card)
         return missing
 
     def _hang_up(self) -> None:

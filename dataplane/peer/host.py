@@ -265,6 +265,8 @@ class Host:
     acked_by_clients: dict[str, Recent] = field(default_factory=dict)
     """by stage, rows that clients of this host have acked lately"""
     put_by_clients: Recent = field(default_factory=lambda: Recent(time.monotonic()))
+    on_first_rows: Callable[[], None] | None = None
+    """called once, before the first rows of an empty peer are confirmed"""
     silent: bool = False
     """this peer is about to hand its shards over: until the next roster they change no more"""
     threads: Threads = field(default_factory=Threads)

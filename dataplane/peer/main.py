@@ -9,6 +9,7 @@ it is ready.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -78,7 +79,7 @@ async def _serve(
             if not await _started(peer, str(lock.socket_path), (leave, stop)):
                 return ""
             lock.write_card(config.listen)
-            lock.note(peer.host.rows, peer.directory.declared())
+            _note(lock, peer)
             log.info(
                 "peer %r of run %r: serving, pid %d, arena %d bytes, %d peers",
                 config.name,
@@ -98,7 +99,7 @@ async def _serve(
                 await asyncio.wait([keeping])
             if not again:
                 why = _end(peer, lock.word() or joined(signals))
-                lock.note(peer.host.rows, peer.directory.declared())
+                _note(lock, peer)
         finally:
             await peer.close(why)
             if metrics is not None:
@@ -133,10 +134,12 @@ async def _keep_files(lock: rundir.PeerLock, peer: Peer) -> None:
     while True:
         await asyncio.sleep(FILES_S)
         missing: list[str] = []
-        rows, declared = peer.host.rows, peer.directory.declared()
+        rows, declared, notes = peer.host.rows, peer.directory.declared(), lock.notes
+        if not rows:
+            _await_first_rows(lock, peer)
         try:
             # In a thread: a busy disk takes long to replace a file.
-            await peer.host.threads.run(_restore, lock, missing, rows, declared)
+            await peer.host.threads.run(_restore, lock, missing, rows, declared, notes)
             if peer.config.starter is not None:
                 _reopen_log(embedded.log_path(lock.folder, lock.name))
             if not peer.door.is_at(lock.socket_path):
@@ -156,11 +159,32 @@ async def _keep_files(lock: rundir.PeerLock, peer: Peer) -> None:
         failed = ""
 
 
-def _restore(lock: rundir.PeerLock, missing: list[str], rows: int, declared: Sequence[str]) -> None:
+def _note(lock: rundir.PeerLock, peer: Peer) -> None:
+    lock.note(peer.host.rows, peer.directory.declared())
+    if not peer.host.rows:
+        _await_first_rows(lock, peer)
+
+
+def _await_first_rows(lock: rundir.PeerLock, peer: Peer) -> None:
+    """Have the card say that there are rows before the first of them are confirmed: the peer may be
+    killed in the next moment. All later changes can wait for `_keep_files`."""
+
+    def noted() -> None:
+        peer.host.on_first_rows = None
+        with contextlib.suppress(OSError):  # `_keep_files` tries again, and says why it cannot
+            lock.note(peer.host.rows, peer.directory.declared())
+
+    if lock.address is None:  # otherwise the next peer says that rows are gone in any case
+        peer.host.on_first_rows = noted
+
+
+def _restore(
+    lock: rundir.PeerLock, missing: list[str], rows: int, declared: Sequence[str], notes: int
+) -> None:
     """Restore the peer's files other than its socket, add their names to `missing`, and bring its
     card up to date."""
     missing += lock.restore()
-    lock.note(rows, declared)
+    lock.note(rows, declared, notes)
 
 
 def _reopen_log(path: Path) -> None:

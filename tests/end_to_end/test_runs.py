@@ -404,6 +404,29 @@ def test_a_killed_peer_says_what_is_gone_and_where_its_log_is(
     until(lambda: not (run_dir / "grpo").exists(), "its peer left, and nothing with it", 30)
 
 
+@pytest.mark.parametrize("after", ["the first put", "a put into an emptied run"])
+def test_a_peer_that_is_killed_right_after_a_put_leaves_word_of_its_rows(
+    run_dir: Path, launch: Launch, caplog: pytest.LogCaptureFixture, after: str
+) -> None:
+    with dataplane.connect(run="grpo") as plane:
+        part = plane.partition("p", {"s": ["x"]})
+        if after != "the first put":
+            card = run_dir / "grpo" / "embedded.json"
+            part.put({"x": [0]})
+            until(
+                lambda: json.loads(card.read_text())["rows"] == 1, "its card says that it has one"
+            )
+            part.claim("s", rows=1).ack()
+            until(
+                lambda: json.loads(card.read_text())["rows"] == 0, "its card says that it is gone"
+            )
+        part.put({"x": [1, 2, 3]})
+        os.kill(living()["grpo"], signal.SIGKILL)
+    with dataplane.connect(run="grpo"):
+        assert "the run starts empty: its last peer 'embedded'" in caplog.text
+        assert re.search(r"was killed. It had 3 rows \S+ m?s ago", caplog.text)
+
+
 def test_who_says_fresh_twice_begins_twice(launch: Launch) -> None:
     """As a cell of a notebook does that is run again: its own clients are no obstacle."""
     planes = []

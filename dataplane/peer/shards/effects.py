@@ -45,6 +45,8 @@ class Effects:
         if entry.store.released:
             self._run(entry, self._free, entry)
         self._run(entry, self._meet, entry)
+        if (note := self.references.host.on_first_rows) is not None and len(entry.store):
+            self._run(entry, note)
 
     def _free(self, entry: Entry) -> None:
         for owner, ranges, counts in entry.store.freed():

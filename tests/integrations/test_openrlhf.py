@@ -23,6 +23,7 @@ pytest.importorskip("omegaconf", reason="make test installs it")
 
 import dataplane  # noqa: E402
 from dataplane.integrations.openrlhf import Empty, Full, Queue  # noqa: E402
+from tests.end_to_end.conftest import environment, running  # noqa: E402
 from tests.processes import ending  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -90,6 +91,37 @@ def test_it_is_first_in_first_out_and_says_how_full_it_is(queue: Queue) -> None:
         queue.get(block=False)
     with pytest.raises(Empty):
         asyncio.run(queue.get_async(timeout=0.1))
+
+
+def test_the_items_of_each_host_come_out_in_order_at_every_host() -> None:
+    count = 20
+    with running("a", "b") as cluster, contextlib.ExitStack() as ends:
+        queues = {}
+        for host in "ab":
+            with environment(DATAPLANE_PEER=host):
+                queues[host] = Queue(name="both", run=cluster.run)
+                ends.callback(queues[host].close)
+
+        def put(host: str) -> None:
+            for number in range(count):
+                queues[host].put((host, number, np.arange(5_000)))  # in the arena of this host
+
+        def get(host: str) -> list[tuple[str, int]]:
+            return [queues[host].get(timeout=30)[:2] for _ in range(count)]
+
+        def in_order(found: list[tuple[str, int]]) -> bool:
+            each = [[number for host, number in found if host == one] for one in "ab"]
+            return all(numbers == sorted(numbers) for numbers in each)
+
+        every = [(host, number) for host in "ab" for number in range(count)]
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(put, "ab"))
+            found = get("b") + get("a")  # one after the other
+            assert in_order(found) and sorted(found) == every
+            gets = [pool.submit(get, host) for host in "ab"]
+            list(pool.map(put, "ab"))
+            both = [one.result(60) for one in gets]
+        assert all(map(in_order, both)) and sorted(both[0] + both[1]) == every
 
 
 def test_a_put_waits_for_a_get_of_another_process(queue: Queue) -> None:

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +286,55 @@ def test_many_fetch_at_once_and_each_row_is_fetched_once(tq: Any) -> None:
     for thread in threads:
         thread.join()
     assert sorted(seen) == list(range(40))
+
+
+class Index(int):
+    """An index of a row. `when_hashed` runs where it is looked up."""
+
+    when_hashed = staticmethod(lambda: None)
+
+    def __hash__(self) -> int:
+        self.when_hashed()
+        return int.__hash__(self)
+
+
+def test_a_thread_finds_keys_that_another_one_forgets_meanwhile(
+    tq: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table of keys is cleared when it is full, by whichever thread finds it so."""
+    monkeypatch.setattr("dataplane_transfer_queue.store._REMEMBERED", 3)
+    client = tq.get_client()
+    mine, others = ([f"{name}{n}" for n in range(8)] for name in "ab")
+    tq.kv_batch_put(mine + others, "train", rows(16))
+    indexes = [Index(one) for one in client.kv_retrieve_meta(mine, "train").global_indexes]
+    forgets = threading.Thread(target=client.kv_retrieve_meta, args=[others, "train"])
+
+    def forget() -> None:
+        Index.when_hashed = staticmethod(lambda: None)
+        forgets.start()
+        forgets.join(0.5)  # where it may not yet, it waits for this thread
+
+    monkeypatch.setattr(Index, "when_hashed", staticmethod(forget))
+    assert client.kv_retrieve_keys(indexes, "train") == mine
+    forgets.join()
+    assert client.kv_retrieve_keys(list(map(int, indexes)), "train") == mine
+
+
+def test_threads_that_forget_all_keys_at_once_find_their_own(
+    tq: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dataplane_transfer_queue.store._REMEMBERED", 3)
+    client = tq.get_client()
+    names = [[f"{thread}-{n}" for n in range(8)] for thread in range(4)]
+    for keys in names:
+        tq.kv_batch_put(keys, "train", rows(8))
+
+    def look(keys: list[str]) -> list[list[str]]:
+        indexes = client.kv_retrieve_meta(keys, "train").global_indexes
+        return [client.kv_retrieve_keys(indexes, "train") for _ in range(12)]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(look, names)) == [[keys] * 12 for keys in names]
 
 
 CHILD = """

@@ -330,7 +330,7 @@ def test_a_process_without_file_descriptors_hears_that_it_cannot_connect(
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(opening, "attach", attach)
-    with pytest.raises(dataplane.LimitExceeded, match="file descriptors.*ulimit -n"):
+    with pytest.raises(dataplane.LimitExceeded, match="file descriptor.*ulimit -n"):
         dataplane.connect()
 
 

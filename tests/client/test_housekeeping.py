@@ -170,7 +170,7 @@ def test_a_client_without_file_descriptors_keeps_its_session(
     peer.scripts[Stats] = lambda r, b: SILENCE
     with pytest.raises(dataplane.DeadlineExceeded):
         plane.stats(timeout=0.01)  # its connection is not used again
-    with pytest.raises(dataplane.LimitExceeded, match="file descriptors.*ulimit -n"):
+    with pytest.raises(dataplane.LimitExceeded, match="file descriptor.*ulimit -n"):
         part.claim("s", rows=2)
     full.clear()
     batch = part.claim("s", rows=2)

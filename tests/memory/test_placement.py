@@ -37,7 +37,7 @@ def test_a_range_that_does_not_fit_goes_to_the_next_extent_and_leaves_a_gap() ->
 def test_too_little_space_says_how_many_fit() -> None:
     where = extents((0, 4096), (8192, 4096))
     assert fitting([4096, 4096, 1], where) == 2
-    with pytest.raises(LimitExceeded, match="2 of 3") as caught:
+    with pytest.raises(LimitExceeded, match="2 of this call's 3") as caught:
         place([4096, 4096, 1], where)
     assert caught.value.details == {"ranges": 3, "fitting": 2}
 

@@ -17,29 +17,15 @@ from bench.traces import Prompt
 _AT = 0  # the controller's host
 
 
-class _Inbox:
-    """The orders of one worker, with the times at which they were given."""
-
-    def __init__(self, env: simpy.Environment) -> None:
-        self._env = env
-        self.orders = simpy.Store(env)
-
-    def put(self, order: tuple[int, int | None]) -> None:
-        self.orders.put((self._env.now, order[1]))
-
-
 class Central(Design):
     def __init__(self, model: Model) -> None:
         super().__init__(model)
         crowd = self.job.crowd()
-        self._inboxes = {
-            stage: [_Inbox(self.env) for _ in range(crowd[stage])] for stage in self.job.stages()
+        self._workers = {
+            stage: [Taker(rank, simpy.Store(self.env)) for rank in range(crowd[stage])]
+            for stage in self.job.stages()
         }
-        workers = {
-            stage: [Taker(rank, inbox) for rank, inbox in enumerate(inboxes)]
-            for stage, inboxes in self._inboxes.items()
-        }
-        self._steps = {step: Step(step, self.job, workers) for step in range(self.job.steps)}
+        self._steps = {step: Step(step, self.job, self._workers) for step in range(self.job.steps)}
         self._held: Counter[int] = Counter()  # by step
         self.outcome.peak_bytes = [0]
 
@@ -54,8 +40,9 @@ class Central(Design):
         self._deal(Event("end", step))
 
     def claim(self, step: int, stage: str, rank: int, most: int) -> Claimed:
-        host, asked = self.job.host_of(stage, rank), self.env.now
-        at, index = yield self._inboxes[stage][rank].orders.get()
+        host = self.job.host_of(stage, rank)
+        _, index = yield self._workers[stage][rank].outbox.get()
+        asked_and_ready = self.env.now
         if index is None:
             yield from self._move(_AT, host, 0, self.costs.of(stage, ("claim",), Work()))
             return []
@@ -63,7 +50,7 @@ class Central(Design):
         work = self.plan.work_of(stage, prompt)
         yield from self._move(_AT, host, work.nbytes, self.costs.of(stage, ("claim",), work))
         self.outcome.peers[1] += 1
-        self.outcome.claim_s.append(self.env.now - max(asked, at))
+        self.outcome.claim_s.append(self.env.now - asked_and_ready)
         return [prompt]
 
     def answer(self, step: int, stage: str, rank: int, groups: Sequence[Prompt]) -> Steps:
@@ -89,9 +76,9 @@ class Central(Design):
         """A message, in whichever direction. A socket holds little, so its ends take turns."""
         self.outcome.operations += 1
         self.outcome.copied_bytes += nbytes
-        yield self.hosts.operate(_AT, self.costs.service(1))
+        yield self.hosts.operate(_AT, self.costs.operation)
         yield self.hosts.work(worker_s)
-        copy = self.hosts.copy(_AT, self.costs.service(0, nbytes))
+        copy = self.hosts.copy(_AT, self.costs.byte * nbytes)
         yield self.env.all_of([copy, *self.hosts.travel(source, target, nbytes)])
         if source != target:
             yield self.hosts.round_trip()

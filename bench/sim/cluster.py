@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from bench.pace import ideal_seconds
@@ -64,9 +63,8 @@ def carry(
         plan, (low, high) = Plan(job), assumed["cost_factors"][plane]
         runs = {}
         for kind, factor in (("low", low), ("middle", 1.0), ("high", high)):
-            prices = msgspec.structs.replace(costs[plane], factor=factor)
-            link = replace(place, crowded=assumed["incast_share_left"][kind])
-            runs[kind] = Model(plan, prices, link, DESIGNS[plane]).run()
+            there = replace(place, factor=factor, crowded=assumed["incast_share_left"][kind])
+            runs[kind] = Model(plan, costs[plane], there, DESIGNS[plane]).run()
         yield _told(job, runs)
 
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from statistics import mean
 from typing import Any, TypeVar
 
@@ -24,7 +22,7 @@ from bench.options import Impossible, add, count, positive, several, up_to
 from bench.pace import recorded_seconds
 from bench.planes.base import Job
 from bench.report import new_table, progress
-from bench.run import Progress, execute_again
+from bench.run import execute_again
 from bench.sim.cluster import VARIANTS, assume, carry
 from bench.sim.fit import DESIGNS, Seen, check, fit
 from bench.sim.model import Costs
@@ -33,8 +31,8 @@ from bench.traces import TASKS
 GOAL = 0.9
 """Of the skill on transfers, see `_skill`."""
 T = TypeVar("T")
-Bar = Callable[..., AbstractContextManager[Progress]]  # of a label, and a unit that is not rows
 Case = tuple[str, int, int]
+Run = tuple[str, Case, str]  # what it is for, its case and plane
 _QUIET = 0.2
 """Share of the cores that others may take before the skill says more about them."""
 _FIT, _CHECK = "fit", "check"
@@ -103,12 +101,10 @@ def perform(options: argparse.Namespace, command: str) -> int:
         )
     console = Console()
     size = _QUICK if options.quick else _FULL
-    told: dict[str, Any] = {"machine": machine.describe(), "command": command}
-    told["quick"] = options.quick
-    cluster = partial(assume, options.trace, options.groups, options.link_gbps)
-    here = told["machine"]["cores"], partial(progress, console)
+    here = machine.describe()
+    told: dict[str, Any] = {"machine": here, "command": command, "quick": options.quick}
     try:
-        for part in _simulate(size, options.hosts, cluster, *here):
+        for part in _simulate(options, size, here["cores"], console):
             told |= part
             if options.json:  # after each part: what is known survives a later failure
                 outputs.write_json(options.json, told)
@@ -120,51 +116,50 @@ def perform(options: argparse.Namespace, command: str) -> int:
 
 
 def _simulate(
-    size: Size, sizes: Sequence[int], cluster: Callable[..., dict[str, Any]], cores: int, bar: Bar
+    options: argparse.Namespace, size: Size, cores: int, console: Console
 ) -> Iterator[dict[str, Any]]:
     """The parts of the report, each as it is known."""
     failed = list[str]()
-    runs = _observe(size, bar, failed)
+    runs = _observe(size, console, failed)
     seen = {p: [run for case in size.fits for run in runs[_FIT, case, p]] for p in DESIGNS}
     costs, place = fit(seen, cores)
-    here = {"rivals": place.rivals, "late_s": place.late_s}
-    yield {"fitted_on": size.fits, "costs": msgspec.to_builtins(costs), **here}
+    found = {"costs": msgspec.to_builtins(costs), "rivals": place.rivals, "late_s": place.late_s}
+    yield {"fitted_on": size.fits, **found}
     cases: list[dict[str, Any]] = []
     for told in size.checks:
         for plane in DESIGNS:
             job = paced(plane, *told, size.steps, size.step_s)
             cases.append(check(job, costs[plane], place, runs[_CHECK, told, plane]))
     yield {"cases": cases, "failed_runs": failed, **_accuracy(cases, cores)}
-    assumed = cluster(_factors(costs, cases))
+    assumed = assume(options.trace, options.groups, options.link_gbps, _factors(costs, cases))
     model: list[dict[str, Any]] = []
-    for hosts in sizes:
-        with bar(f"a model of {hosts} hosts", "designs") as shown:
-            for result in carry(assumed, hosts, costs):
+    for hosts in options.hosts:
+        with progress(console, f"a model of {hosts} hosts", "designs") as bar:
+            for number, result in enumerate(carry(assumed, hosts, costs), 1):
                 model.append(result)
-                shown(len(model) % len(VARIANTS) or len(VARIANTS), len(VARIANTS))
+                bar(number, len(VARIANTS))
         yield {"assumed": assumed, "model": model}
 
 
-def _observe(size: Size, bar: Bar, failed: list[str]) -> dict[tuple[str, Case, str], list[Seen]]:
-    """All runs, by what they are for, case and plane. `failed` gets what went wrong in runs that
-    were repeated. Raises RunFailed when the second try fails too."""
+def _observe(size: Size, console: Console, failed: list[str]) -> dict[Run, list[Seen]]:
+    """All runs. `failed` gets what went wrong in runs that were repeated. Raises RunFailed when the
+    second try fails too."""
     fits = [(_FIT, case, plane) for case in size.fits for plane in DESIGNS]
     checks = [(_CHECK, case, plane) for case in size.checks for plane in DESIGNS]
     order = in_turn(fits, checks * size.times)
-    runs: dict[tuple[str, Case, str], list[Seen]] = defaultdict(list)
-    for number, run in enumerate(order):
-        _, case, plane = run
+    runs: dict[Run, list[Seen]] = defaultdict(list)
+    for number, (kind, case, plane) in enumerate(order, 1):
         job = paced(plane, *case, size.steps, size.step_s)
         label = f"{job.trace} / {job.plane}, {job.hosts} host{'s' if job.hosts > 1 else ''}"
 
         def repeated(why: str, label: str = label) -> None:
             failed.append(f"{label}: {why}")
 
-        with bar(f"{label} (run {number + 1} of {len(order)})") as shown:
-            told = execute_again(job, shown, repeated)
+        with progress(console, f"{label} (run {number} of {len(order)})") as bar:
+            told = execute_again(job, bar, repeated)
         if told["status"] != "ok":
             raise RunFailed(f"{label}: {told['status']}: {told['error']}")
-        runs[run].append(Seen(job, told))
+        runs[kind, case, plane].append(Seen(job, told))
     return runs
 
 

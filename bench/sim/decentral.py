@@ -158,14 +158,14 @@ class Decentral(Design):
 
     def _operate(self, host: int) -> Any:
         self.outcome.operations += 1
-        return self.hosts.operate(host, self.costs.service(1))
+        return self.hosts.operate(host, self.costs.operation)
 
     def _tell(self, source: int, target: int) -> Steps:
         """A message between peers: half of what it takes is the sender's, half the receiver's."""
         if source != target:
             self.outcome.messages += 1
             for host in (source, target):
-                yield self.hosts.operate(host, self.costs.told() / 2)
+                yield self.hosts.operate(host, self.costs.message / 2)
             yield self.hosts.one_way()
 
     def _pull(self, stage: str, owner: int, host: int, groups: Sequence[Prompt]) -> Steps:
@@ -180,7 +180,7 @@ class Decentral(Design):
         self._hold(host, nbytes)
         self.outcome.copied_bytes += 2 * nbytes
         yield from self._tell(host, owner)
-        copies = [self.hosts.copy(end, self.costs.service(0, nbytes)) for end in (owner, host)]
+        copies = [self.hosts.copy(end, self.costs.byte * nbytes) for end in (owner, host)]
         yield self.env.all_of([*copies, *self.hosts.travel(owner, host, nbytes)])
         yield from self._tell(owner, host)
 
@@ -210,7 +210,7 @@ class Decentral(Design):
             more = max(0, goal - self._touched[host])
             self._touched[host] += more
             self.outcome.touched_bytes += more
-            self.hosts.copy(host, self.costs.touched(more))
+            self.hosts.copy(host, self.costs.page * more)
 
     def _free(self, prompt: Prompt) -> Steps:
         """All stages are through. Their clients release the group a while later, and its owner then

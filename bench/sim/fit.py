@@ -127,7 +127,7 @@ def priced(
 def simulate(job: Job, costs: Costs, place: Place, seed: int = 0) -> Outcome:
     """The job on this machine, all hosts on the same cores. seed: of which hosts serve which
     step."""
-    watched = place.less(costs.watch)
+    watched = replace(place, cores=max(0.25, place.cores - costs.watch))
     return Model(Plan(job), costs, watched, DESIGNS[job.plane], seed).run()
 
 

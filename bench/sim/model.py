@@ -11,7 +11,7 @@ import random
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -81,33 +81,22 @@ class Costs(msgspec.Struct, frozen=True):
     page: float
     watch: float
     end: float
-    factor: float = 1.0  # on all processor seconds, for a band
 
     def of(self, role: str, names: tuple[str, ...], work: Work) -> float:
         """Processor seconds of these activities of a worker, for one batch."""
         prices = self.activities.get(role, {})
-        return self.factor * sum(prices[name].of(work) for name in names if name in prices)
-
-    def service(self, operations: int, nbytes: float = 0) -> float:
-        return self.factor * (operations * self.operation + nbytes * self.byte)
-
-    def told(self) -> float:
-        """Of a message between peers, of both together."""
-        return self.factor * self.message
-
-    def touched(self, nbytes: int) -> float:
-        """Return the cost of pages that a peer is the first to touch."""
-        return self.factor * self.page * nbytes
+        return sum(prices[name].of(work) for name in names if name in prices)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a run happens. One machine: all hosts share `cores` and have no links. A cluster:
     each host has its own cores and link; a service's operations share one core (one loop), its
-    copies `copiers` cores."""
+    copies `copiers` cores. `factor`: on all processor seconds, for a band."""
 
     cores: float
     one_machine: bool
+    factor: float = 1.0
     rivals: float = 0.0  # strangers who want a core of one machine all the time
     late_s: float = 0.0  # how long a thread that wakes waits if all cores of the machine are busy
     link_bytes_s: float = 0.0
@@ -115,10 +104,6 @@ class Place:
     copiers: int = 1
     crowd: float = float("inf")  # senders that a link takes at a time without loss
     crowded: float = 1.0  # share of the link that is left of it with more
-
-    def less(self, background: float) -> Place:
-        """Without what somebody takes of the cores all the time."""
-        return replace(self, cores=max(0.25, self.cores - background))
 
 
 def work_of(job: Job, what: str, prompt: Prompt) -> Work:
@@ -182,15 +167,16 @@ class Hosts:
 
     def work(self, seconds: float) -> Any:
         """A worker of some host computes."""
+        seconds *= self._place.factor
         return self._workers.use(seconds) if self._workers else self._env.timeout(seconds)
 
     def operate(self, host: int, seconds: float) -> Any:
         """The service of a host answers something."""
-        return self._loops[host].use(seconds)
+        return self._loops[host].use(self._place.factor * seconds)
 
     def copy(self, host: int, seconds: float) -> Any:
         """The service of a host moves bytes."""
-        return self._copiers[host].use(seconds)
+        return self._copiers[host].use(self._place.factor * seconds)
 
     def travel(self, source: int, target: int, nbytes: float) -> list[Any]:
         """Events of the links that bytes pass; all of them must have happened."""
@@ -262,7 +248,6 @@ class Model:
         self.outcome = Outcome()
         self._trained = [self.env.event() for _ in range(job.steps)]
         self._trainers = Counter[int]()
-        self._end_s = costs.factor * costs.end  # of a worker's process, while others work
         self._design = design(self)
 
     def run(self) -> Outcome:
@@ -295,7 +280,7 @@ class Model:
                     yield self.env.timeout(due - self.env.now)
                 yield from self._design.put(host, prompt)
             self._design.rolled(step)
-        yield self.hosts.work(self._end_s)
+        yield self.hosts.work(self.costs.end)
 
     def _stage(self, stage: str, rank: int) -> Steps:
         job = self.job
@@ -315,7 +300,7 @@ class Model:
             if stage == "train":
                 yield self._spend(pace.OPTIMISER_SECONDS)
                 self._stepped(step)
-        yield self.hosts.work(self._end_s)
+        yield self.hosts.work(self.costs.end)
 
     def _stepped(self, step: int) -> None:
         self._trainers[step] += 1

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from bench.traces import PATCH_VALUES, Prompt, Sample, Task
 
 Array = NDArray[Any]
-Shape = tuple[int, ...]
 
 BLOCK_BYTES = 16 * 1024
 TOKEN_IDS = 1 << 17
@@ -40,9 +39,8 @@ class Field:
     shared: bool = False
 
 
-UID = Field("uid", 0, "int64")  # (prompt, sample): how the check knows a row again
 _TEXT = (
-    UID,
+    Field("uid", 0, "int64"),  # (prompt, sample): how the check knows a row again
     Field("input_ids", 1, "int64"),
     Field("attention_mask", 2, "int64"),
     Field("position_ids", 3, "int64"),
@@ -83,7 +81,7 @@ def stage_fields(task: Task, has_reference: bool = True) -> dict[str, list[str]]
     return stages if has_reference else {s: f for s, f in stages.items() if s != "reference"}
 
 
-def shape_of(field: Field, prompt: Prompt, sample: int) -> Shape:
+def shape_of(field: Field, prompt: Prompt, sample: int) -> tuple[int, ...]:
     response = prompt.samples[sample].tokens
     total = prompt.prompt_tokens + response
     match field.name:
@@ -144,18 +142,16 @@ class Source:
             return np.ascontiguousarray(np.broadcast_to(np.arange(shape[-1]), shape))
         if field.name == "image_grid_thw":
             return np.array([medium.grid for medium in prompt.media], np.int64)
-        out = self._room(field, shape)
+        size = math.prod(shape)
+        if field.name == "pixel_values" and size <= self._media.size:
+            out = self._media[:size].view(field.dtype).reshape(shape)
+        else:
+            out = np.empty(shape, field.dtype)
         if field.shared:  # equal media have equal bytes, wherever in the trace they come
             fill(out, (self.seed, field.number, *(medium.content for medium in prompt.media)))
         else:
             fill(out, (self.seed, prompt.index, sample + 1, field.number))
         return out
-
-    def _room(self, field: Field, shape: tuple[int, ...]) -> Array:
-        size = int(np.prod(shape))
-        if field.name != "pixel_values" or self._media.size < size:
-            return np.empty(shape, field.dtype)
-        return self._media[:size].view(field.dtype).reshape(shape)
 
 
 def response_mask(sample: Sample) -> Array:

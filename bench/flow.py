@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from bench import pace
 from bench.columns import Array, Source, digest, rollout_fields
-from bench.pace import Pace
 from bench.planes import PLANES
 from bench.planes.base import Batch, Columns, Endpoint, Job, Worker
 from bench.processes import die_with, emit
@@ -90,7 +89,6 @@ class Orders:
 class Work:
     worker: Worker
     endpoint: Endpoint
-    pace: Pace
     clock: Clock = field(default_factory=Clock)
     orders: Orders = field(default_factory=Orders)
 
@@ -98,10 +96,16 @@ class Work:
     def job(self) -> Job:
         return self.worker.job
 
+    def wait(self, recorded: float, since: float | None = None) -> None:
+        """Let this much recorded time pass, since then or from now on. Without a pace none does."""
+        if self.job.pace:
+            spent = 0.0 if since is None else time.monotonic() - since
+            time.sleep(max(0.0, recorded / self.job.pace - spent))
+
     def spend(self, recorded: float, came: float) -> None:
         """Work on a batch that takes so much recorded time. A recorded job's time is all of its
         worker's: what the bench did since the batch came is part of it."""
-        self.pace.spend(recorded, came if self.job.is_recorded else None)
+        self.wait(recorded, came if self.job.is_recorded else None)
 
     def batches(self, step: int) -> Iterator[Batch]:
         """The stage's batches. The wait for each counts as `claim`."""
@@ -134,7 +138,7 @@ def main(worker: Worker) -> None:
     """Run a worker: attach, wait for the start, work, and report."""
     roles = {"rollout": rollout, "reward": reward, "reference": reference, "train": train}
     endpoint = PLANES[worker.job.plane].endpoint
-    work = Work(worker, endpoint(worker), Pace(worker.job.pace))
+    work = Work(worker, endpoint(worker))
     body = roles[worker.role](work)
     next(body)  # what it needs is made here, before the start
     emit("ready")
@@ -167,7 +171,6 @@ def rollout(work: Work) -> Iterator[None]:
         with work.clock.timing("policy"):
             policy = work.orders.wait_for_policy(step - job.staleness)
         start = max(policy, finished)  # without the time that the runner took to say so
-        work.pace.restart(start)
         emit("rolling", step=step, at=start)
         for prompt in (prompt for prompt in mine if prompt.step == step):
             with work.clock.timing("generate"):
@@ -175,7 +178,7 @@ def rollout(work: Work) -> Iterator[None]:
             with work.clock.timing("digest"):
                 told = {name: digests(values) for name, values in columns.items()}
             with work.clock.timing("rollout"):  # the bench's own work above is part of it
-                work.pace.until(prompt.rollout_seconds)
+                work.wait(prompt.rollout_seconds, start)
             with work.clock.timing("put"):
                 work.endpoint.put(step, prompt.index, columns)
             rows = [(prompt.index, sample) for sample in range(len(prompt.samples))]
@@ -276,7 +279,7 @@ def train(work: Work) -> Iterator[None]:
         with work.clock.timing("train"):
             if groups:  # the last ones
                 work.spend(seconds, came)
-            work.pace.spend(pace.optimiser_seconds(job.of_step(step)))
+            work.wait(pace.optimiser_seconds(job.of_step(step)))
         emit("stepped", step=step, at=time.monotonic())
 
 

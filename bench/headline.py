@@ -48,7 +48,6 @@ def register(commands: Any) -> None:
         parser = outputs.add_reporting(commands, name, what)
         rate = "rate of each host's link in each direction, in the notation of `run`"
         parser.add_argument("--link", type=links.rate, metavar="RATE", help=rate)
-        outputs.add_json(parser)
         parser.set_defaults(perform=perform)
 
 

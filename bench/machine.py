@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -18,11 +19,12 @@ _PACKAGES = ("numpy", "msgspec", "pyzmq", "uvloop", "xxhash", "matplotlib")
 
 def describe() -> dict[str, Any]:
     """The date, the commit, cores, memory and versions, as a plain dict."""
+    model = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return {
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit(),
         "cores": len(os.sched_getaffinity(0)),
-        "cpu": _line("/proc/cpuinfo", "model name") or platform.processor(),
+        "cpu": model[1] if model else platform.processor(),
         "memory_bytes": memory_bytes(),
         "system": f"{platform.system()} {platform.release()}",
         "python": sys.version.split()[0],
@@ -42,14 +44,6 @@ def commit() -> str:
         text=True,
     )
     return said.stdout.strip()
-
-
-def _line(path: str, name: str) -> str:
-    try:
-        lines = Path(path).read_text().splitlines()
-    except FileNotFoundError:
-        return ""
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(name)), "")
 
 
 def memory_bytes() -> int:

@@ -22,15 +22,12 @@ class NotWritten(RuntimeError):
 
 
 def add_reporting(commands: Any, name: str, what: str) -> ArgumentParser:
-    """Add a command that writes a report and its page; its last option is `add_json`."""
+    """Add a command that writes a report and its page."""
     told = f"{what.capitalize()}. Prints a table; --json also writes a report and an HTML page."
     parser: ArgumentParser = commands.add_parser(name, help=what, description=told)
-    return parser
-
-
-def add_json(parser: ArgumentParser) -> None:
     what = "write a JSON report to this file, and an HTML page next to it"
     parser.add_argument("--json", type=report, help=what)
+    return parser
 
 
 def output(text: str) -> Path:

@@ -1,10 +1,8 @@
-"""Replaying recorded time at a given speed: which workers sleep, and how long a run takes
-without a plane."""
+"""Recorded times of the stages, and how long a run of a pace takes without a plane."""
 
 from __future__ import annotations
 
 import heapq
-import time
 from collections.abc import Sequence
 
 from bench.planes.base import Job
@@ -13,28 +11,6 @@ from bench.traces import Prompt
 REFERENCE_SECONDS = 2e-5  # A: a token, forward, one worker
 TRAIN_SECONDS = 6e-5  # A: a token, forward and backward, one trainer rank
 OPTIMISER_SECONDS = 2.0  # A: a step
-
-
-class Pace:
-    """A worker's clock of recorded time. With speed 0 it never waits."""
-
-    def __init__(self, speed: float) -> None:
-        self._speed = speed
-        self._zero = time.monotonic()
-
-    def restart(self, at: float) -> None:
-        """Count from `at`, on the monotonic clock."""
-        self._zero = at
-
-    def until(self, recorded: float) -> None:
-        """Wait until this much recorded time has passed since the time given to `restart`."""
-        self.spend(recorded, self._zero)
-
-    def spend(self, recorded: float, since: float | None = None) -> None:
-        """Do work that takes this much recorded time. since: when it started, if not now."""
-        if self._speed:
-            spent = 0.0 if since is None else time.monotonic() - since
-            time.sleep(max(0.0, recorded / self._speed - spent))
 
 
 def reward_seconds(prompt: Prompt) -> float:

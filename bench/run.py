@@ -195,7 +195,9 @@ class _Run:
 
     def _perform(self, crew: Crew) -> None:
         try:
-            self._services(crew)
+            for service in self._plane.services():
+                self._start(crew, service)
+            self._listen(crew, "the plane to start", lambda: self._plane.reachable(self._ready))
             workers = self._workers(crew)
             self._sampler.sample()  # a run may be over before the sampler looks again
             before, busy = self._cpu_of_services(crew), usage.machine_seconds()
@@ -254,11 +256,6 @@ class _Run:
             argv = group.wrap(argv)
         self._hosts[service.name] = service.host
         crew.start(service.name, argv, service.env, service.speaks)
-
-    def _services(self, crew: Crew) -> None:
-        for service in self._plane.services():
-            self._start(crew, service)
-        self._listen(crew, "the plane to start", lambda: self._plane.reachable(self._ready))
 
     def _workers(self, crew: Crew) -> set[str]:
         job = self._job
@@ -327,7 +324,7 @@ class _Run:
                 crew.tell(f"rollout-{rank}", f"policy {step + 1} {ended}")
 
     def result(self, status: str, error: str) -> dict[str, Any]:
-        job, sampler = self._job, self._sampler
+        job, sampler, ideal = self._job, self._sampler, ideal_seconds(self._job)
         seconds = (self._ended - self._started) if self._ended and self._started else None
         return {
             **{name: getattr(job, name) for name in _SETTINGS},
@@ -347,7 +344,9 @@ class _Run:
             "full_step": self._full_step(),
             "step_starts": [at for _, at in sorted(self._step_starts.items())],
             "step_ends": self._step_ends,
-            **self._paced(seconds),
+            "paced_seconds": ideal,
+            # What is not recorded time, the bench's own work included.
+            "plane_share": max(0.0, 1 - ideal / seconds) if ideal and seconds else None,
             "peak_memory_bytes": sampler.peak_bytes,
             "peak_host_bytes": sampler.peak_host_bytes,
             "memory_limit_bytes": job.memory_limit_bytes or None,
@@ -404,12 +403,6 @@ class _Run:
             "link_bits_per_second": NODE_BITS,
             "link_seconds": nbytes * job.task.prompts / job.prompts * 8 / NODE_BITS,
         }
-
-    def _paced(self, seconds: float | None) -> dict[str, float | None]:
-        """The plane's share: what is not recorded time, the bench's own work included."""
-        ideal = ideal_seconds(self._job)
-        share = max(0.0, 1 - ideal / seconds) if ideal and seconds else None
-        return {"paced_seconds": ideal, "plane_share": share}
 
     def _unique_bytes(self) -> int:
         """Of the groups that are trained."""

@@ -76,7 +76,6 @@ def register(commands: Any) -> None:
     add(run, "--memory-limit", options.size, what, default=0)
     what = "time limit for each run, in seconds (default: 240)"
     add(run, "--timeout", options.seconds, what, default=240.0)
-    outputs.add_json(run)
 
 
 def _run(asked: argparse.Namespace, command: str) -> int:

@@ -23,10 +23,6 @@ from bench.processes import leashed
 _REWARD_ROWS = 64
 
 
-def _host_name(host: int) -> str:
-    return f"host{host}"
-
-
 def _connect(address: dict[str, Any]) -> Any:
     import dataplane
 
@@ -115,9 +111,8 @@ class DataplanePlane(Plane):
         shared = ["--seeds", ",".join(self._addresses), "--arena", str(self.job.arena_bytes)]
         services = []
         for host, address in enumerate(self._addresses):
-            name = _host_name(host)
-            argv = peer_command(name, self._plane_name, "--listen", address, *shared)
-            services.append(Service(f"peer-{name}", leashed(argv), env, host=host))
+            argv = peer_command(f"host{host}", self._plane_name, "--listen", address, *shared)
+            services.append(Service(f"peer-host{host}", leashed(argv), env, host=host))
         return services
 
     def reachable(self, ready: Mapping[str, dict[str, Any]]) -> bool:
@@ -132,7 +127,7 @@ class DataplanePlane(Plane):
         return True
 
     def address(self, host: int) -> dict[str, Any]:
-        return {"peer": _host_name(host), "plane": self._plane_name, "run_dir": self.job.folder}
+        return {"peer": f"host{host}", "plane": self._plane_name, "run_dir": self.job.folder}
 
     def moved(self, done: Mapping[str, dict[str, Any]]) -> Moved:
         """Clients copy into the arena and know what; peers read what lies at others, or are given

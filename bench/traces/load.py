@@ -55,7 +55,7 @@ def load(paths: Sequence[Path], task: str | None, seed: int = 0) -> tuple[str, l
 
 def recorded_job(paths: Sequence[Path]) -> Recording | None:
     """Return the recording of `dataplane record`, or None for other files. Raises TraceError."""
-    if not recordings.is_recording(paths[0]):
+    if not (paths[0] / recordings.INDEX).is_file():
         return None
     if len(paths) > 1:
         raise TraceError(paths[0], "a recording is complete by itself: pass no other files with it")

@@ -96,10 +96,6 @@ class Recording:
     stages: tuple[StageReplay, ...] = ()
 
 
-def is_recording(path: Path) -> bool:
-    return (path / INDEX).is_file()
-
-
 def read(folder: Path) -> Recording:
     index = _index(folder / INDEX)
     if index.format != _FORMAT:

@@ -25,7 +25,6 @@ from bench.columns import Array, Source, digest, rollout_fields
 from bench.planes import PLANES
 from bench.planes.base import Batch, Columns, Endpoint, Job, Worker
 from bench.processes import die_with, emit
-from bench.traces import Prompt
 
 _LOG_PROB_OF_TOKEN = np.float32(-1e-5)
 _NEVER_ZERO = 1e-6  # keeps a group of equal rewards at advantage 0
@@ -201,7 +200,7 @@ def reward(work: Work) -> Iterator[None]:
         told = [np.array([reward], np.float32) for reward in rewards]
         return {"reward": told, "token_level_scores": scores}
 
-    return _annotate(work, scored, pace.reward_seconds)
+    return _annotate(work, scored)
 
 
 def reference(work: Work) -> Iterator[None]:
@@ -211,12 +210,10 @@ def reference(work: Work) -> Iterator[None]:
         tokens = batch.column("responses")
         return {"ref_log_prob": [t.astype(np.float32) * _LOG_PROB_OF_TOKEN for t in tokens]}
 
-    return _annotate(work, log_probs, pace.reference_seconds)
+    return _annotate(work, log_probs)
 
 
-def _annotate(
-    work: Work, fields_of: Callable[[Batch], Columns], seconds: Callable[[Prompt], float]
-) -> Iterator[None]:
+def _annotate(work: Work, fields_of: Callable[[Batch], Columns]) -> Iterator[None]:
     """A stage that reads whole groups and adds fields to them.
 
     The reward stage then drops the groups that dynamic sampling has no use for.
@@ -236,7 +233,7 @@ def _annotate(
             with work.clock.timing(role):
                 columns = fields_of(batch)
                 told = {name: digests(values) for name, values in columns.items()}
-                work.spend(sum(seconds(prompts[prompt]) for prompt in here), came)
+                work.spend(sum(pace.STAGES[role](prompts[prompt]) for prompt in here), came)
             with work.clock.timing("add"):
                 batch.add(columns)
             emit("produced", rows=rows, digests=told)
@@ -253,8 +250,7 @@ def train(work: Work) -> Iterator[None]:
     job = work.job
     prompts = job.generate()
     fields = job.stages()["train"]
-    replay = job.replay_of("train")
-    together = replay.least if replay else 1  # groups that a recorded trainer works on at once
+    together, _ = job.claimed("train")  # groups that a recorded trainer works on at once
     yield
     for step in range(job.steps):
         seconds, groups, came = 0.0, 0, time.monotonic()

@@ -25,6 +25,9 @@ def train_seconds(prompt: Prompt) -> float:
     return prompt.times.train if prompt.times else TRAIN_SECONDS * _tokens(prompt)
 
 
+STAGES = {"reward": reward_seconds, "reference": reference_seconds, "train": train_seconds}
+
+
 def optimiser_seconds(prompts: Sequence[Prompt]) -> float:
     times = prompts[0].times if prompts else None
     return times.optimiser if times else OPTIMISER_SECONDS
@@ -54,8 +57,7 @@ def recorded_seconds(job: Job) -> float:
     groups go through the stages in the order in which they become ready.
     """
     free = {role: [0.0] * count for role, count in job.crowd().items()}
-    replay = job.replay_of("train")
-    together = replay.least if replay else 1
+    together, _ = job.claimed("train")
     rolled = [0.0] * job.hosts
     trained: list[float] = []
     for step in range(job.steps):

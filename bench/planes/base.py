@@ -27,6 +27,7 @@ from bench.traces.sample import StageReplay
 
 Columns = Mapping[str, Sequence[Array]]
 Counts = Mapping[str, Mapping[str, int]]
+_REWARD_ROWS = 64  # that a reward worker takes at once
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,9 +93,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         """Whether there is a reference model. A recorded job may have none."""
         return not self.recorded or any(one.role == "reference" for one in self.recorded)
 
-    def replay_of(self, stage: str) -> StageReplay | None:
-        """How a stage of a recorded job runs. None: the job was not recorded."""
-        return next((one for one in self.recorded if one.role == stage), None)
+    def claimed(self, stage: str) -> tuple[int, int]:
+        """How many groups a worker of a stage takes at once, (at least, at most). A full batch of a
+        reward worker may never fit into an arena, so it takes one group at least."""
+        for one in self.recorded:
+            if one.role == stage:
+                return one.least, one.most
+        return 1, max(1, _REWARD_ROWS // self.samples) if stage == "reward" else 1
 
     def crowd(self) -> dict[str, int]:
         crowd = {"rollout": self.hosts} | dict.fromkeys(self.stages(), self.hosts)

@@ -20,8 +20,6 @@ from bench.peers import free_ports, peer_command, token_file
 from bench.planes.base import Batch, Columns, Counts, Endpoint, Job, Moved, Plane, Service, Worker
 from bench.processes import leashed
 
-_REWARD_ROWS = 64
-
 
 def _connect(address: dict[str, Any]) -> Any:
     import dataplane
@@ -70,20 +68,14 @@ class DataplaneEndpoint(Endpoint):
         self._partition(step).put(dict(columns), group=prompt, dedup=shared)
 
     def batches(self, step: int, stage: str) -> Iterator[Batch]:
-        for batch in self._partition(step).stream(stage, **self._claim(stage)):
+        # A trainer takes one group at a time, see `flow`.
+        least, most = (1, 1) if stage == "train" else self._job.claimed(stage)
+        for batch in self._partition(step).stream(stage, groups=most, min=least):
             taken = DataplaneBatch(batch)
             del batch  # what is not held any more makes room while the next one is waited for
             yield taken
             self._copied += taken.added
             del taken
-
-    def _claim(self, stage: str) -> dict[str, int]:
-        replay = self._job.replay_of(stage)
-        if replay is not None and stage != "train":  # it takes one group at a time, see `flow`
-            return {"groups": replay.most, "min": replay.least}
-        # A full batch of a reward worker may never fit into the arena: from one group on.
-        groups = max(1, _REWARD_ROWS // self._job.samples) if stage == "reward" else 1
-        return {"groups": groups, "min": 1}
 
     def moved(self) -> Moved:
         return Moved(copied_in=self._copied)

@@ -28,7 +28,6 @@ Claimed = Generator[Any, Any, list[Prompt]]
 
 _GENERATE = ("generate", "digest")
 _READ = {"train": ("check", "advantages", "train")}
-_REWARD_ROWS = 64  # a reward worker takes up to so many rows at once, as bench.planes does
 
 
 class Work(msgspec.Struct, frozen=True):
@@ -284,13 +283,9 @@ class Model:
 
     def _stage(self, stage: str, rank: int) -> Steps:
         job = self.job
-        most = max(1, _REWARD_ROWS // job.samples) if stage == "reward" else 1
+        _, most = job.claimed(stage)
         names = _READ.get(stage, ("read", stage))
-        seconds = {
-            "reward": pace.reward_seconds,
-            "reference": pace.reference_seconds,
-            "train": pace.train_seconds,
-        }[stage]
+        seconds = pace.STAGES[stage]
         for step in range(job.steps):
             while groups := (yield from self._design.claim(step, stage, rank, most)):
                 work = sum((self.plan.work_of(stage, p) for p in groups), Work())

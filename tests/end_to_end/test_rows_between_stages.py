@@ -136,7 +136,7 @@ def test_a_tag_that_is_no_number_ends_a_claim_by_budget(plane: dataplane.Plane, 
         lambda: next(iter(part.loader("s", **how))),
     ):
         with pytest.raises(
-            dataplane.InvalidRows, match="tag 'n' of row 'b' is .*1 row has no such"
+            dataplane.InvalidRows, match="tag 'n' of row 'b' is .*1 row has no valid number"
         ):
             wait()
     part.tag(["b"], {"n": 10})

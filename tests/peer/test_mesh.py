@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dataplane.errors import PeerNameTaken, Unavailable
+from dataplane.errors import FrameTooLarge, PeerNameTaken, Unavailable
 from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.failures import failed
 from dataplane.peer.host import Caller, Progress, Serving
@@ -23,7 +23,7 @@ from dataplane.peer.operations import Channel
 from dataplane.peer.tasks import Tasks
 from dataplane.wire import limits, peering
 from dataplane.wire.messages import Stats, StatsDone
-from dataplane.wire.peering import PeerHello, PeerReply, Pull
+from dataplane.wire.peering import Append, PeerHello, PeerReply, Pull, Shipment
 from dataplane.wire.tables import Owner
 
 HERE, THERE = "tcp://127.0.0.1:7101", "tcp://127.0.0.1:7102"
@@ -154,6 +154,21 @@ async def test_each_who_is_refused_has_an_error_of_its_own(mesh: Mesh, far: Far)
     first, second = await asyncio.gather(*greetings, return_exceptions=True)
     assert isinstance(first, PeerNameTaken) and isinstance(second, PeerNameTaken)
     assert first is not second and first.message == second.message and far.greeted == 1
+
+
+async def test_a_request_that_no_frame_can_hold_fails_like_one_that_is_refused(
+    mesh: Mesh, far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error was raised in a callback of the loop. A primary whose log record was as long as a
+    client's message may be sent its backup nothing any more, and answered no call."""
+    far.answer = far.welcome
+    await mesh.hello(THERE)
+    monkeypatch.setattr(peering, "MAX_FRAME_BYTES", 100)
+    too_long = Append(1, 0, [Shipment("p" * 100, 1, [])])
+    answer = mesh.ask(THERE, too_long, timeout_s=10.0, to=2)
+    with pytest.raises(FrameTooLarge):
+        await answer
+    assert far.asked.empty() and mesh.is_linked(Owner(THERE, 2))
 
 
 async def test_a_call_outlives_a_broken_connection_and_a_peer_that_does_not_answer_for_a_while(

@@ -24,7 +24,7 @@ from dataplane.errors import (
     Unavailable,
     duration,
 )
-from dataplane.peer.failures import LinkBroken, again
+from dataplane.peer.failures import LinkBroken, again, fail
 from dataplane.peer.host import CALL_S, Caller, Host, call_end
 from dataplane.peer.net import greetings
 from dataplane.peer.net.greetings import Gate
@@ -131,9 +131,14 @@ class Mesh:
 
     def ask(self, address: str, body: Body, *, timeout_s: float, to: int) -> asyncio.Future[Any]:
         """Call another peer, for an operation that is not held. Sent at once if a link is ready.
-        If the link breaks, the reply is LinkBroken."""
+        If the link breaks, the reply is LinkBroken; if no frame can hold the request, it is
+        FrameTooLarge."""
         asked = _Call(address, body, self.host.caller(), to)
-        answer = self._ask_now(asked, self._until(timeout_s))
+        try:
+            answer = self._ask_now(asked, self._until(timeout_s))
+        except DataplaneError as exc:
+            answer = asyncio.get_running_loop().create_future()
+            fail(answer, exc)
         return answer or asyncio.ensure_future(self._asked(asked, timeout_s))
 
     def here(

@@ -63,7 +63,7 @@ def _stop(number: int, frame: object) -> None:
 def _enter_links(options: argparse.Namespace, arguments: list[str], program: bool) -> str | None:
     """Where a command is about hosts with links, this process becomes itself in a namespace.
     Returns why not, or None."""
-    if getattr(options, "link", None) == links.NONE or not hasattr(options, "link"):
+    if getattr(options, "link", links.NONE) == links.NONE:
         return "--link none"
     if not program and not links.inside():
         return "the bench was called as a function, not started as a program"

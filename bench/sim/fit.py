@@ -43,10 +43,6 @@ class Seen:
     def step_s(self) -> float:
         return float(self.run["step_ends"][-1]) / self.job.steps
 
-    def times(self, role: str, activity: str) -> int:
-        told = self.run["latency_ms"].get(role, {}).get(activity, {})
-        return int(told.get("times", 0))
-
     def cpu_s(self, role: str, activity: str) -> float:
         """Of all workers of a role."""
         workers = self.run["workers"].items()
@@ -188,9 +184,8 @@ def _activities(seen: Sequence[Seen]) -> dict[str, dict[str, Price]]:
     for role, activity in sorted(names):
         columns = []
         for each in seen:
-            work = each.work(role)
-            times = each.times(role, activity)
-            columns.append([times, work.rows, work.text_bytes, work.media_bytes])
+            work, told = each.work(role), each.run["latency_ms"].get(role, {}).get(activity, {})
+            columns.append([told.get("times", 0), work.rows, work.text_bytes, work.media_bytes])
         wanted = [each.cpu_s(role, activity) for each in seen]
         prices[role][activity] = Price(*least_squares(columns, wanted))
     return dict(prices)

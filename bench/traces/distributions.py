@@ -80,14 +80,13 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Whole numbers from a distribution, kept between `low` and `cap`."""
+    """Whole numbers from a distribution, kept between 1 and `cap`."""
 
     shape: Distribution
     cap: int
-    low: int = 1
 
     def at(self, normals: Floats) -> NDArray[np.int64]:
-        return np.clip(np.rint(self.shape.at(normals)), self.low, self.cap).astype(np.int64)
+        return np.clip(np.rint(self.shape.at(normals)), 1, self.cap).astype(np.int64)
 
 
 def uniform(normals: Floats) -> Floats:

@@ -16,6 +16,7 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -195,32 +196,28 @@ def _prompts(path: Path, lines: Lines) -> Recorded:
             group = (record.input, [[written(tokens)] for tokens in record.output])
             place = record.dp_rank, record.local_index
             found.setdefault(record.step, []).append((place, group))
-    for groups in found.values():
-        groups.sort(key=lambda placed: placed[0])
-    return {step: [group for _, group in told] for step, told in found.items()}, {}
+    placed = {step: sorted(told, key=itemgetter(0)) for step, told in found.items()}
+    return {step: [group for _, group in told] for step, told in placed.items()}, {}
 
 
 def _trajectories(path: Path, lines: Lines) -> Recorded:
-    found: dict[int, dict[str | int, dict[str | int, tuple[int, list[Turn]]]]] = {}
+    found: dict[int, dict[str | int, tuple[int, dict[str | int, list[Turn]]]]] = {}
     for number, record in _records(path, lines, _TrajectoryLine):
         if record.validate:
             continue
-        group = found.setdefault(record.step or 0, {}).setdefault(record.prompt_group_id, {})
-        if record.sample_id in group:
+        groups = found.setdefault(record.step or 0, {})
+        _, samples = groups.setdefault(record.prompt_group_id, (record.prompt_len, {}))
+        if record.sample_id in samples:
             why = f"sample {record.sample_id!r} of group {record.prompt_group_id!r} occurs twice"
             raise TraceError(path, why, number)
         try:
-            group[record.sample_id] = record.prompt_len, _trajectory(record)
+            samples[record.sample_id] = _trajectory(record)
         except ValueError as exc:
             raise TraceError(path, str(exc), number) from exc
-    steps = {
-        step: [
-            (next(iter(rows.values()))[0], [turns for _, turns in rows.values()])
-            for rows in groups.values()
-        ]
+    return {
+        step: [(tokens, list(samples.values())) for tokens, samples in groups.values()]
         for step, groups in found.items()
-    }
-    return steps, {}
+    }, {}
 
 
 def _trajectory(record: _TrajectoryLine) -> list[Turn]:

@@ -1,12 +1,8 @@
-"""The columns of a row: which stage writes them, which stages read them, their shapes, bytes and
-contents.
+"""The columns of a verl row, with their real dtypes: who writes and reads each, shapes, bytes and
+contents. Advantages, returns and token-level rewards never travel: the trainer computes them.
 
-These are the fields of a verl row with their real dtypes. The trainer computes advantages,
-returns and token-level rewards locally, so they never travel.
-
-Contents are cheap, seeded, different for every value, and identified by a digest. A value is one
-random block of 16 KiB, repeated, and each repetition is XORed with its number. It therefore costs a
-memory write to make, holds valid token ids and finite floats, and no two of its blocks are equal.
+Contents are cheap, seeded and all different: one random block of 16 KiB, repeated, each repetition
+XORed with its number. Making one costs a memory write; token ids are valid and floats finite.
 """
 
 from __future__ import annotations

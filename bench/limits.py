@@ -1,10 +1,8 @@
 """A memory limit for each host of a run: one memory cgroup (v1 or v2) per host. A run without
 limits has one cgroup, which counts the processes that the kernel kills.
 
-Runs in the runner. The groups are created below the runner's own, so that its limits still
-apply. All processes of a host are in its group from their first instruction, and the kernel
-charges a shared page once. There is no substitute: if no group can be created, `NoLimits` says
-why.
+The groups are below the runner's own, so that its limits still apply. Processes are in a group from
+their first instruction. There is no substitute: if no group can be made, `NoLimits` says why.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -36,13 +37,12 @@ def add(
 def names(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
     """One or several of the known names, separated by commas."""
 
-    def parse(text: str) -> tuple[str, ...]:
-        names = tuple(text.split(","))
-        if unknown := [name for name in names if name not in known]:
-            raise ArgumentTypeError(f"{unknown[0]!r} is not valid: use one of {', '.join(known)}")
-        return names
+    def name(text: str) -> str:
+        if text not in known:
+            raise ArgumentTypeError(f"{text!r} is not valid: use one of {', '.join(known)}")
+        return text
 
-    return parse
+    return several(name)
 
 
 def count(text: str, least: int = 1) -> int:
@@ -54,6 +54,9 @@ def count(text: str, least: int = 1) -> int:
             f"{text!r} has more than {_DIGITS} digits, the maximum: use a smaller number"
         )
     return int(text)
+
+
+whole = partial(count, least=0)
 
 
 def up_to(most: int, why: str, parse: Callable[[str], int] | None = None) -> Callable[[str], int]:
@@ -68,11 +71,6 @@ def up_to(most: int, why: str, parse: Callable[[str], int] | None = None) -> Cal
         return value
 
     return bounded
-
-
-def whole(text: str) -> int:
-    """A number of at least 0."""
-    return count(text, 0)
 
 
 def size(text: str) -> int:

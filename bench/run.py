@@ -24,19 +24,9 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from bench import usage
+from bench import limits, usage
 from bench.check import Ledger
 from bench.columns import all_fields, group_bytes, rollout_fields
-from bench.limits import (
-    Group,
-    HostLimit,
-    MachineFull,
-    NoLimits,
-    limited_hosts,
-    run_group,
-    runners_kills,
-)
-from bench.limits import check as check_limits
 from bench.links import NODE_BITS, Network, NoNamespaces, Traffic, bits_per_second
 from bench.pace import ideal_seconds, recorded_seconds
 from bench.planes import PLANES
@@ -77,9 +67,9 @@ def execute(job: Job, progress: Progress) -> dict[str, Any]:
                 run.perform()
             problems = ledger.problems()
             status = "error" if problems else "ok"
-        except (NoLimits, NoNamespaces) as exc:
+        except (limits.NoLimits, NoNamespaces) as exc:
             problems, status = [str(exc)], "not run"
-        except MachineFull as exc:
+        except limits.MachineFull as exc:
             problems, status = [str(exc)], "disturbed"
         except (ProcessDied, RunTimeout) as exc:
             problems = [str(exc)]
@@ -164,9 +154,9 @@ class _Run:
         self._ended: float | None = None
         self._sampler = Sampler(dict)
         self._sampled_before_s = 0.0
-        self._limits: list[HostLimit] = []
-        self._group: Group | None = None
-        self._kills_before = runners_kills()
+        self._limits: list[limits.HostLimit] = []
+        self._group: limits.Group | None = None
+        self._kills_before = limits.runners_kills()
         self.network: Network | None = None
         self._traffic: Traffic | None = None
         # What the report says of the end, where there was one.
@@ -187,9 +177,9 @@ class _Run:
         """The whole run, under the limits that the job asks for."""
         job, crew = self._job, Crew(Path(self._job.folder))
         self._plane = PLANES[job.plane](job)
-        with limited_hosts(job.hosts, job.memory_limit_bytes) as self._limits:
+        with limits.limited_hosts(job.hosts, job.memory_limit_bytes) as self._limits:
             self._sampler = Sampler(crew.pids, self._limits)
-            group = nullcontext() if self._limits else run_group()
+            group = nullcontext() if self._limits else limits.run_group()
             with group as self._group, crew, self._sampler:
                 self._perform(crew)
 
@@ -218,15 +208,17 @@ class _Run:
             self._listen(crew, "the plane to finish", lambda: self._done.keys() >= speaking)
             self._counted |= self._copied(self._plane.moved(self._done))
             self._counted["messages"] = self._per_group(counted, self._plane.messages())
-            check_limits(self._limits)
+            limits.check(self._limits)
         except Exception as exc:
             self.endings = crew.endings()
             if not isinstance(exc, ProcessDied | RunTimeout):  # these have the logs' ends
                 self.endings += crew.account().splitlines()
-            self.kills = self._count_kills()
+            # Without a group of the run's own, what else runs in the runner's group counts too.
+            beside = limits.runners_kills() - self._kills_before
+            self.kills = self._group.kills() if self._group else beside
             self.killed = self._killed(crew)
             if not self.killed:  # a kill below the limit explains what else went wrong
-                check_limits(self._limits)
+                limits.check(self._limits)
             raise
         finally:
             self._ended = self._ended or time.monotonic()
@@ -236,10 +228,6 @@ class _Run:
         """Processor seconds so far of whom nobody else counts: those that speak count their own."""
         pids = {name: pid for name, pid in crew.pids().items() if not crew.members[name].speaks}
         return usage.cpu_seconds(pids) | {"runner": time.process_time()}
-
-    def _count_kills(self) -> int:
-        """Without a group of the run's own, what else runs in the runner's group counts too."""
-        return self._group.kills() if self._group else runners_kills() - self._kills_before
 
     def _killed(self, crew: Crew) -> dict[str, Any] | None:
         """Whom the kernel killed at its host's limit, if anybody, and when."""
@@ -295,7 +283,7 @@ class _Run:
                         self._stepped(crew, event)
                     case _:
                         self._ledger.record(event)
-            check_limits(self._limits)
+            limits.check(self._limits)
             self._progress(self._ledger.trained_rows, self._ledger.expected_rows)
             if time.monotonic() > self._deadline:
                 trained = f"{self._ledger.trained_rows} of {self._ledger.expected_rows} rows"

@@ -1,10 +1,8 @@
-"""What each process takes: processor seconds, and memory, which the runner samples about ten times
-a second.
+"""What each process takes: processor seconds, and memory, sampled about ten times a second.
 
 A process counts with its proportional set size without shared memory. Arenas (memfds, and Ray's
 object stores in /dev/shm) count once, for the first process that has them, with their resident
-pages, whichever processes map them. RSS is never summed. A host with a limit (bench.limits)
-counts with what the kernel charges it.
+pages. RSS is never summed. A host with a limit counts with what the kernel charges it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""The interface between the bench and a plane: what the runner starts, and what a worker uses.
+"""The interface between the bench and a plane. The runner uses a `Plane` (services to start, their
+addresses, what they moved), a worker an `Endpoint` (put rows, take batches).
 
-The runner uses a `Plane` (services to start, their addresses, what they moved), and a worker uses
-an `Endpoint` (put rows, take batches). Neither side sees another plane's types.
-
-A run is `Job.steps` steps. Prompts are numbered through all steps. Each belongs to one step, and
-rows meet only rows of the same step. Stages: `reward` and `reference` add fields to whole
-groups, and `train` gets a group that has both; see `Job.phases`.
+Prompts are numbered through all steps of a run, and rows meet only rows of the same step. The
+stages `reward` and `reference` add fields to whole groups; `train` gets a group that has both.
 """
 
 from __future__ import annotations

@@ -1,26 +1,19 @@
-"""One controller process through which every byte of every stage passes: the best case of it.
+"""One controller process through which every byte of every stage passes, without handicaps.
 
-Two planes, which differ in one thing. `controller` has barriers, as verl's classic driver has
-(`DataProto` in a single controller): a stage begins when the one before has all groups of the step,
-and reward and reference run together. `controller-stream` has none: a group goes to its next stage
-as soon as it is complete. `dataplane` streams as well, so a comparison with it changes one thing
-too: whether bytes pass through one process. What follows from that is part of the comparison: a
+`controller` has barriers, as verl's classic driver has (`DataProto` in a single controller);
+`controller-stream` has none, as `dataplane`, so those two differ in one thing. It follows that a
 controller sends a group to every stage, where a host of `dataplane` keeps what it has pulled.
+The process runs on a trainer's host: it sends more than it receives, so where rollout has its own
+hosts, its link carries the least there. While a worker has one group, the next one arrives as far
+as the socket's buffers hold it; `dataplane` claims no group ahead.
 
-The controller runs on a trainer's host. It sends more than it receives, so where rollout has its
-own hosts, its link carries the least there. `bench.planes.dealing` decides which worker gets which
-group: while it works on one, the next one arrives as far as the socket's buffers hold it.
-`dataplane` claims no group ahead.
-
-Why nothing of that design can be quicker on the same sockets: no Ray, no pickle, no
-concatenation, no padding and no reordering (whole groups are dealt, so no prompt goes to two ranks
-of a stage; verl's shuffled rows send it up to 5.25 times); a stage is sent only the columns that it
-reads; rollout workers stream groups in as they finish; arrays go out from where they landed, by
-sendmsg, and land by recv_into in memory that was mapped and touched before the clock started, in
-the workers too; one blocking thread a connection and direction (asyncio reaches 2.6 GB/s at its
-best, raw sockets as much, and here several run at once without the GIL); unix sockets on the
-controller's own host, TCP to the others; workers hold one group at a time. `dedup` sends a value
-that the rows of a group share once; verl has no such thing.
+Nothing of that design is quicker on the same sockets: no Ray, pickle, concatenation, padding or
+reordering (verl's shuffled rows send a prompt up to 5.25 times; here whole groups are dealt); a
+stage is sent only the columns that it reads; rollout streams groups in as they finish; arrays go
+out by sendmsg from where they landed, and land by recv_into in memory that was mapped and touched
+before the clock started, in the workers too; one blocking thread a connection and direction
+(asyncio reaches 2.6 GB/s, one raw socket as much, and several run at once without the GIL); unix
+sockets on its own host. `dedup` sends a value that rows share once; verl has no such thing.
 """
 
 from __future__ import annotations

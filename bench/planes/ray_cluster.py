@@ -2,9 +2,8 @@
 
 Each host has a node as a service; its processes, object store and actors are below it and end with
 it. On the first host `python -m bench.planes.ray_cluster JSON` is the driver that makes the actors.
-Without links of their own, "hosts" are raylets at different loopback addresses. Each has an object
-store of its own, and objects cross between them as between machines, over TCP.
-Ray is imported where it is used, so that the bench runs without it.
+Without links, hosts are raylets at different loopback addresses, and objects cross over TCP. Ray is
+imported where it is used, so that the bench runs without it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Carried to cluster sizes: fitted costs, hosts of their own, links. A model, with bands.
 
-The jobs grow with the cluster: so many groups for each host, one worker of each stage and one
-trainer on each, recorded time at its own speed. A band is what comes out between a kind and an
-unkind place: processor seconds by the spread of what was measured, links that lose more or less of
-their speed when many senders meet at one receiver (incast). TCP into one port keeps 40-90 % of its
-speed when dozens send at once; the middle is what a fabric with shallow buffers and ECN is set up
-for.
+The jobs grow with the cluster, and recorded time has its own speed. A band is what comes out
+between a kind and an unkind place: processor seconds by the spread of what was measured, and incast
+by what links lose. TCP into one port keeps 40-90 % of its speed when dozens send at once; the
+middle is what a fabric with shallow buffers and ECN is set up for.
 """
 
 from __future__ import annotations

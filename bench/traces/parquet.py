@@ -1,11 +1,9 @@
 """A trace as a Parquet file: one row a sample, the file's metadata name the task and the seed.
 
-Columns: step, group and sample (numbers; a group's number counts through all steps),
-prompt_tokens, response_tokens (tool texts included), turns (a list of tokens, seconds,
-tool_seconds, tool_tokens), media (a list of content id, grid in patches),
-reward, reward_seconds, times (of a recorded job: one of StageTimes). Written twice, a trace gives
-the same file. It is written as it is drawn, so its length is limited by the disk; read it is held
-whole, so there only so many rows are taken.
+A group's number counts through all steps; response_tokens has tool texts in it; grids of media are
+in patches; times, of a recorded job, has one of StageTimes. Written twice, a trace gives the same
+file. It is written as it is drawn, so the disk limits its length; a file that is read is held
+whole, so its rows have a limit.
 """
 
 from __future__ import annotations

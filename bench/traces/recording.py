@@ -2,9 +2,8 @@
 
 A group is as large as it was, as rows of text that are equally long: the recording has bytes, not
 tokens. Rollout begins a step where the recording shows that it could: when the step before was
-rolled out, and the last stage had finished the step that many before. A stage has as many workers
-as it had, up to MOST_WORKERS a host; beyond that each works as fast as several did together. A
-claim takes as many groups as it did.
+rolled out, and the last stage had finished the step that many before. Where a stage had more than
+MOST_WORKERS a host, each that replays it works as fast as several did together.
 """
 
 from __future__ import annotations

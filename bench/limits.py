@@ -19,6 +19,7 @@ from dataplane.errors import counted
 
 _PREFIX = "dataplane-bench"
 _RUNNER = f"{_PREFIX}-runner"
+_ROOT, _PROC = Path("/sys/fs/cgroup"), Path("/proc")
 _EMPTY_S = 10.0  # a killed process with gigabytes takes a while to go
 _TICK_S = 0.01
 _LAST_CHARGE = 4 << 20
@@ -74,7 +75,7 @@ class Group:
 
     def kills(self) -> int:
         """How many of the group's processes the kernel killed because memory ran out."""
-        return _kills(self.path, self.files)
+        return _table(self.path / self.files.kills)["oom_kill"]
 
     def close(self) -> None:
         """Remove the group, and kill the processes that are left in it."""
@@ -164,7 +165,7 @@ def runners_kills() -> int:
     """How many processes of the runner's own cgroup, and of those below it, the kernel killed
     because memory ran out. 0 if that cgroup does not count them."""
     with suppress(OSError):
-        return _kills(*_own(Path("/sys/fs/cgroup"), Path("/proc")))
+        return Group(*_own()).kills()
     return 0
 
 
@@ -181,7 +182,7 @@ def check(limits: Sequence[HostLimit]) -> None:
             raise OutOfMemory(f"host {host} reached its limit of {limit.limit_bytes >> 20} MiB")
 
 
-def _parent(root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> tuple[Path, _Files]:
+def _parent(root: Path = _ROOT, proc: Path = _PROC) -> tuple[Path, _Files]:
     """The group below which groups can be made, and the version of its cgroups. With version 2 the
     runner may have to leave it for one below."""
     group, files = _own(root, proc)
@@ -199,7 +200,7 @@ def _parent(root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> 
     return group, files
 
 
-def _own(root: Path, proc: Path) -> tuple[Path, _Files]:
+def _own(root: Path = _ROOT, proc: Path = _PROC) -> tuple[Path, _Files]:
     """The runner's own group, and the version of its cgroups."""
     lines = (proc / "self" / "cgroup").read_text().splitlines()
     parts = (line.split(":", 2) for line in lines)
@@ -235,10 +236,6 @@ def _remove_leftovers(parent: Path) -> None:
         if not Path(f"/proc/{runner}").exists():
             with suppress(OSError):  # somebody is just leaving it: the next run removes it
                 path.rmdir()
-
-
-def _kills(group: Path, files: _Files) -> int:
-    return _table(group / files.kills)["oom_kill"]
 
 
 def _table(path: Path) -> dict[str, int]:

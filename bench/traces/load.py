@@ -125,7 +125,16 @@ def of_run(
 
 
 def _recorded(paths: Sequence[Path], task: Task, seed: int) -> list[Prompt]:
-    steps, rewards = _told(paths, task.samples)
+    """The prompts of PolyTrace's files, drawn where these have no lengths or no times."""
+    steps: dict[int, list[Group]] = {}
+    rewards: dict[int, float] = {}  # seconds of a row
+    for path in paths:
+        lengths, seconds = polytrace.read(path, task.samples)
+        if lengths and steps:
+            what = "pass one file with lengths and one with reward times"
+            raise TraceError(path, f"this is a second file with lengths: {what}")
+        steps |= lengths
+        rewards = seconds or rewards
     prompts: list[Prompt] = []
     for number, step in enumerate(sorted(steps or rewards)):
         count = len(steps[step]) if steps else task.prompts
@@ -139,20 +148,6 @@ def _recorded(paths: Sequence[Path], task: Task, seed: int) -> list[Prompt]:
                 prompt = dataclasses.replace(prompt, samples=tuple(samples))
             prompts.append(prompt)
     return prompts
-
-
-def _told(paths: Sequence[Path], samples: int) -> tuple[dict[int, list[Group]], dict[int, float]]:
-    """Groups and seconds of reward for a row, by step."""
-    steps: dict[int, list[Group]] = {}
-    rewards: dict[int, float] = {}
-    for path in paths:
-        lengths, seconds = polytrace.read(path, samples)
-        if lengths and steps:
-            what = "pass one file with lengths and one with reward times"
-            raise TraceError(path, f"this is a second file with lengths: {what}")
-        steps |= lengths
-        rewards = seconds or rewards
-    return steps, rewards
 
 
 def _as_told(drawn: Prompt, group: Group, task: Task, seed: int) -> Prompt:

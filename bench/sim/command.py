@@ -9,23 +9,23 @@ from __future__ import annotations
 import argparse
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import mean
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from bench import machine, outputs
 from bench.options import Impossible, add, count, positive, several, up_to
-from bench.pace import recorded_seconds
+from bench.pace import ideal_seconds, recorded_seconds
 from bench.planes.base import Job
 from bench.report import new_table, progress
 from bench.run import execute_again
-from bench.sim.cluster import VARIANTS, assume, carry
 from bench.sim.fit import DESIGNS, Seen, check, fit
-from bench.sim.model import Costs
+from bench.sim.model import Costs, Model, Outcome, Place, Plan
 from bench.traces import TASKS
 
 GOAL = 0.9
@@ -37,6 +37,8 @@ _QUIET = 0.2
 """Share of the cores that others may take before the skill says more about them."""
 _FIT, _CHECK = "fit", "check"
 _KINDS = ("low", "middle", "high")  # of places, over the band
+_VARIANTS = (("dataplane", True), ("controller", True), ("controller", False))
+"""Plane and dedup of the modelled jobs."""
 _MOST_HOSTS = 16_384
 _MOST_GROUPS = 65_536
 
@@ -131,13 +133,13 @@ def _simulate(
             job = paced(plane, *told, size.steps, size.step_s)
             cases.append(check(job, costs[plane], place, runs[_CHECK, told, plane]))
     yield {"cases": cases, "failed_runs": failed, **_accuracy(cases, cores)}
-    assumed = assume(options.trace, options.groups, options.link_gbps, _factors(costs, cases))
+    assumed = _assume(options.trace, options.groups, options.link_gbps, _factors(costs, cases))
     model: list[dict[str, Any]] = []
     for hosts in options.hosts:
         with progress(console, f"a model of {hosts} hosts", "designs") as bar:
-            for number, result in enumerate(carry(assumed, hosts, costs), 1):
+            for number, result in enumerate(_carry(assumed, hosts, costs), 1):
                 model.append(result)
-                bar(number, len(VARIANTS))
+                bar(number, len(_VARIANTS))
         yield {"assumed": assumed, "model": model}
 
 
@@ -198,6 +200,80 @@ def _factors(
         ]
         factors[plane] = (max(0.1, min(0.8, *ratios)), max(1.25, *ratios))
     return factors
+
+
+def _assume(
+    trace: str,
+    groups_per_host: int,
+    link_gbps: float,
+    cost_factors: Mapping[str, tuple[float, float]],
+) -> dict[str, Any]:
+    """What a host has and does, as the report says it. cost_factors: by plane, for the band."""
+    return {
+        "cost_factors": cost_factors,
+        "trace": trace,
+        "groups_per_host": groups_per_host,
+        "link_gbps": link_gbps,
+        "pace": 1.0,
+        "round_trip_s": 50e-6,
+        "copy_cores_per_host": 8,  # that move a host's bytes
+        "incast_from_senders": 16,
+        # TCP into one port keeps 40-90 % of its speed when dozens send at once. Middle: what a
+        # fabric with shallow buffers and ECN is set up for.
+        "incast_share_left": {"low": 0.9, "middle": 0.7, "high": 0.4},
+    }
+
+
+def _carry(
+    assumed: Mapping[str, Any], hosts: int, costs: Mapping[str, Costs]
+) -> Iterator[dict[str, Any]]:
+    """A result for each variant, with a band: what comes out between a kind and an unkind place,
+    processor seconds by the spread of what was measured, and incast by what links lose."""
+    place = Place(
+        cores=1,
+        one_machine=False,
+        link_bytes_s=assumed["link_gbps"] * 1e9 / 8,
+        round_trip_s=assumed["round_trip_s"],
+        copiers=assumed["copy_cores_per_host"],
+        crowd=assumed["incast_from_senders"],
+    )
+    settings = {"trace": assumed["trace"], "prompts": hosts * assumed["groups_per_host"]}
+    for plane, dedup in _VARIANTS:
+        counts = {"hosts": hosts, "trainers": hosts, "pace": assumed["pace"]}
+        job = Job(plane=plane, dedup=dedup, **settings, **counts)
+        plan, (low, high) = Plan(job), assumed["cost_factors"][plane]
+        runs = {}
+        for kind, factor in (("low", low), ("middle", 1.0), ("high", high)):
+            there = replace(place, factor=factor, crowded=assumed["incast_share_left"][kind])
+            runs[kind] = Model(plan, costs[plane], there, DESIGNS[plane]).run()
+        yield _result(job, runs)
+
+
+def _result(job: Job, runs: Mapping[str, Outcome]) -> dict[str, Any]:
+    recorded = ideal_seconds(job) / job.steps
+    middle = runs["middle"]
+    claims = sum(middle.peers.values())
+    return {
+        "model": True,  # nobody ran this
+        "plane": job.plane,
+        "dedup": job.dedup,
+        "hosts": job.hosts,
+        "groups": job.prompts,
+        "recorded_step_s": recorded,
+        "stall_s": {kind: run.step_s - recorded for kind, run in runs.items()},
+        "claim_ms": {
+            kind: {
+                name: float(np.percentile(run.claim_s, share)) * 1e3
+                for name, share in (("p50", 50), ("p99", 99))
+            }
+            for kind, run in runs.items()
+        },
+        "service_peak_bytes": {kind: max(run.peak_bytes) for kind, run in runs.items()},
+        "peers_per_claim": {
+            "mean": sum(count * times for count, times in middle.peers.items()) / claims,
+            "max": max(middle.peers),
+        },
+    }
 
 
 def _show(console: Console, told: Mapping[str, Any]) -> None:

@@ -133,7 +133,7 @@ def _simulate(
             job = paced(plane, *told, size.steps, size.step_s)
             cases.append(check(job, costs[plane], place, runs[_CHECK, told, plane]))
     yield {"cases": cases, "failed_runs": failed, **_accuracy(cases, cores)}
-    assumed = _assume(options.trace, options.groups, options.link_gbps, _factors(costs, cases))
+    assumed = _assume(options, _factors(costs, cases))
     model: list[dict[str, Any]] = []
     for hosts in options.hosts:
         with progress(console, f"a model of {hosts} hosts", "designs") as bar:
@@ -203,17 +203,14 @@ def _factors(
 
 
 def _assume(
-    trace: str,
-    groups_per_host: int,
-    link_gbps: float,
-    cost_factors: Mapping[str, tuple[float, float]],
+    options: argparse.Namespace, cost_factors: Mapping[str, tuple[float, float]]
 ) -> dict[str, Any]:
     """What a host has and does, as the report says it. cost_factors: by plane, for the band."""
     return {
         "cost_factors": cost_factors,
-        "trace": trace,
-        "groups_per_host": groups_per_host,
-        "link_gbps": link_gbps,
+        "trace": options.trace,
+        "groups_per_host": options.groups,
+        "link_gbps": options.link_gbps,
         "pace": 1.0,
         "round_trip_s": 50e-6,
         "copy_cores_per_host": 8,  # that move a host's bytes

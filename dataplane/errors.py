@@ -524,7 +524,7 @@ class TicketRefused(DataplaneError):
 
 
 class CheckpointFailed(DataplaneError):
-    """A checkpoint could not be written or read. A failed write leaves no files."""
+    """A checkpoint could not be written or read. A failed write leaves no files behind."""
 
     next_step = "Correct what the message names."
     retry: ClassVar[Retry] = "yes"

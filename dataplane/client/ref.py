@@ -18,8 +18,8 @@ class Ref(msgspec.Struct, frozen=True):
     partition was dropped.
 
     - `peer`: the address of the peer on which the values were put. They may have moved since.
-    - `kept`: how many rows the put skipped because they already had the fields of the put or had
-      been freed.
+    - `kept`: how many rows the put left as they were, because they already had these fields or
+      had been freed.
     """
 
     plane: str

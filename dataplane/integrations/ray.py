@@ -256,9 +256,7 @@ def _let_go(attendants: list[Any]) -> None:
         done, _ = ray.wait(told, num_returns=len(told), timeout=STOP_S)
         if len(done) < len(told):
             late = counted(len(told) - len(done), "actor")
-            log.warning(
-                "ray: killing %s, because their peers did not stop within %g s", late, STOP_S
-            )
+            log.warning("ray: killing %s whose peers did not stop within %g s", late, STOP_S)
     for attendant in attendants:
         ray.kill(attendant)
 

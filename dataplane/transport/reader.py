@@ -441,7 +441,7 @@ def _checking(reading: Reading, stream: BulkStream) -> Callable[[], None]:
 def _late(reading: Reading) -> DataplaneError:
     remote, nbytes = reading.request.remote, reading.nbytes
     return DeadlineExceeded(
-        f"peer {remote.owner.peer!r} at {remote.address} did not send all bytes before "
+        f"peer {remote.owner.peer!r} at {remote.address} did not send all requested bytes before "
         f"the deadline ({nbytes} bytes arrived): the peer may be suspended, dead, or cut off. "
         "Check `dataplane status`, then repeat the call",
         peer=remote.owner.peer,

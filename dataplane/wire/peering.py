@@ -371,8 +371,8 @@ def encode(envelope: PeerRequest | PeerReply) -> bytes:
         what = type(envelope.body).__name__
         raise FrameTooLarge(
             f"a message of type {what} between peers would be {len(message)} bytes long, over the "
-            f"limit of {MAX_FRAME_BYTES}: use fewer rows per call. The small values of a row are "
-            "sent together, so passing fewer fields may not help",
+            f"limit of {MAX_FRAME_BYTES}: use fewer rows per call. Fewer fields "
+            "may not help, because the small values of all fields of a row travel together",
             size=len(message),
             limit=MAX_FRAME_BYTES,
         )

@@ -255,12 +255,12 @@ class Partition:
         timeout: float | None = None,
         lease: float | None = None,
     ) -> Loader:
-        """Return a loader: a stream for training loops. While the loop works on one batch, the
+        """Return a loader: a stream for training loops. While your loop works on one batch, the
         loader prepares the next `prefetch` batches in a thread, or in a task of the event loop.
 
         That thread or task passes each batch to `collate`, for example
         `lambda batch: batch.tensordict(device="cuda")`, and the training loop gets the result.
-        `loader.batch` is the batch itself. The other arguments are those of `stream`.
+        `loader.batch` is the batch before `collate`. The other arguments are those of `stream`.
         """
         return Loader(
             self._handle,
@@ -429,15 +429,15 @@ class Partition:
 
     @public_at_once
     def producing(self, items: Iterable[T]) -> Producer[T]:
-        """Iterate over items to put rows for: `async for prompt in part.producing(prompts):`.
+        """Loop over `items`, and put rows for each: `async for prompt in part.producing(prompts):`.
 
         The loop ends without an error when no items are left, or when the partition accepts no new
         rows: it was sealed or dropped, or it has reached the limit set by `groups=`.
 
         In the loop's body, put the item's rows through this partition object, in the same thread or
         task. If the partition stops accepting rows in the meantime, a put stores nothing and
-        returns an empty ref, and `admit` returns permits with `n` = 0. Outside the loop, both calls
-        raise an error.
+        returns an empty ref, and `admit` returns permits with `n` = 0. In code outside the loop,
+        both calls raise an error in that case.
         """
         return Producer(self._handle, items)
 

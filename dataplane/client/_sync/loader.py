@@ -37,7 +37,7 @@ STATE_VERSION = 1
 
 
 class Loader:
-    """An iterator over batches for a training process. While the loop works on one batch, the
+    """An iterator over batches for a training process. While your loop works on one batch, the
     loader claims the next batch and calls `collate` with it.
 
     Advancing to the next batch acks the current one. Leaving the loop early (`break`, an exception,

@@ -108,7 +108,7 @@ class Micro(LeasedRows):
 
 
 class Mini:
-    """A mini-batch. Iterating over it yields micro-batches. While the loop works on one
+    """A mini-batch. Iterating over it yields micro-batches. While your loop works on one
     micro-batch, the next one is fetched. `epoch` is the mini-batch's epoch, and `number` is its
     position in that epoch."""
 

@@ -51,13 +51,13 @@ def connect(
       if you give them the same run name. An unnamed run ends with its last process.
     - `fresh`: True starts with an empty run: if an earlier launch left a run behind, the call ends
       that run, and its rows are lost. The old run is ended only once per launch, so every process
-      of a launch may pass True. In a run of several hosts, every process must pass it, and the
-      launcher must give each launch an id. If the old run still has clients, the call raises
+      of a launch may pass True. In a run that spans several hosts, every process must pass it, and
+      the launcher must give each launch an id. If the old run still has clients, the call raises
       RunInUse instead, which names the clients. "force" ends the run anyway.
     - `devices`: whether to read values that are in GPU arenas without copying them through host
-      memory. "auto" does so on GPUs that this process uses when it connects. "required" raises
-      DeviceMissing if that is not possible on the current GPU. "off" copies all values through host
-      memory. Default: `DATAPLANE_DEVICES`, else "auto".
+      memory. "auto" reads this way on the GPUs that this process is already using when it connects.
+      "required" raises DeviceMissing if that is not possible on the current GPU. "off" copies all
+      values through host memory. Default: `DATAPLANE_DEVICES`, else "auto".
 
     The log says which run was started or joined, and warns if that may not be what you want. Raises
     PeerNotFound, PeerAmbiguous, SeedsMissing, RunMissing, RunInUse or another ConnectError, and
@@ -158,8 +158,7 @@ class Plane:
         TensorBoard. docs/observe.md lists the metrics.
 
         Each stage has metrics such as `wait_s`, `rows`, `rows_per_s`, `bytes` and `behind_rows`.
-        Other metrics cover puts, gets, copied and pulled bytes, and the arena. The call takes as
-        long as `stats`.
+        Other metrics cover puts, gets, the bytes copied and pulled, and the arena.
 
         `step`: the name of a step's partition. With `step`, the call asks all peers for their
         events and adds the idle share of the step, the staleness of its groups, what workers waited

@@ -248,7 +248,7 @@ def unlike(
                 row=row,
             )
     return InvalidValue(
-        f"field {field!r}: each row is {_shown(first)}, a single number, so the rows do not "
+        f"field {field!r}: each row is a single number ({_shown(first)}), so the rows do not "
         f"form a {layout} tensor: use layout='dense'",
         field=field,
         row=0,

@@ -188,7 +188,7 @@ def _made(run: str, wanted: list[str]) -> tuple[Any, Any]:
         seconds = meters.get_meter(SCOPE).create_counter(
             "rl.dataplane.seconds",
             unit="s",
-            description="Seconds that workers spent, by bucket: productive, overhead, idle or "
+            description="Worker seconds by bucket: productive, overhead, idle or "
             "wasted. Workers run in parallel, so the sum can exceed wall-clock time.",
         )
     return tracer, seconds

@@ -130,8 +130,8 @@ def check_groups(identity: Identity, group_size: int | None) -> None:
     if most > group_size:
         name = identity.group_names[group]
         raise GroupClosed(
-            f"nothing was put: group {name!r} has {most} rows in this put, but groups in this "
-            f"partition close at {counted(group_size, 'row')}: use another group id for "
+            f"nothing was put: group {name!r} has {most} rows in this put, but a group in this "
+            f"partition has at most {counted(group_size, 'row')}: use another group id for "
             "the remaining rows",
             groups=[name],
         )

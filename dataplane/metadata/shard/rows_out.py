@@ -202,8 +202,8 @@ def find_rows(state: State, raw: bytes, names: Sequence[Name] | None = None) -> 
         raise RowsGone(
             f"{len(gone)} of {counted(len(keys), 'row is', 'rows are')} not in partition "
             f"{state.partition!r} (for example {', '.join(map(repr, shown_names))}): a missing "
-            "row was never put, or was freed, dropped, or lost with a peer. part.lost() lists "
-            "the lost rows",
+            "row may never have been put, or may have been freed, dropped or lost with a peer. "
+            "part.lost() lists the lost rows",
             keys=shown_names,
             dropped=shown(names, keys, dropped),
             rows=len(gone),

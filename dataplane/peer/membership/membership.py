@@ -279,8 +279,8 @@ class Membership:
         elif not ours.follows(new.epoch):
             self.beat_now()
             raise StaleEpoch(
-                f"the peer at {self.host.address} rejected roster version {new.epoch}, which does "
-                f"not follow its own version {ours.epoch}: send the latest roster"
+                f"the peer at {self.host.address} rejected roster version {new.epoch}, which is "
+                f"not a successor of its current version {ours.epoch}: send the latest roster"
             )
         return Done()
 

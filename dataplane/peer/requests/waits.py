@@ -158,8 +158,7 @@ class Waits:
             if not all(one.done() for one in told):
                 raise Unavailable(
                     f"the peer that serves partition {body.partition!r} is not responding. "
-                    "The permits will be returned once that peer responds, so do not repeat "
-                    "the call",
+                    "It will take the permits back once it responds, so do not repeat the call",
                     partition=body.partition,
                 )
         return Done()

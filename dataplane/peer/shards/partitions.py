@@ -184,8 +184,8 @@ class Partitions:
             return done
         except (DeadlineExceeded, StaleEpoch, Unavailable) as exc:
             raise DeadlineExceeded(
-                f"no row of partition {body.partition!r} was lost within "
-                f"{duration(body.timeout_ms / 1000)}: repeat the call to keep waiting",
+                f"timed out after {duration(body.timeout_ms / 1000)}, because no row of partition "
+                f"{body.partition!r} was lost: repeat the call to keep waiting for losses",
                 limit_s=body.timeout_ms / 1000,
             ) from exc
 
@@ -204,8 +204,8 @@ class Partitions:
                 return LossesDone(number, ended=True)
             if self.host.now() >= until:
                 raise DeadlineExceeded(
-                    f"no row of partition {body.partition!r} was lost before the deadline: "
-                    "repeat the call to keep waiting"
+                    f"timed out, because no row of partition {body.partition!r} was lost: repeat "
+                    "the call to keep waiting for losses"
                 )
             await asyncio.sleep(min(NEWS_S, until - self.host.now()))
             try:

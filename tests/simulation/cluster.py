@@ -124,6 +124,7 @@ class Cluster:
                 # a few hundred rows go to a new backup in several messages, as many do elsewhere
                 (appends, "MESSAGE_BYTES", 4 << 10),
                 (appends, "CARRIED_BYTES", 1 << 10),
+                (appends, "LEAST_BYTES_S", 8 << 10),
                 # and others have their turn after each piece
                 (appends, "DUMPED_BYTES", 8 << 10),
                 (appends, "PIECE_S", -1.0),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from dataplane.peer.shards import appends
 from dataplane.peer.shards.confirming import OVERDUE_S
 from dataplane.wire import messages as m
 from dataplane.wire.limits import INLINE_ROW_BYTES
@@ -21,6 +23,8 @@ from tests.simulation.script import played
 
 GROUP_ROWS = 4
 GOES_ON_S = 4.0
+MANY = 16
+"""Groups of one put."""
 
 
 def _began(seed: int, peers: int) -> tuple[Cluster, Ledger, list[str]]:
@@ -132,13 +136,42 @@ def test_a_record_that_takes_long_to_reach_the_backup_leaves_it_in_sync(peers: i
         await _puts(producer, 0)
         assert primary.peer is not None
         epoch = primary.peer.host.roster.epoch
-        cluster.network.byte_s = 2 * OVERDUE_S / (GROUP_ROWS * INLINE_ROW_BYTES)
+        cluster.network.byte_s = 1.5 * OVERDUE_S / (GROUP_ROWS * INLINE_ROW_BYTES)
         began = cluster.loop.now
         await _puts(producer, 1)
         assert cluster.loop.now - began > OVERDUE_S, "the link was not slow"
         await asyncio.sleep(GOES_ON_S)  # a new roster takes as long
         assert primary.peer.host.roster.epoch == epoch
         assert not producer.told, "a call was refused"
+
+    played(cluster, script)
+    assert not wrong
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("peers", [2, 4])
+def test_a_record_that_takes_too_long_goes_on_without_the_backup(peers: int) -> None:
+    """The backup confirms all the while that it takes over nothing."""
+    cluster, ledger, wrong = _began(4, peers)
+    record_bytes, takes_s = MANY * GROUP_ROWS * INLINE_ROW_BYTES, 20.0
+
+    async def script() -> None:
+        _, primary, _ = await _started(cluster, ledger)
+        producer = _role(cluster, ledger, _Inline, primary)
+        producer.sizes = (INLINE_ROW_BYTES,)
+        await _puts(producer, 0)
+        groups = [producer._group(number, given=False) for number in range(1, 1 + MANY)]
+        for group in groups:
+            ledger.opened(group)
+        with mock.patch.object(appends, "LEAST_BYTES_S", record_bytes):
+            cluster.network.byte_s = takes_s / record_bytes
+            began = cluster.loop.now
+            await producer._patiently(lambda: producer._put_all(groups))
+            assert OVERDUE_S + 1.0 < cluster.loop.now - began < takes_s / 2
+            cluster.network.byte_s = 0.0
+            await asyncio.sleep(takes_s)
+        assert primary.peer is not None
+        assert primary.peer.host.roster.backup_of(primary.address)[1]
 
     played(cluster, script)
     assert not wrong

@@ -68,6 +68,9 @@ DUMPED_BYTES = 2 * MESSAGE_BYTES
 PIECE_S = 0.02
 """A dump lets others have their turn after so long."""
 ATTEMPT_S = 10.0
+LEAST_BYTES_S = 1 << 20
+"""A message to the backup may take so much longer as it has bytes. If it takes longer still, the
+link is too slow, and answers wait no more for the backup."""
 RETRY_S, MOST_RETRY_S = 0.5, 30.0
 """So soon a backup is asked again, or gets everything anew: later each time that is in vain."""
 
@@ -117,6 +120,8 @@ class Shipping:
         self._under_way, self._sends = True, False
         """a message to the backup is not answered yet, or the stream has not begun; one goes when
         this turn of the loop is over"""
+        self._sent_at = self._takes_s = 0.0
+        """when the message under way was made, and how long its bytes may take"""
         self._carried, self._carrier = 0, b""
         """up to which number all went along with answers, the last of them on which connection"""
         self._with_values = 0
@@ -320,6 +325,13 @@ class Shipping:
         else:
             self.demote()
 
+    def is_late(self, patience_s: float) -> bool:
+        """Whether a backup in sync should have confirmed the message under way: it may take this
+        time, and that for its bytes. A message that has the backup copy values takes its time."""
+        if not self.synced or not self._under_way or self._first < self._with_values:
+            return False
+        return self.host.now() - self._sent_at > patience_s + self._takes_s
+
     def demote(self) -> None:
         """Have the roster remove the backup from the in-sync set. Unless the backup is overdue,
         nothing leaves this peer before the backup knows."""
@@ -443,7 +455,8 @@ class Shipping:
             return
         self._under_way = True
         body, end = self._next()
-        answer = self.mesh.ask(backup.peer, body, timeout_s=ATTEMPT_S, to=backup.incarnation)
+        attempt_s = ATTEMPT_S + self._takes_s
+        answer = self.mesh.ask(backup.peer, body, timeout_s=attempt_s, to=backup.incarnation)
         answer.add_done_callback(functools.partial(self._answered, backup, body, end))
 
     def _answered(
@@ -460,9 +473,9 @@ class Shipping:
     async def _insist(self, backup: Owner, body: Append, end: int) -> None:
         """Until the backup has it; it waits as long as the roster names this backup."""
         while True:
-            roster = self.host.roster
+            roster, attempt_s = self.host.roster, ATTEMPT_S + self._takes_s
             try:
-                await self.mesh.call(backup.peer, body, to=backup.incarnation, timeout_s=ATTEMPT_S)
+                await self.mesh.call(backup.peer, body, to=backup.incarnation, timeout_s=attempt_s)
                 break
             except DataplaneError as exc:
                 refused = isinstance(exc, ProtocolError | InternalError)
@@ -512,26 +525,27 @@ class Shipping:
 
     def _next(self) -> tuple[Append, int]:
         """With what went along with answers: this message may overtake them."""
-        body, end = self._message(self._first, MESSAGE_BYTES, least=1)
+        body, end, nbytes = self._message(self._first, MESSAGE_BYTES, least=1)
+        self._sent_at, self._takes_s = self.host.now(), nbytes / LEAST_BYTES_S
         self._is_asked = end < self._end
         return body, end
 
-    def _message(self, first: int, most_bytes: int, least: int = 0) -> tuple[Append, int]:
-        """As many operations from this number on as one message takes, and the number behind. It
-        takes at least `least`, however large these are."""
+    def _message(self, first: int, most_bytes: int, least: int = 0) -> tuple[Append, int, int]:
+        """As many operations from this number on as one message takes, the number behind, and how
+        many bytes these are. It takes at least `least`, however large they are."""
         shipments: list[Shipment] = []
         nbytes = count = 0
         last: Entry | None = None
         for entry, op, _ in islice(self._queue, first - self._first, None):
-            nbytes += len(op)
-            if count >= least and nbytes > most_bytes or count >= MESSAGE_OPS:
+            if count >= least and nbytes + len(op) > most_bytes or count >= MESSAGE_OPS:
                 break
+            nbytes += len(op)
             count += 1
             if entry is not last:
                 last = entry
                 shipments.append(Shipment(entry.name, entry.generation, []))
             shipments[-1].ops.append(encoded(op))
-        return Append(self._stream, first, shipments), first + count
+        return Append(self._stream, first, shipments), first + count, nbytes
 
     def _confirmed(self, end: int) -> None:
         """The backup has what comes before this number."""
@@ -566,7 +580,7 @@ class Shipping:
         first = self._first
         if connection == self._carrier:
             first = max(first, self._carried)
-        body, end = self._message(first, CARRIED_BYTES)
+        body, end, _ = self._message(first, CARRIED_BYTES)
         if end < self._end:
             return None
         self._carried, self._carrier = end, connection

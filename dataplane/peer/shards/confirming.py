@@ -6,7 +6,8 @@ nothing for OVERDUE_S leaves the in-sync set, and calls continue without it. The
 knows that the copy is out of date.
 
 `Confirm` uses the heartbeat stream. A log record of many megabytes may take seconds on a slow link,
-and neither delays the reply nor makes the backup look late.
+and neither delays the reply nor makes the backup look late. A backup that confirms no log record
+for OVERDUE_S and the time that the record may take leaves the in-sync set, too.
 
 If the primary is the roster keeper and dies, no other peer would know that. It therefore waits
 until its backup confirms or is lost. While the backup's heartbeats keep arriving, the backup
@@ -55,7 +56,8 @@ class Confirming:
 
     def _tick(self) -> None:
         now, backup = self.host.now(), self.shipping.backup
-        if now - self._ran_at > CONFIRM_S + STALL_S:
+        has_stalled = now - self._ran_at > CONFIRM_S + STALL_S
+        if has_stalled:
             self._heard_at += now - self._ran_at
         self._ran_at = now
         if backup != self._backup:
@@ -68,6 +70,8 @@ class Confirming:
                 self.shipping.unconfirmed()
             elif now - self._beat_at < PAUSE_S and now - self._beats_since > OVERDUE_S:
                 self.shipping.demote()
+        elif not has_stalled and self.shipping.is_late(OVERDUE_S):
+            self.shipping.demote()
 
     def life_sign(self, peer: Owner, epoch: tuple[int, int]) -> None:
         """Note that a heartbeat of a peer that uses this roster reached the keeper, which is

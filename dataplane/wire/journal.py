@@ -247,7 +247,8 @@ class Summary(Body, tag=217):
     answers: one entry per caller whose changes are remembered. lost: stage -> rows that were lost
     with a peer before the stage acked them. acked: stage -> rows that it has acked. released: stage
     -> rows that were returned without an ack, and how many of these were leased again. put_rows:
-    rows that were ever put or restored. producers: (session, rows), least recent first."""
+    rows that were ever put or restored. producers: (session, rows), least recent first. done: U8
+    per call that ended rows of a lease, see `finishes.call_of`, the oldest first."""
 
     sealed: bool
     numbers: int
@@ -261,6 +262,7 @@ class Summary(Body, tag=217):
     released: dict[str, tuple[int, int]] = {}
     put_rows: int = 0
     producers: list[tuple[int, int]] = []
+    done: bytes = b""
 
 
 Op = (

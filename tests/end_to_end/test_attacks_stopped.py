@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import signal
 import socket
 import threading
@@ -248,14 +248,53 @@ def test_a_batch_can_be_finished_after_the_peer_of_its_shard_had_not_answered(
         cluster.wake("b")
         with pytest.raises(dataplane.InvalidRows, match="already acked, released or dropped"):
             batch.ack(timeout=20)
-        with contextlib.suppress(dataplane.InvalidRows):
-            getattr(half, outcome)(timeout=20)
+        getattr(half, outcome)(timeout=20)  # it had taken effect
         batch[3:6].ack(timeout=20)
         counts = part.stats()["stages"]["s"]
         assert counts["leased_rows"] == 0
         assert counts["acked_rows"] == (6 if outcome == "ack" else 3)
         assert counts["ready_rows"] == (3 if outcome == "release" else 0)
         del batch, half
+
+
+@pytest.mark.parametrize("part_of_it", [True, False])
+def test_an_ack_whose_reply_was_late_is_repeated_with_its_values(
+    cluster: Cluster, part_of_it: bool
+) -> None:
+    """Both took effect, or neither: the caller need not know which."""
+
+    async def work() -> None:
+        async with aio.connect("a", run=PLANE) as client:
+            batch = await (await client.partition(name)).claim("s", rows=6, timeout=20)
+            await batch.add(y=[np.full(9000, row, np.uint8) for row in range(6)])
+            some = batch[0:3] if part_of_it else batch
+            cluster.freeze("b")
+            with pytest.raises(dataplane.DeadlineExceeded):
+                await some.ack(timeout=0.5)
+            cluster.wake("b")
+            await some.ack(timeout=20)
+            if part_of_it:
+                await batch.ack(timeout=20)
+            assert batch.state == "acked"
+
+    cluster.start("a", "b")
+    with cluster.connect("a") as plane, cluster.connect("b") as there:
+        in_sync(plane)
+        for number in range(40):
+            name = f"p{number}"
+            part = plane.partition(name, {"s": ["x"]}, free="drop")
+            if name in there.stats()["partitions"]:
+                break
+        part.put({"x": list(range(6))}, key=list(range(6)))
+        asyncio.run(work())
+        counts = part.stats()["stages"]["s"]
+        assert (counts["leased_rows"], counts["acked_rows"]) == (0, 6)
+        rows = part.get(keys=list(range(6)))
+        assert [int(value[0]) for value in rows["y"]] == list(range(6))
+        del rows
+        part.drop()
+        no_leaks(plane)
+        until(lambda: used_bytes(plane) == 0, "every byte came back")
 
 
 def test_a_stream_ends_within_its_time_out_at_a_stopped_peer(cluster: Cluster) -> None:

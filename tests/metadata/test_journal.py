@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from dataplane.errors import DataplaneError, FieldExists, InvalidRows, ProtocolError
+from dataplane.errors import DataplaneError, FieldExists, InvalidRows, LeaseExpired, ProtocolError
 from dataplane.metadata.shard import rows_out
 from dataplane.metadata.shard.journal import MAX_OP_BYTES, apply, dump
 from dataplane.metadata.shard.store import Store
@@ -197,7 +197,10 @@ def test_a_copy_refuses_rows_of_a_lease_whose_block_is_gone_as_the_store_does() 
     assert len(s.blocks) == 1
     for one in (s, copy_of(s)):
         with pytest.raises(InvalidRows, match="already acked"):
+            finish(one, taken, index=b"\1\0\0\0\0\0\0\0")
+        with pytest.raises(LeaseExpired, match="earlier ack of these rows") as repeated:
             finish(one, taken, index=b"\0\0\0\0")
+        assert repeated.value.details["repeated"] is True
 
 
 def test_a_long_lease_of_which_every_other_row_is_finished_is_soon_at_a_copy() -> None:

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
+import xxhash
+
 from dataplane.errors import InvalidRows, LeaseExpired, counted, mixed_releases
 from dataplane.metadata.shard.blocks import ACKED, LEASED, progress_field
 from dataplane.metadata.shard.leases import Lease, Part
@@ -51,6 +54,39 @@ def lease_of(state: State, number: int) -> Lease:
             lease=number,
         )
     return lease
+
+
+def call_of(asked: Finish, lease: Lease | None) -> int | None:
+    """A hash that a call which ends rows has in common with its repetition only. None for one that
+    says less than its repetition (all rows that are left), or may say something else (new values
+    or tags of a release).
+
+    An ack is repeated with the same values, because a client can add a field only once. lease:
+    None if it has ended.
+    """
+    if asked.outcome not in ("ack", "release", "drop") or asked.tags:
+        return None
+    fields, index = asked.values.fields, asked.index
+    if fields and asked.outcome != "ack":
+        return None
+    if index is None:
+        if lease is None or lease.many_left != lease.count:
+            return None
+        index = np.arange(lease.count, dtype=U4).tobytes()
+    said = "\0".join((str(asked.lease), asked.outcome, *fields, ""))
+    return xxhash.xxh3_64_intdigest(said.encode() + index)
+
+
+def refuse_repeated(state: State, asked: Finish, call: int | None) -> None:
+    """Raise LeaseExpired with `repeated` if this call has ended its rows before. The holder's peer
+    then confirms it."""
+    if call is not None and state.leases.has_done(call):
+        raise LeaseExpired(
+            f"an earlier {asked.outcome} of these rows of lease {asked.lease} has already taken "
+            "effect: continue",
+            lease=asked.lease,
+            repeated=True,
+        )
 
 
 def finish(state: State, lease: Lease, asked_for: Finish) -> dict[str, int]:

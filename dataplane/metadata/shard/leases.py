@@ -22,6 +22,8 @@ from dataplane.wire.tables import PlanRows, Shape
 
 MAX_OVER = 16_384
 """Members of plans that ended before their time, of one partition."""
+MAX_DONE = 4_096
+"""Calls that ended rows of leases, of one partition, which a client may repeat."""
 
 
 class Numbers:
@@ -165,6 +167,8 @@ class Leases:
         """members of plans that ended before their time, with why they did"""
         self._plans: dict[str, Plan] = {}
         """by stage"""
+        self._done: OrderedDict[int, None] = OrderedDict()
+        """the last calls that ended rows, see `finishes.call_of`"""
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -191,6 +195,23 @@ class Leases:
     def of(self, holder: int) -> list[Lease]:
         """A holder's leases, oldest first."""
         return [one for one in self._leases.values() if one.holder == holder]
+
+    # repeated calls
+
+    @property
+    def done(self) -> list[int]:
+        """The last calls that ended rows, the oldest first."""
+        return list(self._done)
+
+    def note(self, call: int) -> None:
+        """Note that this call has ended its rows."""
+        self._done[call] = None
+        if len(self._done) > MAX_DONE:
+            self._done.popitem(last=False)
+
+    def has_done(self, call: int) -> bool:
+        """Whether this call was carried out, and lately."""
+        return call in self._done
 
     # plans
 

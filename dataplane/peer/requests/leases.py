@@ -165,6 +165,11 @@ class Leases:
         lease.session.repeats.claimed.pop(lease.claimed, None)
 
 
+def _is_repeated(failure: BaseException) -> bool:
+    """Whether the shard had carried out the call before, when its reply was lost."""
+    return isinstance(failure, LeaseExpired) and failure.details.get("repeated") is True
+
+
 @dataclass(eq=False, repr=False)
 class Finishing:
     router: Router
@@ -215,6 +220,8 @@ class Finishing:
         except BaseException as exc:
             self._keep(lease, body, committed, exc)
             self.grants.not_taken(session, committed)
+            if _is_repeated(exc):
+                return self._finished(lease, body, committed, PutDone())
             if isinstance(exc, LeaseExpired):
                 self.leases.close(lease)
             raise
@@ -248,9 +255,11 @@ class Finishing:
             done = await self.writing.carry(
                 lease.session, asked, committed, partial(self._keep, lease, body, committed)
             )
-        except LeaseExpired:
-            self.leases.close(lease)
-            raise
+        except LeaseExpired as exc:
+            if not _is_repeated(exc):
+                self.leases.close(lease)
+                raise
+            done = PutDone()
         return self._finished(lease, body, committed, done)
 
     def _finished(self, lease: Lease, body: Finish, committed: Committed, done: PutDone) -> Body:

@@ -315,6 +315,39 @@ def test_a_producer_that_died_at_another_host_is_told_of_soon(cluster: Cluster) 
         until(lambda: "no producer is connected, so restart one" in why(), "it is known", 4)
 
 
+def test_the_line_after_ten_seconds_asks_again_who_is_connected(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The reason is looked for after 5 s, and the producer dies after that."""
+    cluster.start("a", "b")
+    with cluster.connect("a") as plane, ThreadPoolExecutor() as pool:
+        part = plane.partition("p", stages={"s": ["x"]})
+        producer = cluster.worker(
+            "import dataplane, sys\n"
+            "part = dataplane.connect('b').partition('p')\n"
+            "part.put({'x': [1]})\n"
+            "print('put', flush=True)\n"
+            "sys.stdin.read()\n"
+        )
+        assert line(producer) == "put"
+
+        def why() -> str:
+            with pytest.raises(dataplane.ClaimTimeout) as caught:
+                part.claim("s", rows=3, timeout=0.2)
+            return caught.value.message
+
+        claim = pool.submit(part.claim, "s", rows=2, timeout=FIRST_S + 4)
+        until(lambda: bool(plane.stats()["waits"][0]["why"]), "its reason was looked for", 20)
+        assert f"pid {producer.pid} on host b, `" in why() and "(connected)" in why()
+        producer.kill()
+        producer.wait()
+        with pytest.raises(dataplane.ClaimTimeout, match="restart one, or call part.seal"):
+            claim.result()
+        (told,) = lines(caplog, "claim of 2 rows for stage 's' of partition 'p'")
+        assert "has waited 10 s" in told and "(disconnected" in told
+        assert "no producer is connected, so restart one" in told
+
+
 def test_a_call_that_waits_for_its_peers_backup_says_so_and_counts_that_time(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:

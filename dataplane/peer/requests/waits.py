@@ -72,13 +72,17 @@ class Waits:
                 if strangers := _producers(said):
                     self.router.mesh.spawn(self.directory.learn(strangers))
 
+        async def learn() -> None:
+            if told is not None:  # a producer may have ended since the last turn
+                await self.directory.learn(_producers(told))
+
         caller = self.host.caller(session.id)
-        with Telling(self.host, what, subject, why, soon=own):
+        with Telling(self.host, what, subject, why, soon=own, learn=learn):
             try:
                 return await self.router.wait(body, caller, hear, first)
             except (ClaimTimeout, DeadlineExceeded, StaleEpoch, Unavailable) as exc:
-                if body.timeout_ms and told is not None:
-                    await self.directory.learn(_producers(told))
+                if body.timeout_ms:
+                    await learn()
                 age_ms = 0 if isinstance(body, Wait) else body.waited_ms
                 within_s = call_context.get().delayed_s + (age_ms + body.timeout_ms) / 1000
                 reason, details = why()

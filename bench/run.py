@@ -253,7 +253,7 @@ class _Run:
                 role=role,
                 rank=rank,
                 host=job.host_of(role, rank),
-                address=self._plane.address(job.host_of(role, rank)),
+                address=self._plane.address(job.host_of(role, rank), self._ready),
             )
             for role, count in job.crowd().items()
             for rank in range(count)

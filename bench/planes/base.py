@@ -256,12 +256,12 @@ class Plane(ABC):
     def services(self) -> list[Service]: ...
 
     @abstractmethod
-    def reachable(self, ready: Mapping[str, dict[str, Any]]) -> bool:
-        """Whether workers can attach now. `ready` has the ready events of services that write
+    def reachable(self, ready: Mapping[str, Any]) -> bool:
+        """Whether workers can attach now. `ready`: by name, the ready events of services that write
         events."""
 
     @abstractmethod
-    def address(self, host: int) -> dict[str, Any]:
+    def address(self, host: int, ready: Mapping[str, Any]) -> dict[str, Any]:
         """What a worker on this host needs to attach."""
 
     def rolled(self, step: int) -> None:  # noqa: B027  # many planes need not know it

@@ -95,7 +95,6 @@ class ControllerPlane(Plane):
     """The runner's side of both: one service, on the first trainer's host."""
 
     endpoint = ControllerEndpoint
-    _port = 0
 
     @property
     def _path(self) -> str:
@@ -106,15 +105,13 @@ class ControllerPlane(Plane):
         argv = [sys.executable, "-m", "bench.planes.controller", job, self._path]
         return [Service("controller", argv, speaks=True, host=_host(self.job))]
 
-    def reachable(self, ready: Mapping[str, dict[str, Any]]) -> bool:
-        if "controller" in ready:
-            self._port = int(ready["controller"]["port"])
-        return self._port > 0
+    def reachable(self, ready: Mapping[str, Any]) -> bool:
+        return "controller" in ready
 
-    def address(self, host: int) -> dict[str, Any]:
+    def address(self, host: int, ready: Mapping[str, Any]) -> dict[str, Any]:
         if host == _host(self.job):
             return {"path": self._path}
-        return {"address": [self.job.address_of(_host(self.job)), self._port]}
+        return {"address": [self.job.address_of(_host(self.job)), ready["controller"]["port"]]}
 
     def moved(self, done: Mapping[str, dict[str, Any]]) -> Moved:
         return msgspec.convert(done["controller"]["moved"], Moved)

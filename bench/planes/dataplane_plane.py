@@ -107,18 +107,18 @@ class DataplanePlane(Plane):
             services.append(Service(f"peer-host{host}", leashed(argv), env, host=host))
         return services
 
-    def reachable(self, ready: Mapping[str, dict[str, Any]]) -> bool:
+    def reachable(self, ready: Mapping[str, Any]) -> bool:
         """Connects to the peers one by one; each that answers is kept for its counters."""
         from dataplane.errors import ConnectError
 
         while len(self._clients) < self.job.hosts:
             try:
-                self._clients.append(_connect(self.address(len(self._clients))))
+                self._clients.append(_connect(self.address(len(self._clients), ready)))
             except ConnectError:
                 return False
         return True
 
-    def address(self, host: int) -> dict[str, Any]:
+    def address(self, host: int, ready: Mapping[str, Any]) -> dict[str, Any]:
         return {"peer": f"host{host}", "plane": self._plane_name, "run_dir": self.job.folder}
 
     def moved(self, done: Mapping[str, dict[str, Any]]) -> Moved:

@@ -190,17 +190,15 @@ class StoreEndpoint(Endpoint):
 class RayStorePlane(Plane):
     endpoint: ClassVar[type[Endpoint]] = StoreEndpoint
     packages: ClassVar[tuple[str, ...]] = ("ray",)
-    _cluster = ""
 
     def services(self) -> list[Service]:
         return ray_cluster.services(self.job)
 
-    def reachable(self, ready: Mapping[str, dict[str, Any]]) -> bool:
-        self._cluster = ready.get("ray", {}).get("cluster", "")
-        return bool(self._cluster)
+    def reachable(self, ready: Mapping[str, Any]) -> bool:
+        return "ray" in ready
 
-    def address(self, host: int) -> dict[str, Any]:
-        return {"cluster": self._cluster, "place": ray_cluster.place(self.job, host)}
+    def address(self, host: int, ready: Mapping[str, Any]) -> dict[str, Any]:
+        return {"cluster": ready["ray"]["cluster"], "place": ray_cluster.place(self.job, host)}
 
     def moved(self, done: Mapping[str, dict[str, Any]]) -> Moved:
         """Every process counts what it copied."""

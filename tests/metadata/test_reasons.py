@@ -147,7 +147,7 @@ WAITS: dict[str, tuple[dict[str, Any], str]] = {
     "a field is misspelt": (
         {"units": 4, "missing": {"reward": 4}, "near_fields": {"reward": "rewrad"}, **PUT},
         "0 of 4 rows ready, 4 wanted; 4 rows lack `reward`, which stage 's' needs; rows have "
-        f"`rewrad`, which no stage needs: is it a misspelling of `reward`?; {FROM}",
+        f"`rewrad`: is `rewrad` or `reward` misspelt?; {FROM}",
     ),
     "a tag of the filter is misspelt": (
         {"units": 4, "excluded": 4, "unknown_tags": {"verison": "version"}, **PUT},
@@ -213,7 +213,7 @@ def told(of: Store, stage: str, unit: str = "rows", **how: Any) -> str:
 def test_misspelt_names_are_seen_by_the_shard() -> None:
     one = store()
     put(one, ["a", "b"], fields=("tokens", "rewrad"), version=[1])
-    assert "`rewrad`, which no stage needs: is it a misspelling of `reward`?" in told(one, "train")
+    assert "rows have `rewrad`: is `rewrad` or `reward` misspelt?" in told(one, "train")
     assert "2 rows are ready for stage 'reward', but no client has ever claimed from it" in told(
         one, "train"
     )
@@ -302,7 +302,7 @@ def test_admit_names_what_the_slowest_group_lacks_and_who_adds_it() -> None:
     slow["lacks"]["reward"] = ("train", "reward", "rewrad")
     assert of_admission(ADMISSION, 1, {}, slow=[slow]).endswith(
         "group 'g' has all its rows, but lacks `reward`, which stage 'train' needs and stage "
-        "'reward' adds; rows have `rewrad`, which no stage needs: is it a misspelling of `reward`?"
+        "'reward' adds; rows have `rewrad`: is `rewrad` or `reward` misspelt?"
     )
     put(one, ["c"], ["h"])
     slow = unfinished(one, list(one.groups.values())[-1])
@@ -526,6 +526,34 @@ def test_durations_are_rounded_to_two_digits(seconds: float, shown: str) -> None
 )
 def test_a_wait_for_a_key_says_who_could_put_it(near: str, told: dict[str, Any], says: str) -> None:
     assert of_key("v-7", near, Facts(**told)).startswith(f"no row has the key 'v-7'{says}")
+
+
+def test_a_value_that_no_row_has_is_named_with_those_that_rows_have() -> None:
+    def told(*where: Any) -> Any:
+        return missing(s, "s", "rows", 1.0, list(where))["unknown_values"]
+
+    s = store(stages={"s": ["tokens"]})
+    put(s, [1, 2, 3, 4], version=[4, 3, 2, 1], lang=["rust", "c", "python", "c"])
+    near = ("lang", "'pyhton'", ["'python'", "'c'", "'rust'"], 0)
+    assert told("eq", "lang", "pyhton") == [near]
+    older = ("version", "8 or 9", ["1", "2", "3"], 1)
+    assert told("and", ["eq", "lang", "pyhton"], ["in", "version", [8, 9]]) == [near, older]
+    assert told("or", ["in", "lang", ["pyhton", "c"]], ["not", ["eq", "version", 9]]) == []
+    assert told("eq", "langs", "python") == []  # that is an unknown tag
+    s.drop(rows=named([3]))
+    assert told("eq", "lang", "python") == [("lang", "'python'", ["'c'", "'rust'"], 0)]
+    facts = Facts(unknown_values=[near, older])
+    assert reason(facts, "s", "1 wanted").startswith(
+        "no row ready, 1 wanted; the filter wants 'pyhton' in the tag 'lang', but rows have only "
+        "'python', 'c' and 'rust'; the filter wants 8 or 9 in the tag 'version', but rows have "
+        "only 1, 2, 3 and 1 more"
+    )
+
+
+def test_a_field_that_only_one_stage_knows_may_be_a_misspelling_of_any_that_rows_have() -> None:
+    s = store(stages={"s": ["tokens"], "t": ["tokns"]})
+    put(s, [1, 2])
+    assert missing(s, "t", "rows", 1.0)["near_fields"] == {"tokns": "tokens"}
 
 
 def test_a_tag_that_no_row_has_is_named_with_those_that_rows_have() -> None:

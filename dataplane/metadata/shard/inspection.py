@@ -4,6 +4,7 @@ scan."""
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from dataplane.errors import (
     RowsDropped,
     RowsGone,
     StreamEnd,
+    joined,
     nearest,
 )
 from dataplane.metadata.shard import weights
@@ -21,9 +23,9 @@ from dataplane.metadata.shard.leases import Lease, Plan
 from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables.names import hash_name
-from dataplane.metadata.tables.where import tags_of
+from dataplane.metadata.tables.where import tags_of, wanted_values
 from dataplane.wire.messages import Done
-from dataplane.wire.tables import Name, Where
+from dataplane.wire.tables import Name, Scalar, Where
 
 SHOWN_RANKS = 16
 SHOWN_GROUPS = 3
@@ -79,6 +81,7 @@ def missing(
         "unknown_tags": {
             tag: nearest(tag, sorted(state.tag_names)) for tag in _unknown_tags(state, where)
         },
+        "unknown_values": _unknown_values(state, where) if units.ready(None) > ready else [],
         "idle": idle(state, now, pending),
         "open_groups": len(still_open),
         "short": [
@@ -110,10 +113,17 @@ def _lacking(state: State, stage: Stage, pending: dict[int, int]) -> dict[str, i
 
 
 def _near_fields(state: State, lacking: Mapping[str, int]) -> dict[str, str]:
-    """Per missing field one that rows have, that no stage needs, and that has a similar name."""
-    needed = {field for stage in state.stages.values() for field in stage.fields}
-    others = [field for field, had in state.fields.items() if had and field not in needed]
-    return {field: near for field in lacking if (near := nearest(field, others))}
+    """Per missing field one that rows have and that has a similar name. It may be one that a stage
+    needs only if the missing one is known from a single stage and from no row."""
+    needed = Counter(field for stage in state.stages.values() for field in set(stage.fields))
+    known = [field for field, had in state.fields.items() if had]
+    unneeded = [field for field in known if not needed[field]]
+    found = {}
+    for field in lacking:
+        is_alone = needed[field] == 1 and not state.fields.get(field)
+        if near := nearest(field, known if is_alone else unneeded):
+            found[field] = near
+    return found
 
 
 def _near_group(group: Group, still_open: list[Group]) -> Name:
@@ -141,6 +151,34 @@ def unknown_tags(state: State, where: Where | None) -> dict[str, list[str]]:
         near = nearest(tag, sorted(state.tag_names))
         found[tag] = [near] if near else sorted(state.tag_names)[:SHOWN_TAGS]
     return found
+
+
+def _unknown_values(state: State, where: Where | None) -> list[tuple[str, str, list[str], int]]:
+    """Comparisons of a filter with values that no row has: the tag, the values, some of the values
+    that rows have, a similar one first, and how many more there are."""
+    found = []
+    for tag, values in wanted_values(where) if where is not None else ():
+        there = set[Scalar]()
+        for block in state.blocks.values():
+            if block.tags is not None:
+                there |= block.tags.values_of(tag, block.live)
+        if not there or not there.isdisjoint(values) or not values:
+            continue
+        named = {_brief(value): value for value in sorted(there, key=_order)}
+        first = nearest(_brief(values[0]), named)
+        shown = sorted(named, key=lambda name: name != first)[:SHOWN_TAGS]
+        wanted = joined([_brief(value) for value in values[:SHOWN_TAGS]], " or ")
+        found.append((tag, wanted, shown, len(there) - len(shown)))
+    return found[:SHOWN_TAGS]
+
+
+def _brief(value: Scalar) -> str:
+    return f"{value!r:.40}"
+
+
+def _order(value: Scalar) -> tuple[bool, Any]:
+    """Numbers by size, before all others."""
+    return (False, value) if isinstance(value, int | float) else (True, repr(value))
 
 
 def idle(

@@ -45,7 +45,9 @@ class Facts:
 
     ready: units that match. units: that are neither leased nor done. leased: units. needed: that
     the call needs at least, 0 if it counts none. excluded: ready, but the filter leaves them out.
-    unknown_tags: tags of the filter that no row has → one with a similar name. alone: rows without
+    unknown_tags: tags of the filter that no row has → one with a similar name. unknown_values:
+    (tag, values of the filter that no row has, values that rows have, how many more). alone: rows
+    without
     a group. open_groups: how many; short: the first of them as (name, rows, rows it needs or -1, a
     similar name if it has no rows). missing: field → rows without it. adders: field → the stage
     that has added it to other rows. near_fields: field → a similar one that rows have. idle: stages
@@ -69,6 +71,7 @@ class Facts:
     needed: int = 0
     excluded: int = 0
     unknown_tags: dict[str, str] = field(default_factory=dict)
+    unknown_values: Sequence[tuple[str, str, Sequence[str], int]] = ()
     alone: int = 0
     open_groups: int = 0
     short: Sequence[tuple[Any, int, int, Any]] = ()
@@ -186,6 +189,9 @@ def _filtered(facts: Facts) -> list[str]:
     for tag, near in facts.unknown_tags.items():
         question = f": did you mean {near!r}?" if near else ""
         said.append(f"no row has the tag {tag!r} of the filter{question}")
+    for tag, wanted, there, more in facts.unknown_values:
+        others = joined([*there, f"{more} more"] if more else there)
+        said.append(f"the filter wants {wanted} in the tag {tag!r}, but rows have only {others}")
     return said
 
 
@@ -201,7 +207,7 @@ def _lacking(facts: Facts, name: str, stage: str) -> str:
 
 
 def _misspelt(field: str, near: str) -> str:
-    return f"rows have `{near}`, which no stage needs: is it a misspelling of `{field}`?"
+    return f"rows have `{near}`: is `{near}` or `{field}` misspelt?"
 
 
 def _nobody_claims(stage: str, rows: int, asked_s: float | None) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from dataplane.errors import InvalidRows, InvalidValue, LimitExceeded, counted
-from dataplane.metadata.tables.bits import all_of, bits_of
+from dataplane.metadata.tables.bits import all_of, bits_of, rows_of
 from dataplane.wire.limits import MAX_NAME_BYTES, MAX_TAGS
 from dataplane.wire.tables import Scalar
 
@@ -103,6 +103,13 @@ class Tags:
     def nbytes(self) -> int:
         each = sum([100 + 36 * len(values) for values in self._values.values()])
         return each + sum(self._texts.values())
+
+    def values_of(self, name: str, rows: int) -> set[Scalar]:
+        """The different values that these rows, a bit mask, have of a tag."""
+        values = self._values.get(name, ())
+        if len(values) > 1:
+            values = [values[row] for row in rows_of(rows)]
+        return {value for value in values if value is not MISSING} if rows else set()
 
     def set(self, rows: Sequence[int], tags: Mapping[str, Sequence[Scalar]]) -> None:
         """Merge checked tags into those of some rows: a list with one value per row, or with one

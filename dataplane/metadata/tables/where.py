@@ -240,6 +240,17 @@ def tags_of(where: WireWhere, exists: bool = True) -> set[str]:
     return {rest[0]} if exists or how != "exists" else set()
 
 
+def wanted_values(where: WireWhere) -> list[tuple[str, list[Scalar]]]:
+    """Per comparison of a checked filter with single values: the tag, and the values of which a row
+    must have one. Comparisons inside a negation are left out."""
+    how, *rest = where
+    if how in _JOINTS:
+        return [one for part in rest for one in wanted_values(part)]
+    if how in ("eq", "in"):
+        return [(rest[0], rest[1] if how == "in" else [rest[1]])]
+    return []
+
+
 def _spend(budget: list[int], nodes: int) -> None:
     budget[0] -= nodes
     if budget[0] < 0:

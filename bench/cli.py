@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bench",
         description=(
-            "Measure whether a job on this machine would benefit from a data plane. Example: "
+            "Find out whether a job on this machine would benefit from a data plane. Example: "
             "`python -m bench run --trace video --json bench/out/report.json`."
         ),
         epilog="See bench/README.md for what the bench measures and how.",

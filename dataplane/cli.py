@@ -165,7 +165,7 @@ def _add_watch(commands: Commands) -> None:
         nargs="?",
         const=_PAGE,
         help=(
-            "serve a web page instead of using the terminal, and print its link (default "
+            "instead of using the terminal, serve a web page and print the link to it (default "
             f"address: {_PAGE})"
         ),
     )
@@ -274,7 +274,7 @@ def _add_steps(command: argparse.ArgumentParser) -> None:
     """Options of commands about steps."""
     step = command.add_mutually_exclusive_group()
     step.add_argument(
-        "--step", metavar="PARTITION", help="select the step with this partition name"
+        "--step", metavar="PARTITION", help="select the step whose partition has this name"
     )
     step.add_argument(
         "--last", metavar="N", type=int, default=1, help="select the last N steps (default: 1)"
@@ -353,7 +353,7 @@ def _one_run(arguments: argparse.Namespace) -> tuple[str, rundir.LivingPeer]:
     if len(found) > 1:
         names = ", ".join(run.name for run in found)
         raise PeerAmbiguous(
-            f"several runs have peers on this host ({names}): choose one with --run or "
+            f"several runs ({names}) have peers on this host: choose a run with --run or "
             "DATAPLANE_RUN"
         )
     run = found[0]

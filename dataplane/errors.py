@@ -269,7 +269,7 @@ class InvalidCall(DataplaneError, ValueError):
 
 
 class ProtocolError(DataplaneError):
-    """A message violates the protocol, or exceeds one of its limits."""
+    """A message violates the protocol, or exceeds one of the protocol's limits."""
 
     next_step = "Install the same dataplane release everywhere, or report a bug."
 
@@ -357,7 +357,7 @@ class FieldUnknown(DataplaneError, KeyError):
 
 
 class FieldExists(DataplaneError):
-    """The rows already have these fields. Each field of a row can be written only once."""
+    """The rows already have these fields. Without `replace=True`, a field is written once."""
 
     next_step = "After a retried put, continue. To overwrite, pass `replace=True`."
 
@@ -423,7 +423,7 @@ class TagConflict(DataplaneError):
 
 
 class PutIncomplete(DataplaneError):
-    """A put failed after storing some of its rows (`details["committed"]`)."""
+    """A put failed after storing some of its rows, which `details["committed"]` lists."""
 
     next_step = "Repeat the put with the same keys."
     retry: ClassVar[Retry] = "with keys"

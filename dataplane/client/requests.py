@@ -43,7 +43,7 @@ def definition_of(
         raise InvalidCall(f"free={free!r}: expected 'acked' or 'drop'")
     if isinstance(replicas, bool) or replicas not in (1, 2):
         raise InvalidCall(
-            f"replicas={replicas!r}: expected 1, or 2 to keep a replica on another peer"
+            f"replicas={replicas!r}: expected 1, or 2 to keep a second copy on another peer"
         )
     named: dict[str, list[str]] = {}
     form = "of stage names to lists of fields"
@@ -121,7 +121,7 @@ class Demand(msgspec.Struct, eq=False):
             except Exception as exc:  # of the user's number
                 raise unreadable("the limit in budget=", amount, exc, InvalidCall) from exc
         if not 0 < limit <= sys.float_info.max:
-            raise InvalidCall(f"budget={shown(given):.80}: expected a finite number above 0")
+            raise InvalidCall(f"budget={shown(given):.80}: expected a finite limit above 0")
         arguments.text(tag, "a tag")
         kind: Literal["rows", "groups"] = "rows" if unit == "rows" else "groups"
         return Want(kind, 0, 0, where, tag, limit)

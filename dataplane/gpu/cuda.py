@@ -130,8 +130,8 @@ class CudaDevice(Device):
         GPU from this process."""
         if handle.kind != self.kind or handle.device == self.identity:
             raise DeviceMissing(
-                f"GPU {self.identity} can map only memory of a different GPU, but this memory is "
-                f"on {handle.kind} device {handle.device}"
+                f"GPU {self.identity} can map the memory of other CUDA GPUs, but this memory is on "
+                f"{handle.kind} device {handle.device}"
             )
         try:
             other: int | None = CudaDevice.of(handle.device).number

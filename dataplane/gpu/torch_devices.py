@@ -30,7 +30,7 @@ def check_device(device: str) -> None:
         ) from exc
     if asked.type == "cuda" and (asked.index or 0) >= (gpus := torch.cuda.device_count()):
         raise InvalidCall(
-            f"device={device!r:.40}: torch finds {counted(gpus, 'CUDA GPU')} in this process: "
+            f"device={device!r:.40}: torch sees {counted(gpus, 'CUDA GPU')} from this process: "
             "check CUDA_VISIBLE_DEVICES and the installed torch, or pass another device"
         )
 

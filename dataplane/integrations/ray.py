@@ -197,7 +197,7 @@ class Peers:
         except BaseException:
             _let_go([self._attendants.pop(node) for node in made])
             raise
-        log.info("plane %r: started %s", self.plane, counted(len(made), "peer"))
+        log.info("run %r: started %s", self.plane, counted(len(made), "peer"))
 
     def stop(self) -> None:
         """Stop all peers. Their rows are lost. Nodes that have left the Ray cluster are skipped."""
@@ -214,8 +214,8 @@ class Peers:
         joins = bool(self._setup.seeds)
         if not joins and len(self._attendants) > len(attendants):
             raise InvalidConfig(
-                "other hosts cannot reach the peer of this plane, because the Ray cluster had "
-                "only one host when the plane was started: call stop(), then start() again"
+                "other hosts cannot reach the peer of this run, because the Ray cluster had only "
+                "one host when start() was called: call stop(), then start() again"
             )
         if not joins and len(addresses) > 1:
             self._setup = _with_seeds(self._setup, addresses)
@@ -256,7 +256,7 @@ def _let_go(attendants: list[Any]) -> None:
         done, _ = ray.wait(told, num_returns=len(told), timeout=STOP_S)
         if len(done) < len(told):
             late = counted(len(told) - len(done), "actor")
-            log.warning("ray: killing %s whose peers did not stop within %g s", late, STOP_S)
+            log.warning("ray: killing %s, because peers did not stop within %g s", late, STOP_S)
     for attendant in attendants:
         ray.kill(attendant)
 
@@ -289,8 +289,8 @@ class Attendant:
         if here != plane:
             raise InvalidConfig(
                 f"the workers of Ray node {self._name} belong to run {here!r}, but the driver "
-                f"belongs to {plane!r}: call connect() after ray.init(), or set DATAPLANE_RUN in "
-                "the driver and pass the same value to the workers with "
+                f"belongs to run {plane!r}: in the driver, call connect() after ray.init(), or set "
+                "DATAPLANE_RUN and pass the same value to the workers with "
                 'ray.init(runtime_env={"env_vars": {"DATAPLANE_RUN": …}})'
             )
         host = ray.util.get_node_ip_address()

@@ -165,8 +165,8 @@ def expand_nodelist(nodelist: str) -> tuple[str, ...]:
             nodes.append(node)
             if len(nodes) > MAX_NODES:
                 raise InvalidConfig(
-                    f"the Slurm node list {nodelist!r:.80} has more than {MAX_NODES} "
-                    "nodes, the maximum: start the job on fewer nodes"
+                    f"the Slurm node list {nodelist!r:.80} has over {MAX_NODES} nodes, "
+                    "more than the limit: start the job on fewer nodes"
                 )
     return tuple(dict.fromkeys(nodes))
 

@@ -56,7 +56,7 @@ def seeds_of(
     found = resolve(name)
     if len(found) != count:
         log.info(
-            "seeds: %s resolves to %s so far; waiting until it resolves to %d",
+            "seeds: %s resolves to %s so far; waiting for %d in total",
             name,
             counted(len(found), "address", "addresses"),
             count,

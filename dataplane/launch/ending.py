@@ -74,9 +74,9 @@ class FreshStart:
         if several and discovery.launchers_run(environ) is None:
             raise InvalidCall(
                 f"connect(fresh=True) cannot tell this launch of run {run!r} from an "
-                "earlier one on other hosts, because the launcher sets no launch id "
-                "that all hosts share: set DATAPLANE_RUN to a new name for each launch, "
-                "or use Slurm, mpirun, Ray or torchrun --rdzv-id, which all set one"
+                "earlier launch, because the launcher sets no launch id that all hosts "
+                "share: set DATAPLANE_RUN to a new name for each launch, or use Slurm, "
+                "mpirun, Ray or torchrun --rdzv-id, which all set a launch id"
             )
         for peer in rundir.living_peers(folder):
             if _is_to_end(peer, run, me, several):

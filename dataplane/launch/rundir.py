@@ -549,8 +549,8 @@ def parse_starter(text: str) -> Starter:
         return _starters.decode(text)
     except msgspec.MsgspecError as exc:
         raise InvalidConfig(
-            f"--starter {text!r} is not valid: {exc}. Only connect() passes "
-            "this option: leave it out"
+            f"--starter {text!r} is not valid: {exc}. This option is "
+            "for internal use by connect(): leave it out"
         ) from exc
 
 

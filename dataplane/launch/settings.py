@@ -434,7 +434,7 @@ class PeerConfig:
         is_seed = own is None or own in map(values.endpoint, self.seeds)
         if self.join and not self.seeds:
             raise InvalidConfig(
-                "--join needs the address of a running plane: pass the plane's seeds with --seeds"
+                "--join needs the addresses of the run's peers: pass the run's seeds with --seeds"
             )
         if self.join and is_seed:
             raise InvalidConfig(
@@ -446,7 +446,7 @@ class PeerConfig:
             raise InvalidConfig(
                 f"this peer's address {self.listen} is not one of the seeds ({seeds}): start all "
                 "peers with the same --seeds, including this address, or pass --join to add this "
-                "peer to a running plane",
+                "peer while the run is up",
                 listen=self.listen,
                 seeds=self.seeds,
             )

@@ -371,8 +371,8 @@ def parse_device_arena(text: str) -> DeviceMemory:
     devices = _DEVICES.fullmatch(given if colon else registry.CUDA)
     if devices is None or (colon and devices["kind"] not in registry.names()):
         raise InvalidConfig(
-            f"{text!r} is not a valid device arena: use a size for each GPU (2GiB), or also list "
-            "the GPUs (cuda@0,2:2GiB)"
+            f"{text!r} is not a valid device arena: pass a size that applies to each GPU (2GiB), "
+            "or name the GPUs as well (cuda@0,2:2GiB)"
         )
     numbers = tuple(int(number) for number in (devices["numbers"] or "").split(",") if number)
     if len(numbers) > MAX_DEVICES:

@@ -176,8 +176,8 @@ class Ranges:
         living = [n for n, gen in names if n < known and generations[n] == gen and refs[n] > 0]
         if gone := len(names) - len(living):
             raise RowsGone(
-                f"{gone} of {len(names)} values were freed before this call could "
-                "read them: read or claim the rows again",
+                f"values were freed before this call could read them ({gone} of {len(names)}): "
+                "read or claim the rows again",
                 gone=gone,
                 asked=len(names),
             )

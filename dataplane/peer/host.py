@@ -216,7 +216,7 @@ class Progress:
         return Unavailable(
             "the backup of this host's peer did not confirm the call in time. The call may "
             "have taken effect. Repeat the call (for a put, use the same keys). If the error "
-            "persists, check the backup with dataplane status",
+            "persists, check the backup with `dataplane status`",
             **({OVERDUE: True} if self.is_slow() else {}),
         )
 

@@ -81,12 +81,12 @@ async def _serve(
             lock.write_card(config.listen)
             _note(lock, peer)
             log.info(
-                "peer %r of run %r: serving, pid %d, arena %d bytes, %d peers",
+                "peer %r of run %r: serving, pid %d, arena %d bytes, %s",
                 config.name,
                 config.run,
                 os.getpid(),
                 peer.host.space.size_bytes,
-                len(peer.host.roster.members),
+                counted(len(peer.host.roster.members), "peer"),
             )
             if ready is not None:
                 ready()

@@ -178,8 +178,10 @@ class Repeats:
         answer = given.answers.get(op)
         if answer is None and (op < given.floor or (forgotten is not None and op in forgotten)):
             raise ProtocolError(
-                f"operation {op} of this session was already answered, but the reply is no longer "
-                "stored: read the rows to see whether the operation took effect. If it did not, "
+                f"the peer has already answered operation {op} of this session, but no longer "
+                "stores "
+                "the answer: read the rows to see whether the operation took effect. If it did "
+                "not, "
                 "make a new call",
                 op=op,
                 floor=self._given.floor,

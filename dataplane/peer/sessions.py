@@ -84,8 +84,8 @@ class Session:
         would hand out could never be returned."""
         if self.ended:
             raise ClientClosed(
-                "the peer closed this session because the process that opened it "
-                "exited: call dataplane.connect() again"
+                "the peer closed this session because the process that opened the "
+                "session has exited: call dataplane.connect() again"
             )
 
 

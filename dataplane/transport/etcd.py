@@ -101,7 +101,7 @@ class Etcd:
             self._endpoints.append(endpoint)
         raise Unavailable(
             f"etcd at {', '.join(sorted(self._endpoints))} is not responding: {failure}. "
-            "Until etcd responds, the run continues, but no peer can join, leave or be replaced. "
+            "The run continues, but no peer can join, leave or be replaced until etcd responds. "
             "Check that etcd is running"
         )
 

@@ -251,7 +251,7 @@ async def _has_ended(
     expected = watched_mac(key, nonce_of(joining.greeting.challenge, 0), owner, watched.ended)
     if not hmac.compare_digest(watched.mac, expected):
         raise ProtocolError(
-            "the bulk worker's report on the state of its peer has an invalid signature: "
+            "the bulk worker's report about its own peer process has an invalid signature: "
             "start all peers with the same --token-file"
         )
     return watched.ended

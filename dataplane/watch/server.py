@@ -84,7 +84,8 @@ class Server:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         except OSError as exc:
             raise InvalidConfig(
-                f"cannot serve the page at {host}: {exc}. Correct the address in --page HOST:PORT",
+                f"cannot serve the watch page at {host}: {exc}. Correct the address in --page "
+                "HOST:PORT",
                 address=host,
             ) from exc
         try:
@@ -93,7 +94,7 @@ class Server:
             )
         except OSError as exc:
             raise AddressInUse(
-                f"cannot serve the page at {host}:{port}: {exc}. Choose another address "
+                f"cannot serve the watch page at {host}:{port}: {exc}. Choose another address "
                 "with --page HOST:PORT, or stop the process that is using this address",
                 address=f"{host}:{port}",
             ) from exc

@@ -292,8 +292,7 @@ def _check_columnar(column: Any) -> None:
 def _from_torch(tensor: Any, torch: Any) -> Array:
     if tensor.is_nested:
         raise InvalidValue(
-            "a nested tensor with strided layout cannot be stored: pass its tensors as a list, "
-            "list(tensor.unbind())"
+            "a nested tensor with strided layout cannot be stored: pass list(tensor.unbind())"
         )
     if tensor.is_meta:
         raise InvalidValue(

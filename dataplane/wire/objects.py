@@ -144,7 +144,7 @@ def _row(head: bytes, path: str) -> bytes:
     """A row without arrays, or the begin of one."""
     if len(head) >= MAX_HEAD_BYTES:
         raise LimitExceeded(
-            f"{path}: the value takes {len(head)} bytes, not counting its arrays, over the "
+            f"{path}: without its arrays, the value takes {len(head)} bytes, over the "
             f"limit of {MAX_HEAD_BYTES}: split the value into several fields",
             limit=MAX_HEAD_BYTES,
         )

@@ -172,7 +172,7 @@ def test_rows_that_no_group_takes_are_refused_before_anything_is_sent(
     peer: ScriptedPeer, plane: Plane, n: int, group: Any, error: type[Exception]
 ) -> None:
     part = plane.partition("sized", {"s": ["a"]}, group_size=2)
-    with pytest.raises(error, match="pass group=|close at 2"):
+    with pytest.raises(error, match="pass group=|at most 2 rows"):
         part.put({"a": np.zeros((n, 100_000))}, group=group)
     assert not peer.bodies(Reserve, Put)
 

@@ -35,7 +35,8 @@ class Micro(LeasedRows):
     """The rows of one forward and backward pass.
 
     `mask` is a bool array [n] that is False for padding rows. Padding gives every rank the same
-    number of passes. A padding row repeats the values of another row, so leave it out of the loss.
+    number of passes. A padding row repeats the values of another row, so leave padding rows out of
+    the loss.
     """
 
     def __init__(self, part: Part, fetched: Fetching) -> None:

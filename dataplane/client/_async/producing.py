@@ -56,8 +56,8 @@ class Admission:
     async def __aenter__(self) -> Admission:
         if self._held is not None:
             raise InvalidCall(
-                "this admit(…) is already in use in another `with` block: call admit(…) again for "
-                "each block"
+                "this admit(…) is already in use in another `with` block: use a separate "
+                "admit(…) call for each block"
             )
         try:
             await self._admit()

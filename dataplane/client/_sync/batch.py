@@ -255,11 +255,11 @@ class Batch(LeasedRows):
 
         - `tags`: tags to set on the rows, for example to count attempts.
         - `values`: progress for the next worker, one value per row, stored together with the
-          release. After `batch.release(values={"so_far": tokens})`, the next claim of these rows by
-          this stage has `batch["so_far"]`, even if the claim's `fields=` does not name it.
+          release. After `batch.release(values={"so_far": tokens})`, the stage's next claim of these
+          rows includes `batch["so_far"]`, even if `fields=` does not name it.
           `batch.get("so_far")` is None for rows without progress. Only this stage sees the
-          progress, which does not make a row ready. The next release replaces the progress, and the
-          stage's ack removes it.
+          progress, and no stage can require it as a field. The next release replaces the progress,
+          and the stage's ack removes it.
 
         Raises LeaseExpired if there are tags or values to store but the lease has ended. Raises
         FieldExists if a row already has a field that `values` names.
@@ -274,8 +274,8 @@ class Batch(LeasedRows):
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """Drop rows for every stage and free them: the rows of `groups`, the rows at the positions
-        `rows` in the batch, or all rows of the batch. The other rows stay leased."""
+        """Drop rows for every stage and free them. Pass `groups`, or `rows` (positions in the
+        batch), or neither for the whole batch. The other rows stay leased."""
         self.lease.check()
         if rows is None and groups is None:
             self._finish("drop", timeout)

@@ -272,10 +272,10 @@ class Lease:
         size, count = message_bytes(chunks), len(chunks)
         if size > MAX_FRAME_BYTES // 2 or count > MAX_CHUNKS_PER_MESSAGE:
             raise InvalidRows(
-                f"the values added to these {self.n} rows would take {count} chunks (limit: "
+                f"the values to add to {counted(self.n, 'row')} would take {count} chunks (limit: "
                 f"{MAX_CHUNKS_PER_MESSAGE}) and {sized(size)} of metadata (limit: "
                 f"{sized(MAX_FRAME_BYTES // 2)}). Nothing was added. Claim fewer rows at a time, "
-                "or ack a part of the batch, such as batch[0:16], before adding to the rest",
+                "or ack a part of the batch, such as batch[0:16], before adding values to the rest",
                 size=size,
             )
 
@@ -405,7 +405,7 @@ class Lease:
             raise InvalidCall(
                 f"the values added to this batch for {'fields' if len(lost) > 1 else 'field'} "
                 f"{', '.join(map(repr, sorted(lost)))} were lost when an ack failed: add them "
-                "again (under another name if the rows already have a field of that name), or "
+                "again (for a field that the rows already have, use another field name), or "
                 "release the batch",
                 fields=sorted(lost),
             )

@@ -39,8 +39,8 @@ from dataplane.wire.tables import Name, Scalar
 class Partition:
     """A named set of rows.
 
-    Every `timeout` is in seconds, and defaults to 30. For calls that wait for rows (`claim`,
-    `stream`, `plan`, `wait`, `admit`), the default is None: wait as long as rows can still arrive.
+    Every `timeout` is in seconds. The default is 30, but None for calls that wait for rows
+    (`claim`, `stream`, `plan`, `wait`, `admit`): these wait as long as rows can still arrive.
     """
 
     def __init__(self, handle: Handle) -> None:
@@ -92,9 +92,10 @@ class Partition:
         them into that arena, each value on the CUDA stream that its array reports. Otherwise, or if
         that arena is full, it copies them into host memory.
 
-        Raises BackPressure if the arena stays full, and ValueTooLarge for a row or group that can
-        never fit. Raises PutIncomplete if only some rows were stored; `details["rows"]` lists the
-        positions of the stored rows. Repeat the put with the same keys to store the other rows.
+        Raises BackPressure if the arena in host memory stays full, and ValueTooLarge for a row or
+        group that can never fit. Raises PutIncomplete if only some rows were stored;
+        `details["rows"]` lists the positions of the stored rows. Repeat the put with the same keys
+        to store the other rows.
         """
         return put(self._handle, columns, key, group, tags, dedup, replace, reuse, timeout)
 
@@ -348,8 +349,8 @@ class Partition:
           `group_size`, else rows. A producer can use this to limit how far it runs ahead.
         - `where`: count only rows that match. For `below`, rows that are leased or not ready yet
           count in any case, because their tags may still change.
-        - `key`: wait until a row with this key exists. Do not pass a stage:
-          `part.wait(key="version-7")`.
+        - `key`: wait until a row with this key exists, as in `part.wait(key="version-7")`.
+          Do not pass a stage with it.
 
         Raises ClaimTimeout if the condition is not met in time. Raises StreamEnd if the partition
         is sealed and the condition can no longer be met. Raises RowsGone or RowsDropped if the row
@@ -402,19 +403,20 @@ class Partition:
         """Wait until `n` more groups may start: `with part.admit(4, per_version=512):`. This
         limits how far rollout runs ahead of the trainer, which calls `advance(version)`.
 
-        There are (max_lag + 1) × per_version slots. A group takes a slot with its permit. It keeps
-        the slot until all stages have acked the group and the trainer has then advanced. A slow
-        group holds others back: groups that finish while the slow one is in progress keep their
-        slots until it has all its rows and fields. Dropped and lost groups free their slots at
-        once.
+        There are (max_lag + 1) × per_version slots. Each group that starts takes one slot, and
+        keeps it until all stages have acked the group and the trainer has then called `advance`. A
+        slow group holds others back: groups that finish while the slow group is in progress keep
+        their slots until the slow group has all its rows and fields. Dropped and lost groups free
+        their slots at once.
 
         Groups that this client starts inside the `with` block use the permits. Unused permits are
         returned at the end of the block, or when the process ends. All callers must pass the same
         `max_lag` and `per_version`, and the partition must have a `group_size`.
 
-        Raises ClaimTimeout if no slots become free in time, and PartitionSealed or PartitionGone if
-        the partition accepts no new groups. Raises PartitionConflict if `max_lag` or `per_version`
-        differs from that of other callers, and InvalidCall if `n` exceeds the number of slots.
+        Raises ClaimTimeout if `n` slots do not become free in time, and PartitionSealed or
+        PartitionGone if the partition accepts no new groups. Raises PartitionConflict if `max_lag`
+        or `per_version` differs from that of other callers, and InvalidCall if `n` exceeds the
+        number of slots.
         """
         return Admission(self._handle, n, max_lag, per_version, timeout)
 
@@ -489,10 +491,10 @@ class Partition:
     def stats(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
         """Return statistics of this partition as nested dicts: rows, groups, bytes and stages.
 
-        `open_groups` lists the oldest 1,000 groups that are still open, with the rows that each has
-        (`rows`) and expects (`of`, None before `close`).
-        `bytes` counts each stored value once. Values of dropped rows count until the rows that are
-        stored together with them are freed, too.
+        `open_groups` lists the oldest 1,000 groups that are still open, with the number of
+        rows that each group has (`rows`) and will have (`of`; None until `close` sets it). `bytes`
+        counts each stored value once. Values of a dropped row still count until all rows that were
+        stored in the same chunk are freed.
         """
         return partition_stats(self._handle, timeout)
 

@@ -51,15 +51,15 @@ def connect(
       if you give them the same run name. An unnamed run ends with its last process.
     - `fresh`: True starts with an empty run: if an earlier launch left a run behind, the call ends
       that run, and its rows are lost. The old run is ended only once per launch, so every process
-      of a launch may pass True. In a run that spans several hosts, every process must pass it, and
-      the launcher must give each launch an id. If the old run still has clients, the call raises
-      RunInUse instead, which names the clients. "force" ends the run anyway.
+      of a launch may pass True. In a run that spans several hosts, every process must pass `fresh`,
+      and the launcher must give each launch an id. If the old run still has clients, the call
+      raises RunInUse instead, which names the clients. "force" ends the run anyway.
     - `devices`: whether to read values that are in GPU arenas without copying them through host
       memory. "auto" reads this way on the GPUs that this process is already using when it connects.
       "required" raises DeviceMissing if that is not possible on the current GPU. "off" copies all
       values through host memory. Default: `DATAPLANE_DEVICES`, else "auto".
 
-    The log says which run was started or joined, and warns if that may not be what you want. Raises
+    The log says which run was started or joined, and warns if it may be the wrong run. Raises
     PeerNotFound, PeerAmbiguous, SeedsMissing, RunMissing, RunInUse or another ConnectError, and
     InvalidCall if `fresh` cannot be used in this job.
     """
@@ -198,7 +198,7 @@ class Plane:
         The checkpoint contains every row that was put before the call, except rows that are freed
         before the call ends. Leased rows are saved as ready. With `timeout=None`, each request to a
         peer times out after 30 s, but the call as a whole has no time limit. If the checkpoint
-        cannot be completed, the call raises CheckpointFailed and leaves no directory of that name.
+        cannot be completed, the call raises CheckpointFailed and leaves no directory behind.
         """
         save.checkpoint(self._session, directory, timeout)
 

@@ -59,8 +59,8 @@ class Admission:
     def __enter__(self) -> Admission:
         if self._held is not None:
             raise InvalidCall(
-                "this admit(…) is already in use in another `with` block: call admit(…) again for "
-                "each block"
+                "this admit(…) is already in use in another `with` block: use a separate "
+                "admit(…) call for each block"
             )
         try:
             self._admit()

@@ -72,6 +72,7 @@ from dataplane.errors import (
     RowsGone,
     ShardFull,
     ValueTooLarge,
+    counted,
     sized,
 )
 from dataplane.wire.messages import Put, PutDone
@@ -195,21 +196,22 @@ def _check_passed_over(work: Putting, field: str) -> None:
     if work.gone + work.there < n:
         if work.there:
             log.warning(
-                "partition %r: %d of %d rows in a put already have the same fields and keep their "
-                "values (see ref.kept); the other rows were stored",
+                "partition %r: %d of the %d rows of a put already had values for its fields "
+                "and keep "
+                "these values (see ref.kept); the other rows were stored",
                 partition,
                 work.there,
                 n,
             )
         return
     keys = row_names(identity.wire(None))[:SHOWN_NAMES]
-    rows, have = (f"all {n} rows", "have") if n > 1 else ("the row", "has")
+    rows, have, were = (f"all {n} rows", "have", "were") if n > 1 else ("the row", "has", "was")
     if work.there:
         freed = f" ({work.gone} of them freed since)" if work.gone else ""
         example = f"row {keys[0]!r}, …" if n > 1 else f"row {keys[0]!r}"
         raise FieldExists(
-            f"nothing was put: {rows} of this put ({example}) already {have} the same fields in "
-            f"partition {partition!r}{freed}. If this put repeats an earlier "
+            f"nothing was put: {rows} of this put ({example}) already {have} values for these "
+            f"fields in partition {partition!r}{freed}. If this put repeats an earlier "
             "one, go on to the next put. To write new values, pass replace=True",
             field=field,
             keys=keys,
@@ -218,8 +220,8 @@ def _check_passed_over(work: Putting, field: str) -> None:
     which = f"group {groups[0]!r}" if groups else f"key {keys[0]!r}"
     which += ", …" if len(groups or keys) > 1 else ""
     raise RowsGone(
-        f"nothing was put into partition {partition!r}: {rows} of this put ({which}) {have} "
-        "already been stored and acked by every stage. A restarted producer should continue with "
+        f"nothing was put into partition {partition!r}: {rows} of this put ({which}) {were} "
+        "stored before, and acked by every stage. A restarted producer should continue with "
         "its next rows. To put new rows with these keys or group ids, pass reuse=True",
         keys=keys,
         groups=groups,
@@ -421,9 +423,9 @@ class Putting(msgspec.Struct, eq=False):
         there = self.identity.wire(rows)
         message = exc.message if isinstance(exc, DataplaneError) else str(exc)
         return PutIncomplete(
-            f"the put failed ({type(exc).__name__}: {message}) after {len(rows)} of "
-            f"{len(self.identity)} rows were stored in partition {self.handle.name!r}. "
-            "Repeat the put with the same keys to store the other rows",
+            f"the put failed ({type(exc).__name__}: {message}) after storing "
+            f"{len(rows)} of {counted(len(self.identity), 'row')} in partition "
+            f"{self.handle.name!r}. Repeat the put with the same keys to store the other rows",
             committed=row_names(there),
             committed_groups=group_names(there),
             rows=rows.tolist(),

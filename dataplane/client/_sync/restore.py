@@ -68,9 +68,10 @@ def _restore(session: Session, path: Path, deadline: Deadline, bar: Bar) -> list
     there = sorted({*names} & {*census.partitions})
     if there:
         raise PartitionConflict(
-            f"run {session.plane!r} already has {len(there)} of the "
-            f"{counted(len(names), 'partition')} in this checkpoint, for example {there[0]!r}: "
-            "drop these partitions, or restore into another run",
+            f"run {session.plane!r} already has {counted(len(there), 'partition')} with the "
+            "same name "
+            f"as one in this checkpoint, for example {there[0]!r}: drop them from the run, or "
+            "restore into another run",
             partitions=there,
         )
     begun: list[tuple[Handle, PartitionNote]] = []

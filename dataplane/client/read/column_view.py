@@ -240,11 +240,11 @@ class ColumnView(Sequence[Any]):
 
     @cached_property
     def ragged(self) -> Ragged | None:
-        """How to join the rows along one axis: their dtype, their sizes before and after that axis,
-        and the length of each row. None if the rows are single numbers, differ in dtype or rank,
-        differ in length along several axes, or are not all arrays. If all shapes are equal, rows
-        are joined along the axis that a spec declares as variable, or along axis 0 if no spec
-        does."""
+        """What is needed to join the rows along one axis: the dtype, the sizes of the dimensions
+        before and after that axis, and each row's length along it. None if the rows are single
+        numbers, differ in dtype or number of dimensions, differ in length along several axes, or
+        are not all arrays. If all shapes are equal, rows are joined along the axis that a spec
+        declares as variable, or along axis 0 if no spec does."""
         if not self.holds_arrays:
             return None
         dtype, *others = self.dtypes

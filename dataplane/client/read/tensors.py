@@ -248,8 +248,8 @@ class _Masks:
         if other is not mask and not sys.modules["torch"].equal(other, mask):
             raise InvalidCall(
                 (
-                    f"mask={named!r} covers fields {first!r} and {name!r}, whose rows differ in "
-                    "length: give each field its own mask, as in mask={"
+                    f"mask={named!r} covers fields {first!r} and {name!r}, but their rows have "
+                    "different lengths: give each field its own mask, as in mask={"
                 )
                 + f"{first!r}: 'a', {name!r}: 'b'"
                 + "}"

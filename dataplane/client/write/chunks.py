@@ -242,9 +242,10 @@ def _check_size(units: Sequence[Unit]) -> None:
     if count > MAX_CHUNKS_PER_MESSAGE:
         rows = units[0].last - units[0].first
         raise LimitExceeded(
-            f"{rows} rows that must be sent together need {count} chunks, over the limit of "
-            f"{MAX_CHUNKS_PER_MESSAGE}: split the group across several calls, or write fewer "
-            "fields per call",
+            f"the {rows} rows of one group that this call writes need {count} chunks in one "
+            "message, "
+            f"over the limit of {MAX_CHUNKS_PER_MESSAGE}: split the group across several calls, or "
+            "write fewer fields per call",
             limit=MAX_CHUNKS_PER_MESSAGE,
         )
 

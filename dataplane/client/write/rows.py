@@ -179,7 +179,7 @@ def name_list(names: Any, what: str, or_none: bool = False, ordered: bool = True
         at = next(i for i, n in enumerate(found) if type(n) in wrong)
         raise InvalidRows(
             f"{what} at index {at} is {shown(found[at]):.80} ({type(found[at]).__name__}): "
-            "expected a str or an int; convert it, for example with str(id)",
+            "expected a str or an int. Convert the id, for example with str(id)",
             row=at,
         )
     at, reason = _first_unencodable(found)

@@ -104,7 +104,7 @@ class Authority:
         if epoch == self.roster.epoch and backup is not None and said.synced is not None:
             self._sync(peer.peer, said.synced)
         if said.leaving and peer.peer not in self.roster.leaving:
-            log.info("peer %s: sent a request to leave", peer.peer)
+            log.info("peer %s: asked to leave the run", peer.peer)
             going = self.roster.leaving | {peer.peer}
             self._publish(self._with_backups(dataclasses.replace(self.roster, leaving=going)))
         if epoch == self.roster.epoch:
@@ -180,7 +180,7 @@ class Authority:
         primaries = moved(roster, self._keeper, spare)
         given = int((primaries != roster.primaries).sum())
         if given:
-            log.info("roster: moved %s to peers without shards", counted(given, "empty shard"))
+            log.info("roster: moved %s to peers that had none", counted(given, "empty shard"))
             unsynced = roster.in_sync & (primaries == roster.primaries)
             after = dataclasses.replace(roster, primaries=primaries, in_sync=unsynced)
             self._publish(self._with_backups(after))
@@ -192,7 +192,9 @@ class Authority:
             return
         in_sync = self.roster.in_sync.copy()
         in_sync[mine] = synced
-        log.info("peer %s: its backup is %s", address, "in sync" if synced else "no longer in sync")
+        log.info(
+            "peer %s: its backup is %s", address, "now in sync" if synced else "no longer in sync"
+        )
         self._publish(dataclasses.replace(self.roster, in_sync=in_sync))
 
     def _relieve(self, address: str) -> None:

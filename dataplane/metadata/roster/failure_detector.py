@@ -192,14 +192,14 @@ class FailureDetector:
         total = len(alive) + sum(one.peer not in back for one in self._recent)
         if total < 2 or 2 * heard >= total:
             if self._doubts_since is not None:
-                log.info("roster keeper: reconnected; %d of %d members are reachable", heard, total)
+                log.info("roster keeper: reconnected; %d of %d peers are reachable", heard, total)
                 self._doubts_since, self._sure_at = None, now + RETURN_S
             return now >= self._sure_at or not any(map(self._is_excusable, due))
         if self._doubts_since is None:
             if not due:
                 return True
             log.warning(
-                "roster keeper: only %d of %d members are reachable. This host's own "
+                "roster keeper: only %d of %d peers are reachable. This host's own "
                 "network may have failed, so the keeper is not declaring any peer lost for now",
                 heard,
                 total,

@@ -135,8 +135,9 @@ def _sizes_in(told: Progress, count: int) -> list[_Sizes]:
     for at, (_, gone, dropped, _) in enumerate(found):
         if not 0 <= dropped <= gone:
             raise ProtocolError(
-                f"group {at} of the checkpoint has {counted(dropped, 'dropped row')}: expected a "
-                f"value from 0 to {gone}, the number of freed rows. Restore another checkpoint"
+                f"group {at} of the checkpoint has {counted(dropped, 'dropped row')}, but only "
+                f"{counted(gone, 'freed row')}, which should include them. Restore another "
+                "checkpoint"
             )
     return found
 
@@ -260,8 +261,8 @@ def _new(
     there = sum([key in index for key in keys])
     if there:
         raise PartitionConflict(
-            f"partition {partition!r} already contains {there} of "
-            f"{counted(len(keys), what)} in the checkpoint: drop the partition first, or restore "
+            f"the checkpoint has {counted(len(keys), what)}, of which partition {partition!r} "
+            f"already contains {there}: drop the partition first, or restore "
             "into another run",
             partition=partition,
         )

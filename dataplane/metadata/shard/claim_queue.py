@@ -342,8 +342,9 @@ class ClaimQueue:
         if store.stage(stage).lost:
             total, keys = store.losses.total, store.losses.latest()
             lost = RowsLost(
-                f"{had} that remains, but {counted(total, 'row was', 'rows were')} lost when a "
-                f"peer died (for example {', '.join(map(repr, keys[:3]))}). part.lost() lists all "
+                f"{had} that remains, but {counted(total, 'row')} (for example "
+                f"{', '.join(map(repr, keys[:3]))}) {'was' if total == 1 else 'were'} lost "
+                "when a peer died. part.lost() lists all "
                 "lost rows. To process these rows, put them into a new partition",
                 partition=store.partition,
                 rows=total,

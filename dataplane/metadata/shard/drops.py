@@ -96,7 +96,7 @@ def close(state: State, name: Name, size: int) -> int:
     if size < group.seen:
         raise InvalidRows(
             f"cannot close group {name!r} with n={size}, because it already has "
-            f"{counted(group.seen, 'row')}, including dropped ones: pass n={group.seen} or more",
+            f"{counted(group.seen, 'row')} (dropped rows count too): pass n={group.seen} or more",
             rows=group.seen,
         )
     if state.images is not None:

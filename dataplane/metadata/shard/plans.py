@@ -95,7 +95,8 @@ def join(
     if any(one.holder == holder and not one.acked for one in of_rank):
         raise InvalidCall(
             f"this process already takes part in the plan of stage {stage.name!r} as rank {rank}: "
-            "ack or release that plan first. A `with` block does so when it ends",
+            "ack or release that plan first. If the plan is used in a `with` block, the end of "
+            "the block does that",
             stage=stage.name,
         )
     if len(plan.members) >= MAX_RANKS:

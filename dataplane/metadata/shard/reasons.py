@@ -167,7 +167,7 @@ def reason(facts: Facts, stage: str, wanted: str, me: str = "", for_rows: bool =
 def _silent(facts: Facts) -> str:
     return (
         f"peer {facts.silent}, which serves this partition, does not answer: check it "
-        "with dataplane status"
+        "with `dataplane status`"
     )
 
 
@@ -425,7 +425,7 @@ def _make_room(full: FullArena) -> str:
     elif fields:
         names = joined([f"`{name}`" for name in fields[:SHOWN_OTHERS]])
         said.append(f"add the missing {'field' if len(fields) == 1 else 'fields'} {names}")
-    said += [f"check peer {peer!r} with dataplane status" for peer, _ in full.silent]
+    said += [f"check peer {peer!r} with `dataplane status`" for peer, _ in full.silent]
     if any(one.until_dropped for one in full.kept):
         said.append("drop rows that are no longer needed (part.drop)")
     if full.claims:

@@ -45,8 +45,8 @@ def _leased_rows(state: State, number: int) -> Rows:
     if len(held) < left:
         gone = left - len(held)
         raise RowsGone(
-            f"lease {number} no longer has {gone} of its {counted(left, 'unfinished row')} "
-            "(dropped or lost): claim again",
+            f"lease {number} had {counted(left, 'unfinished row')}, of which {gone} "
+            f"{'was' if gone == 1 else 'were'} dropped or lost: claim again",
             rows=gone,
         )
     return held
@@ -200,9 +200,10 @@ def find_rows(state: State, raw: bytes, names: Sequence[Name] | None = None) -> 
         dropped = [i for i in gone if state.tombstones.dropped(keys[i])]
         shown_names = shown(names, keys, gone)
         raise RowsGone(
-            f"{len(gone)} of {counted(len(keys), 'row is', 'rows are')} not in partition "
-            f"{state.partition!r} (for example {', '.join(map(repr, shown_names))}): a missing "
-            "row may never have been put, or may have been freed, dropped or lost with a peer. "
+            f"partition {state.partition!r} does not contain {len(gone)} of the {len(keys)} "
+            "rows asked "
+            f"for (for example {', '.join(map(repr, shown_names))}): a missing row may never have "
+            "been put, may have been freed or dropped, or may have been lost with a peer. "
             "part.lost() lists the lost rows",
             keys=shown_names,
             dropped=shown(names, keys, dropped),

@@ -201,8 +201,8 @@ class Store(State):
             raise StageUndefined(
                 f"partition {self.partition!r} has no stage "
                 f"{name!r}{did_you_mean(name, self.stages)}: {use}declare all stages in "
-                "plane.partition(stages=…). With free='acked', no stage can be added later, "
-                "because rows that it needs may already be freed",
+                "plane.partition(stages=…). With free='acked', stages cannot be added later, "
+                "because rows that a new stage needs may already be freed",
                 stage=name,
             )
         self.check_stage_room(name, fields)
@@ -295,7 +295,8 @@ class Store(State):
         """Drop rows by key, by group or by filter, including leased ones. Return (rows, bytes)."""
         if (given := sum(one is not None for one in (rows, groups, where))) != 1:
             raise InvalidRows(
-                f"drop() takes rows, groups or a filter, but got {given} of them: pass exactly one"
+                f"drop() takes one of rows, groups and a filter, but got {given or 'none'}: "
+                "pass exactly one"
             )
         if groups is not None:
             dropped = drops.drop_groups(self, [hash_name(name) for name in groups])

@@ -354,8 +354,8 @@ def _cut(
 
 def _too_large(want: Want, least: int, nbytes: int) -> FrameTooLarge:
     return FrameTooLarge(
-        f"a reply with {counted(least, want.unit.removesuffix('s'), want.unit)} and their "
-        f"inline values would be {nbytes} bytes long, over the limit of {GRANTED_BYTES}: "
+        f"a reply with {counted(least, want.unit.removesuffix('s'), want.unit)}, including "
+        f"inline values, would be {nbytes} bytes long, over the limit of {GRANTED_BYTES}: "
         f"claim fewer {want.unit}, or pass a smaller min= to accept fewer than you ask for. "
         "Claiming fewer fields may not help, because the inline values of all fields of a row "
         "travel together",

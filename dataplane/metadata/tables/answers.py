@@ -71,8 +71,8 @@ class Answers:
         answer = self._callers[change.caller].answers[change.number]
         if answer is None:
             raise ChangeExpired(
-                f"the caller cancelled change {change.number} of peer {change.caller.peer} before "
-                "the change arrived, so the change was not applied: repeat the call",
+                f"peer {change.caller.peer} cancelled its change {change.number} before the change "
+                "arrived, so the change was not applied: repeat the call",
                 number=change.number,
             )
         return answer
@@ -96,8 +96,9 @@ class Answers:
         caller = self._callers.get(change.caller) or Given()
         if change.number < max(change.floor, caller.floor):
             raise ChangeExpired(
-                f"change {change.number} of peer {change.caller.peer} arrived after the peer had "
-                "stopped waiting for it, so this attempt was not applied. An earlier attempt may "
+                f"change {change.number} arrived after its sender, peer {change.caller.peer}, had "
+                "stopped waiting for the answer, so this attempt was not applied. An earlier "
+                "attempt may "
                 "have taken effect: read the rows, and repeat the call if they are unchanged",
                 number=change.number,
             )

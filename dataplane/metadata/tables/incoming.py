@@ -152,8 +152,8 @@ def _groups_in(rows: Rows, count: int) -> tuple[Sequence[int] | None, list[bytes
         )
     if len(set(group_keys)) != len(group_keys):
         raise InvalidRows(
-            f"this call lists {len(group_keys)} groups, but only {len(set(group_keys))} of them "
-            "are distinct: list each group once"
+            f"this call lists {len(group_keys)} groups, some of them more than once "
+            f"({len(set(group_keys))} different): list each group once"
         )
     return index, group_keys
 

@@ -512,7 +512,7 @@ class _Call(Call):
             reply = Failed(code, reply.message, details)
         if not self.request.rid:
             log.info(
-                "client %s: could not handle a one-way message: %s",
+                "could not handle a one-way message from client %s: %s",
                 self.session.label,
                 reply.message,
             )

@@ -100,7 +100,7 @@ class KeeperRole:
         if self._authority.is_behind:
             log.error(
                 "peer %s has roster version %s, which this roster keeper does not "
-                "know; restarting the keeper to ask all peers for their versions",
+                "know; the roster keeper restarts, to ask all peers for their roster versions",
                 peer.peer,
                 epoch,
             )

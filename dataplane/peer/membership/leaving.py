@@ -67,7 +67,7 @@ class Leaving:
             await self._end_as_keeper()
             return
         if not self.membership.stays():
-            log.info("peer %r: no other peer is left to take over its rows", self.host.name)
+            log.info("peer %r: no other peer is left to take over this peer's rows", self.host.name)
             return
         await self._end_clients("is leaving, and its rows are moving to other hosts")
         works = self.membership.deposed.wait(), self._move_out(), self._nobody_is_left()

@@ -23,6 +23,7 @@ from dataplane.errors import (
     StaleEpoch,
     Unavailable,
     VersionMismatch,
+    counted,
     duration,
 )
 from dataplane.launch.settings import LOST_AFTER_S
@@ -279,8 +280,9 @@ class Membership:
         elif not ours.follows(new.epoch):
             self.beat_now()
             raise StaleEpoch(
-                f"the peer at {self.host.address} rejected roster version {new.epoch}, which is "
-                f"not a successor of its current version {ours.epoch}: send the latest roster"
+                f"the peer at {self.host.address} has roster version {ours.epoch} and rejected "
+                "version "
+                f"{new.epoch}, which is not a successor: send the latest roster"
             )
         return Done()
 
@@ -298,7 +300,7 @@ class Membership:
         self._admitted |= self.host.owner in new.owners
         gone = [owner for owner in old.owners if not new.has(owner)]
         self.host.heirs.follow(old, new)
-        log.info("roster: now version %s, with %d members", new.epoch, len(new.members))
+        log.info("roster: now version %s, with %s", new.epoch, counted(len(new.members), "peer"))
         self.host.turn(new)
         self.peer.turned(old, new)
         self.watching.follow(everybody=self.role.is_open)

@@ -231,7 +231,7 @@ class Mesh:
         if is_linked:
             hint = (
                 "the peer is still connected, so the request may still take effect. The peer "
-                "may be busy, suspended, or waiting for another peer: check dataplane status and "
+                "may be busy, suspended, or waiting for another peer: check `dataplane status` and "
                 "the peer's log, then repeat the call or pass a longer timeout="
             )
         elif self.others.incarnation(address) is not None:
@@ -262,10 +262,9 @@ class Mesh:
             except (StaleEpoch, Unavailable):
                 await self.host.another_roster(roster, self.host.now() + RETRY_S)
         log.info(
-            "peer %s: dropped a pending %s request, because that peer is no longer a member of the "
-            "run",
-            owner.peer,
+            "dropped a pending %s request to peer %s, which is no longer a member of the run",
             type(body).__name__,
+            owner.peer,
         )
         return None
 
@@ -324,7 +323,8 @@ class Mesh:
                         if not self.begins_anew:
                             return exc
                         log.debug(
-                            "peer at %s: belongs to an earlier launch of this run (%s), retrying",
+                            "the peer at %s belongs to an earlier launch of this run (%s); "
+                            "trying again",
                             address,
                             exc,
                         )
@@ -407,7 +407,7 @@ class Mesh:
         """As if the connection had broken before: what was asked may have taken effect."""
         name = self.others.name(link.address)
         log.warning(
-            "peer %s: dropped a reply, because the log entries in it could not be replayed: %s",
+            "dropped a reply from peer %s, because its log entries could not be replayed: %s",
             name,
             exc,
         )

@@ -214,7 +214,7 @@ class Pulls:
         try:
             reply = await self._exchange(owner, asked, np.zeros(len(asked), U8))
         except DataplaneError as exc:
-            log.debug("peer %s: could not ask which values it has freed: %s", owner.peer, exc)
+            log.debug("could not ask peer %s which values it has freed: %s", owner.peer, exc)
         else:
             dead[np.frombuffer(reply.gone, np.uint8).nonzero()[0]] = True
         return dead

@@ -158,7 +158,7 @@ class Claims:
                 _, late = await asyncio.wait(before, timeout=one.left_s(self.host.now()))
                 if late:
                     raise ClaimTimeout(
-                        f"{one} failed, because this rank's part of the previous plan is "
+                        f"{one} failed, because this rank's share of the previous plan is "
                         "still being released: call part.plan(…) again"
                     )
             while True:
@@ -248,8 +248,8 @@ class Claims:
             if isinstance(exc, DeadlineExceeded):
                 raise ClaimTimeout(
                     f"the values of leased rows of partition {one.body.partition!r} did not "
-                    f"arrive in time: {exc.message}. The rows were returned to the stage: claim "
-                    "again with a longer timeout="
+                    f"arrive in time ({exc.message}), so the rows were returned to the stage: "
+                    "claim again with a longer timeout="
                 ) from exc
             raise
         finally:

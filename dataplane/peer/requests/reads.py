@@ -160,7 +160,8 @@ class Reading:
         if failed == ATTEMPTS:
             raise Unavailable(
                 f"a peer that held values of partition {partition!r} was lost, but the peer "
-                f"that serves the partition has not noticed yet ({exc}): {call} the rows again",
+                f"that serves the partition has not noticed the loss yet ({exc}): {call} the "
+                "rows again",
                 partition=partition,
             ) from exc
         if isinstance(exc, RowsLost):

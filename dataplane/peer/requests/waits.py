@@ -162,7 +162,8 @@ class Waits:
             if not all(one.done() for one in told):
                 raise Unavailable(
                     f"the peer that serves partition {body.partition!r} is not responding. "
-                    "It will take the permits back once it responds, so do not repeat the call",
+                    "It will free the permits that this call returns once it responds again, so do "
+                    "not repeat the call",
                     partition=body.partition,
                 )
         return Done()

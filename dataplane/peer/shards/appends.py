@@ -295,7 +295,9 @@ class Shipping:
                 told = True
             except Exception:  # nothing may leave, whatever it was
                 log.exception(
-                    "backup %s: did not confirm its removal from the in-sync set, retrying",
+                    "backup %s: could not notify the backup that it was removed from the "
+                    "in-sync set, "
+                    "retrying",
                     before.peer,
                 )
                 await self.host.another_roster(self.host.roster, self.host.now() + ATTEMPT_S)

@@ -16,7 +16,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from dataplane.errors import ProtocolError, StaleEpoch
+from dataplane.errors import ProtocolError, StaleEpoch, counted
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.journal import apply
 from dataplane.metadata.shard.second_copies import Copies, Named, named_by
@@ -407,9 +407,9 @@ class Replicas:
                 if not any(one.has_session(holder) for one in members):
                     entry.store.release_holder(holder)  # nobody is left to say that it has ended
             log.warning(
-                "partition %r: took over %d rows from lost peer %s",
+                "partition %r: took over %s from lost peer %s",
                 entry.name,
-                len(copy.store),
+                counted(len(copy.store), "row"),
                 owner.peer,
             )
         self._named |= held.keys()

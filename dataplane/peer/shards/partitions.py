@@ -184,8 +184,9 @@ class Partitions:
             return done
         except (DeadlineExceeded, StaleEpoch, Unavailable) as exc:
             raise DeadlineExceeded(
-                f"timed out after {duration(body.timeout_ms / 1000)}, because no row of partition "
-                f"{body.partition!r} was lost: repeat the call to keep waiting for losses",
+                f"timed out after {duration(body.timeout_ms / 1000)} of waiting for losses: no "
+                "row of "
+                f"partition {body.partition!r} was lost. Repeat the call to keep waiting",
                 limit_s=body.timeout_ms / 1000,
             ) from exc
 
@@ -204,8 +205,8 @@ class Partitions:
                 return LossesDone(number, ended=True)
             if self.host.now() >= until:
                 raise DeadlineExceeded(
-                    f"timed out, because no row of partition {body.partition!r} was lost: repeat "
-                    "the call to keep waiting for losses"
+                    f"timed out while waiting for losses: no row of partition {body.partition!r} "
+                    "was lost. Repeat the call to keep waiting"
                 )
             await asyncio.sleep(min(NEWS_S, until - self.host.now()))
             try:

@@ -246,7 +246,7 @@ class WaitingCalls:
                 return None
         if body.number in self._past:
             raise LeaseExpired(
-                "the client withdrew this claim, or the claim's lease has ended: claim again"
+                "the client withdrew this claim, or the claim's lease ended: claim again"
             )
         return None
 
@@ -518,7 +518,7 @@ class WaitingCalls:
             lost = entry.store.lost(gone)
             if back or lost:
                 log.warning(
-                    "partition %r: peer %s was lost (%d rows lost, %d leased rows returned)",
+                    "partition %r: peer %s was lost (%d rows lost, %d leased rows claimable again)",
                     entry.name,
                     gone.peer,
                     lost,
@@ -559,8 +559,8 @@ def _met(entry: Entry, body: Wait) -> Body | DataplaneError | None:
             one, many = f"{one} that matches", f"{many} that match"
         return StreamEnd(
             f"partition {body.partition!r} is sealed: stage {body.stage!r} has only "
-            f"{counted(counts.remaining, one, many)}, so {body.count} "
-            "will never be ready. Claim what is left, or leave the loop",
+            f"{counted(counts.remaining, one, many)}, so the {body.count} "
+            "requested will never be ready. Claim what is left, or leave the loop",
             remaining=counts.remaining,
         )
     return None

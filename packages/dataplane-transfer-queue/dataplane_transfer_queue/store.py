@@ -245,8 +245,8 @@ class Store:
                 continue
             return list(range(start, start + count))
         raise dataplane.Unavailable(
-            f"other processes kept reserving row numbers of partition {name!r} first: repeat the "
-            "call"
+            f"other processes kept reserving row numbers of partition {name!r} before this call "
+            "could: repeat the call"
         )
 
     # rows

@@ -121,7 +121,9 @@ class Demand(msgspec.Struct, eq=False):
             except Exception as exc:  # of the user's number
                 raise unreadable("the limit in budget=", amount, exc, InvalidCall) from exc
         if not 0 < limit <= sys.float_info.max:
-            raise InvalidCall(f"budget={shown(given):.80}: expected a finite limit above 0")
+            raise InvalidCall(
+                f"budget={shown(given):.80}: expected a limit that is a finite number above 0"
+            )
         arguments.text(tag, "a tag")
         kind: Literal["rows", "groups"] = "rows" if unit == "rows" else "groups"
         return Want(kind, 0, 0, where, tag, limit)

@@ -20,7 +20,7 @@ def test_answers_below_the_floor_are_forgotten_and_refused() -> None:
     operations = Repeats()
     operations.remember(5, 0, 55)
     operations.remember(7, 6, 77)
-    with pytest.raises(ProtocolError, match="no longer stored"):
+    with pytest.raises(ProtocolError, match="no longer stores"):
         operations.recall(5)
     assert operations.recall(6) is None
     assert operations.recall(7) == 77

@@ -128,7 +128,7 @@ def test_a_put_ends_in_time_where_the_peer_of_its_partition_is_stopped(hosts: Cl
     assert (
         "values on this host belong to partitions that peer 'b' serves, but that peer did" in said
     )
-    assert "Check peer 'b' with dataplane status; or give" in said
+    assert "Check peer 'b' with `dataplane status`; or give" in said
 
 
 def test_a_put_ends_in_time_where_the_peer_of_its_partition_is_dead(hosts: Cluster) -> None:

@@ -177,7 +177,7 @@ WAITS: dict[str, tuple[dict[str, Any], str]] = {
     "its shard's peer does not answer": (
         {"silent": "b at tcp://b:1"},
         "peer b at tcp://b:1, which serves this partition, does not answer: check it with "
-        "dataplane status",
+        "`dataplane status`",
     ),
 }
 """What a claim that waits says, by what keeps it waiting."""
@@ -404,7 +404,7 @@ LARGER = (
             {"silent": [("b", 1)]},
             "1 value on this host belongs to partitions that peer 'b' serves, but that peer did "
             "not answer which stages still need them",
-            "Check peer 'b' with dataplane status",
+            "Check peer 'b' with `dataplane status`",
         ),
         (
             {"holders": [(OTHER, 40 << 20)], "elsewhere": 3},

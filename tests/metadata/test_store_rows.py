@@ -176,7 +176,7 @@ def test_a_stage_declared_later_gets_the_rows_that_are_there() -> None:
     s.declare_stage("late", ["tokens"])
     with pytest.raises(PartitionConflict, match="claim for another stage"):
         s.declare_stage("late", ["other"])
-    with pytest.raises(StageUndefined, match="no stage can be added later"):
+    with pytest.raises(StageUndefined, match="stages cannot be added later"):
         store(free="acked").declare_stage("late", ["tokens"])
 
 

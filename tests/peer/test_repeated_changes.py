@@ -336,7 +336,7 @@ async def test_one_that_was_given_up_while_second_copies_are_made_is_not_carried
     coming = asyncio.ensure_future(shard.change(asked))
     await asyncio.sleep(0)
     assert shard.change(Settle("p", 1, change(7))) == Settled(carried_out=False)
-    with pytest.raises(ChangeExpired, match="the caller cancelled change"):
+    with pytest.raises(ChangeExpired, match="cancelled its change"):
         await coming
     assert not len(shard.store)
 
@@ -470,7 +470,7 @@ def test_a_drop_of_a_partition_that_was_settled_before_it_arrives_drops_nothing(
     late = Drop("p", 1, change=change(8))
     caller = Caller(OWNERS[0].peer, OWNERS[0].incarnation, 5)
     assert shard.change(Settle("p", 1, change(8))) == Settled(carried_out=False)
-    with pytest.raises(ChangeExpired, match="the caller cancelled change"):
+    with pytest.raises(ChangeExpired, match="cancelled its change"):
         changes.change_here(caller, late)
     assert len(store) == 2
     again = Drop("p", 1, change=change(9))

@@ -114,7 +114,7 @@ def test_what_cannot_be_is_said_in_one_sentence(alone: Cluster) -> None:
             part.plan("train", rank=2, ranks=2)
         with pytest.raises(dataplane.InvalidCall, match="exceeds the limit of 262144 parts"):
             part.plan("train", rank=0, ranks=2, minibatches=10**9)
-        with pytest.raises(dataplane.InvalidRows, match="only 2 rows for ranks=2"):
+        with pytest.raises(dataplane.InvalidRows, match="only 2 rows, fewer than ranks=2"):
             part.plan("train", rank=0, ranks=2, minibatches=2, remainder="drop")
         plan = part.plan("train", rank=np.int64(0), ranks=2)
         with pytest.raises(dataplane.PartitionConflict, match=r"ranks=2 \(this call: 4\)"):

@@ -116,7 +116,7 @@ def test_a_late_stage_is_refused_where_acked_rows_are_freed(hosts: Hosts) -> Non
     here, there = hosts.partition({"s": ["x"]}, free="acked")
     fill(here, 1)
     for part in (here, there):
-        with pytest.raises(dataplane.StageUndefined, match="no stage can be added later"):
+        with pytest.raises(dataplane.StageUndefined, match="stages cannot be added later"):
             part.claim("late", rows=1, fields=["x"], timeout=5)
 
 

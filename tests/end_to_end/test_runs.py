@@ -626,7 +626,7 @@ def test_a_command_asks_the_run_that_the_variable_names(
         line(step)
     monkeypatch.delenv("DATAPLANE_RUN", raising=False)
     for words in (["rows", "step-0"], ["why"], ["probe"]):
-        assert "choose one with --run or DATAPLANE_RUN" in command(*words).stderr
+        assert "choose a run with --run or DATAPLANE_RUN" in command(*words).stderr
     monkeypatch.setenv("DATAPLANE_RUN", "one")
     assert "step-0: sealed, 2 rows" in command("rows", "step-0").stdout
     assert command("why").stdout.startswith("step-0 ")

@@ -170,7 +170,7 @@ def test_a_pool_of_another_gpu_is_mapped_for_this_one_where_they_have_access(
         reader.reach(handle)
     with pytest.raises(DeviceMissing, match="the memory handle belongs to GPU"):
         reader.open(handle)
-    with pytest.raises(DeviceMissing, match="can map only memory of a different GPU"):
+    with pytest.raises(DeviceMissing, match="can map the memory of other CUDA GPUs"):
         CudaDevice(0).reach(handle)
 
 

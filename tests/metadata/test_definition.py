@@ -54,7 +54,7 @@ def test_a_stage_can_be_added_where_rows_stay() -> None:
 
 
 def test_a_stage_cannot_be_added_where_acked_rows_are_freed() -> None:
-    with pytest.raises(StageUndefined, match="no stage can be added later"):
+    with pytest.raises(StageUndefined, match="stages cannot be added later"):
         Store("step-1", TRAIN, 1).declare_stage("eval", ["tokens"])
 
 

@@ -78,7 +78,7 @@ def test_a_ref_is_read_in_another_process_of_another_host() -> None:
         reader.stdin.flush()
         assert json.loads(line(reader)) == [ref.keys, [BIG] * 3]
         part.drop(keys=ref.keys[:1])
-        with pytest.raises(dataplane.RowsGone, match="1 of 3 rows"):
+        with pytest.raises(dataplane.RowsGone, match="1 of the 3 rows"):
             plane.get(ref)
         part.drop()
         with pytest.raises(dataplane.PartitionGone):

@@ -199,12 +199,12 @@ def find_rows(state: State, raw: bytes, names: Sequence[Name] | None = None) -> 
         gone = [i for i, key in enumerate(keys) if key not in state.index]
         dropped = [i for i in gone if state.tombstones.dropped(keys[i])]
         shown_names = shown(names, keys, gone)
+        some = f"{len(gone)} of the {len(keys)} rows asked for, for example "
         raise RowsGone(
-            f"partition {state.partition!r} does not contain {len(gone)} of the {len(keys)} "
-            "rows asked "
-            f"for (for example {', '.join(map(repr, shown_names))}): a missing row may never have "
-            "been put, may have been freed or dropped, or may have been lost with a peer. "
-            "part.lost() lists the lost rows",
+            f"partition {state.partition!r} does not contain {some if len(keys) > 1 else 'row '}"
+            f"{', '.join(map(repr, shown_names))}: a missing row may never have been put, may have "
+            "been freed or dropped, or may have been lost with a peer. part.lost() lists the lost "
+            "rows",
             keys=shown_names,
             dropped=shown(names, keys, dropped),
             rows=len(gone),

@@ -82,7 +82,7 @@ class Tree:
             self._crew.start(service.name, service.argv, service.env, service.speaks)
         self._listen("the services", lambda: self._plane.reachable(self._ready), _START_S)
         for role, host in ((WRITER, 0), (READER, self._job.hosts - 1)):
-            address = self._plane.address(host)
+            address = self._plane.address(host, self._ready)
             hire = Hire(job=self._job, role=role, rank=0, host=host, address=address)
             told = msgspec.json.encode(hire).decode()
             self._crew.start(role, [sys.executable, "-m", "tests.perf.compare.worker", told])

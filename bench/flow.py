@@ -96,7 +96,8 @@ class Work:
         return self.worker.job
 
     def wait(self, recorded: float, since: float | None = None) -> None:
-        """Let this much recorded time pass, since then or from now on. Without a pace none does."""
+        """Sleep until this much recorded time has passed since `since` (default: now). Return at
+        once without a pace."""
         if self.job.pace:
             spent = 0.0 if since is None else time.monotonic() - since
             time.sleep(max(0.0, recorded / self.job.pace - spent))
@@ -233,7 +234,7 @@ def _annotate(work: Work, fields_of: Callable[[Batch], Columns]) -> Iterator[Non
             with work.clock.timing(role):
                 columns = fields_of(batch)
                 told = {name: digests(values) for name, values in columns.items()}
-                work.spend(sum(pace.STAGES[role](prompts[prompt]) for prompt in here), came)
+                work.spend(sum(pace.STAGE_SECONDS[role](prompts[prompt]) for prompt in here), came)
             with work.clock.timing("add"):
                 batch.add(columns)
             emit("produced", rows=rows, digests=told)
@@ -250,7 +251,7 @@ def train(work: Work) -> Iterator[None]:
     job = work.job
     prompts = job.generate()
     fields = job.stages()["train"]
-    together, _ = job.claimed("train")  # groups that a recorded trainer works on at once
+    together, _ = job.groups_per_claim("train")  # groups that a recorded trainer works on at once
     yield
     for step in range(job.steps):
         seconds, groups, came = 0.0, 0, time.monotonic()

@@ -62,7 +62,7 @@ _V2 = _Files("memory.max", "memory.swap.max", "memory.current", "memory.events",
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class Cgroup:
     """A memory cgroup below the runner's own."""
 
     path: Path
@@ -93,7 +93,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class HostLimit(Group):
+class HostLimit(Cgroup):
     """One host's cgroup."""
 
     limit_bytes: int
@@ -144,14 +144,14 @@ def limited_hosts(hosts: int, limit_bytes: int) -> Iterator[list[HostLimit]]:
 
 
 @contextmanager
-def run_group() -> Iterator[Group | None]:
-    """A cgroup without a limit for the processes of a run, so that its counter leaves out what the
-    kernel kills beside the run. None if the machine allows none."""
+def run_cgroup() -> Iterator[Cgroup | None]:
+    """A cgroup without a limit for the processes of a run. It counts the run's OOM kills apart from
+    those of other processes. None if the machine does not allow one."""
     group = None
     with suppress(NoLimits, OSError):
         parent, files = _parent()
         _remove_leftovers(parent)
-        made = Group(parent / f"{_PREFIX}-{os.getpid()}-hosts", files)
+        made = Cgroup(parent / f"{_PREFIX}-{os.getpid()}-hosts", files)
         made.path.mkdir()
         group = made
     try:
@@ -161,11 +161,11 @@ def run_group() -> Iterator[Group | None]:
             group.close()
 
 
-def runners_kills() -> int:
+def runner_kills() -> int:
     """How many processes of the runner's own cgroup, and of those below it, the kernel killed
     because memory ran out. 0 if that cgroup does not count them."""
     with suppress(OSError):
-        return Group(*_own()).kills()
+        return Cgroup(*_own()).kills()
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Recorded times of the stages, and how long a run of a pace takes without a plane."""
+"""Recorded seconds of each stage, and the shortest time of a paced run without a plane."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def train_seconds(prompt: Prompt) -> float:
     return prompt.times.train if prompt.times else TRAIN_SECONDS * _tokens(prompt)
 
 
-STAGES = {"reward": reward_seconds, "reference": reference_seconds, "train": train_seconds}
+STAGE_SECONDS = {"reward": reward_seconds, "reference": reference_seconds, "train": train_seconds}
 
 
 def optimiser_seconds(prompts: Sequence[Prompt]) -> float:
@@ -57,7 +57,7 @@ def recorded_seconds(job: Job) -> float:
     groups go through the stages in the order in which they become ready.
     """
     free = {role: [0.0] * count for role, count in job.crowd().items()}
-    together, _ = job.claimed("train")
+    together, _ = job.groups_per_claim("train")
     rolled = [0.0] * job.hosts
     trained: list[float] = []
     for step in range(job.steps):

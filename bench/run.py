@@ -155,8 +155,8 @@ class _Run:
         self._sampler = Sampler(dict)
         self._sampled_before_s = 0.0
         self._limits: list[limits.HostLimit] = []
-        self._group: limits.Group | None = None
-        self._kills_before = limits.runners_kills()
+        self._cgroup: limits.Cgroup | None = None
+        self._kills_before = limits.runner_kills()
         self.network: Network | None = None
         self._traffic: Traffic | None = None
         # What the report says of the end, where there was one.
@@ -166,7 +166,7 @@ class _Run:
             "cpu_counted_seconds": 0.0,
         }
         self.killed: dict[str, Any] | None = None
-        self.kills = 0  # of a run without limits: processes that the kernel killed
+        self.kills = 0  # processes of the run that the kernel killed because memory ran out
         self.endings: list[str] = []  # of processes, before the runner ended the others
         self._rollouts_done: Counter[int] = Counter()  # by step
         self._step_starts: dict[int, float] = {}  # of the first rollout worker
@@ -179,8 +179,8 @@ class _Run:
         self._plane = PLANES[job.plane](job)
         with limits.limited_hosts(job.hosts, job.memory_limit_bytes) as self._limits:
             self._sampler = Sampler(crew.pids, self._limits)
-            group = nullcontext() if self._limits else limits.run_group()
-            with group as self._group, crew, self._sampler:
+            group = nullcontext() if self._limits else limits.run_cgroup()
+            with group as self._cgroup, crew, self._sampler:
                 self._perform(crew)
 
     def _perform(self, crew: Crew) -> None:
@@ -214,8 +214,10 @@ class _Run:
             if not isinstance(exc, ProcessDied | RunTimeout):  # these have the logs' ends
                 self.endings += crew.account().splitlines()
             # Without a group of the run's own, what else runs in the runner's group counts too.
-            beside = limits.runners_kills() - self._kills_before
-            self.kills = self._group.kills() if self._group else beside
+            if self._cgroup:
+                self.kills = self._cgroup.kills()
+            else:  # this also counts other processes in the runner's cgroup
+                self.kills = limits.runner_kills() - self._kills_before
             self.killed = self._killed(crew)
             if not self.killed:  # a kill below the limit explains what else went wrong
                 limits.check(self._limits)
@@ -240,7 +242,7 @@ class _Run:
 
     def _start(self, crew: Crew, service: Service) -> None:
         argv = self.network.wrap(service.host, service.argv) if self.network else service.argv
-        if group := self._limits[service.host] if self._limits else self._group:
+        if group := self._limits[service.host] if self._limits else self._cgroup:
             argv = group.wrap(argv)
         self._hosts[service.name] = service.host
         crew.start(service.name, argv, service.env, service.speaks)

@@ -245,9 +245,8 @@ class _Folder:
             unfinished.unlink(missing_ok=True)
             raise InvalidCall(
                 f"cannot write {name} to {str(self.path)!r}: {error.strerror or error}. "
-                f"{counted(len(self.index.steps), 'step was', 'steps were')} recorded before "
-                "this error. "
-                "Check the disk, or choose another directory with -o"
+                f"{counted(len(self.index.steps), 'step was', 'steps were')} recorded before this "
+                "error. Check the disk, or choose another directory with -o"
             ) from error
 
 

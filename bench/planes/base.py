@@ -24,7 +24,7 @@ from bench.traces.sample import StageReplay
 
 Columns = Mapping[str, Sequence[Array]]
 Counts = Mapping[str, Mapping[str, int]]
-_REWARD_ROWS = 64  # that a reward worker takes at once
+_REWARD_ROWS = 64  # most rows that a reward worker claims at once
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,9 +90,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         """Whether there is a reference model. A recorded job may have none."""
         return not self.recorded or any(one.role == "reference" for one in self.recorded)
 
-    def claimed(self, stage: str) -> tuple[int, int]:
-        """How many groups a worker of a stage takes at once, (at least, at most). A full batch of a
-        reward worker may never fit into an arena, so it takes one group at least."""
+    def groups_per_claim(self, stage: str) -> tuple[int, int]:
+        """The least and the most groups that a worker of this stage claims at once. A reward worker
+        accepts a single group, because a full batch may not fit into the arena."""
         for one in self.recorded:
             if one.role == stage:
                 return one.least, one.most

@@ -1,4 +1,4 @@
-"""One controller process through which every byte of every stage passes, without handicaps.
+"""One controller process through which every byte of every stage passes.
 
 `controller` has barriers, as verl's classic driver has (`DataProto` in a single controller);
 `controller-stream` has none, as `dataplane`, so those two differ in one thing. It follows that a
@@ -7,7 +7,7 @@ The process runs on a trainer's host: it sends more than it receives, so where r
 hosts, its link carries the least there. While a worker has one group, the next one arrives as far
 as the socket's buffers hold it; `dataplane` claims no group ahead.
 
-Nothing of that design is quicker on the same sockets: no Ray, pickle, concatenation, padding or
+This is as fast as the design can be on these sockets: no Ray, pickle, concatenation, padding or
 reordering (verl's shuffled rows send a prompt up to 5.25 times; here whole groups are dealt); a
 stage is sent only the columns that it reads; rollout streams groups in as they finish; arrays go
 out by sendmsg from where they landed, and land by recv_into in memory that was mapped and touched

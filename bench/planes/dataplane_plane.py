@@ -69,7 +69,7 @@ class DataplaneEndpoint(Endpoint):
 
     def batches(self, step: int, stage: str) -> Iterator[Batch]:
         # A trainer takes one group at a time, see `flow`.
-        least, most = (1, 1) if stage == "train" else self._job.claimed(stage)
+        least, most = (1, 1) if stage == "train" else self._job.groups_per_claim(stage)
         for batch in self._partition(step).stream(stage, groups=most, min=least):
             taken = DataplaneBatch(batch)
             del batch  # what is not held any more makes room while the next one is waited for

@@ -32,7 +32,7 @@ GOAL = 0.9
 """Of the skill on transfers, see `_skill`."""
 T = TypeVar("T")
 Case = tuple[str, int, int]
-Run = tuple[str, Case, str]  # what it is for, its case and plane
+RunKey = tuple[str, Case, str]  # purpose (_FIT or _CHECK), case, plane
 _QUIET = 0.2
 """Share of the cores that others may take before the skill says more about them."""
 _FIT, _CHECK = "fit", "check"
@@ -137,19 +137,19 @@ def _simulate(
     model: list[dict[str, Any]] = []
     for hosts in options.hosts:
         with progress(console, f"a model of {hosts} hosts", "designs") as bar:
-            for number, result in enumerate(_carry(assumed, hosts, costs), 1):
+            for number, result in enumerate(_extrapolate(assumed, hosts, costs), 1):
                 model.append(result)
                 bar(number, len(_VARIANTS))
         yield {"assumed": assumed, "model": model}
 
 
-def _observe(size: Size, console: Console, failed: list[str]) -> dict[Run, list[Seen]]:
+def _observe(size: Size, console: Console, failed: list[str]) -> dict[RunKey, list[Seen]]:
     """All runs. `failed` gets what went wrong in runs that were repeated. Raises RunFailed when the
     second try fails too."""
     fits = [(_FIT, case, plane) for case in size.fits for plane in DESIGNS]
     checks = [(_CHECK, case, plane) for case in size.checks for plane in DESIGNS]
     order = in_turn(fits, checks * size.times)
-    runs: dict[Run, list[Seen]] = defaultdict(list)
+    runs: dict[RunKey, list[Seen]] = defaultdict(list)
     for number, (kind, case, plane) in enumerate(order, 1):
         job = paced(plane, *case, size.steps, size.step_s)
         label = f"{job.trace} / {job.plane}, {job.hosts} host{'s' if job.hosts > 1 else ''}"
@@ -221,11 +221,11 @@ def _assume(
     }
 
 
-def _carry(
+def _extrapolate(
     assumed: Mapping[str, Any], hosts: int, costs: Mapping[str, Costs]
 ) -> Iterator[dict[str, Any]]:
-    """A result for each variant, with a band: what comes out between a kind and an unkind place,
-    processor seconds by the spread of what was measured, and incast by what links lose."""
+    """Yield a modelled result for each variant. The band reaches from a good to a bad cluster:
+    costs vary by the spread of the measurements, and links lose less or more to incast."""
     place = Place(
         cores=1,
         one_machine=False,
@@ -241,8 +241,8 @@ def _carry(
         plan, (low, high) = Plan(job), assumed["cost_factors"][plane]
         runs = {}
         for kind, factor in (("low", low), ("middle", 1.0), ("high", high)):
-            there = replace(place, factor=factor, crowded=assumed["incast_share_left"][kind])
-            runs[kind] = Model(plan, costs[plane], there, DESIGNS[plane]).run()
+            varied = replace(place, factor=factor, crowded=assumed["incast_share_left"][kind])
+            runs[kind] = Model(plan, costs[plane], varied, DESIGNS[plane]).run()
         yield _result(job, runs)
 
 
@@ -251,7 +251,7 @@ def _result(job: Job, runs: Mapping[str, Outcome]) -> dict[str, Any]:
     middle = runs["middle"]
     claims = sum(middle.peers.values())
     return {
-        "model": True,  # nobody ran this
+        "model": True,  # simulated, not measured
         "plane": job.plane,
         "dedup": job.dedup,
         "hosts": job.hosts,

@@ -283,9 +283,9 @@ class Model:
 
     def _stage(self, stage: str, rank: int) -> Steps:
         job = self.job
-        _, most = job.claimed(stage)
+        _, most = job.groups_per_claim(stage)
         names = _READ.get(stage, ("read", stage))
-        seconds = pace.STAGES[stage]
+        seconds = pace.STAGE_SECONDS[stage]
         for step in range(job.steps):
             while groups := (yield from self._design.claim(step, stage, rank, most)):
                 work = sum((self.plan.work_of(stage, p) for p in groups), Work())

@@ -1,9 +1,9 @@
 """A trace as a Parquet file: one row a sample, the file's metadata name the task and the seed.
 
-A group's number counts through all steps; response_tokens has tool texts in it; grids of media are
-in patches; times, of a recorded job, has one of StageTimes. Written twice, a trace gives the same
-file. It is written as it is drawn, so the disk limits its length; a file that is read is held
-whole, so its rows have a limit.
+Group numbers are unique across steps. `response_tokens` includes tool texts. Media grids are in
+patches. `times` (recorded jobs only) is a StageTimes. Writing a trace twice gives equal files.
+Writing streams, so only the disk limits the length. Reading loads the whole file, so its rows are
+limited.
 """
 
 from __future__ import annotations

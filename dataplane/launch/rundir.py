@@ -213,11 +213,6 @@ class PeerLock:
         address."""
         self._write(msgspec.structs.replace(self._card, address=address))
 
-    @property
-    def address(self) -> str | None:
-        """The address on the card."""
-        return self._card.address
-
     def note(self, rows: int, partitions: Sequence[str], since: int | None = None) -> None:
         """Note how many rows the peer has, so that the next peer can report them if this one is
         killed, and which partitions its clients declared, the latest last. Any thread may call it.

@@ -160,21 +160,22 @@ async def _keep_files(lock: rundir.PeerLock, peer: Peer) -> None:
 
 
 def _note(lock: rundir.PeerLock, peer: Peer) -> None:
+    """Write the number of rows to the card."""
     lock.note(peer.host.rows, peer.directory.declared())
     if not peer.host.rows:
         _await_first_rows(lock, peer)
 
 
 def _await_first_rows(lock: rundir.PeerLock, peer: Peer) -> None:
-    """Have the card say that there are rows before the first of them are confirmed: the peer may be
-    killed in the next moment. All later changes can wait for `_keep_files`."""
+    """Write to the card that the peer has rows before the first rows are confirmed, because the
+    peer may be killed right after. Later changes wait for `_keep_files`."""
 
     def noted() -> None:
         peer.host.on_first_rows = None
-        with contextlib.suppress(OSError):  # `_keep_files` tries again, and says why it cannot
+        with contextlib.suppress(OSError):  # `_keep_files` retries, and logs the error
             lock.note(peer.host.rows, peer.directory.declared())
 
-    if lock.address is None:  # otherwise the next peer says that rows are gone in any case
+    if peer.config.listen is None:  # a peer with an address always reports lost rows
         peer.host.on_first_rows = noted
 
 

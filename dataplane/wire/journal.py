@@ -248,7 +248,7 @@ class Summary(Body, tag=217):
     with a peer before the stage acked them. acked: stage -> rows that it has acked. released: stage
     -> rows that were returned without an ack, and how many of these were leased again. put_rows:
     rows that were ever put or restored. producers: (session, rows), least recent first. done: U8
-    per call that ended rows of a lease, see `finishes.call_of`, the oldest first."""
+    per call that ended rows of a lease, see `finishes.retry_key`, the oldest first."""
 
     sealed: bool
     numbers: int

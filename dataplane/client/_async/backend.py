@@ -180,7 +180,10 @@ class Prefetch(Generic[B]):
             if self._ready:
                 self._changed.notify_all()
                 return self._ready.popleft()
-        failure, self._failure = self._failure, StreamEnd("this loop has ended: start a new one")
+        failure, self._failure = (
+            self._failure,
+            StreamEnd("this loader has ended: start a new one"),
+        )
         assert failure is not None
         raise failure
 
@@ -201,7 +204,7 @@ class Prefetch(Generic[B]):
         return [batch.lease for batch in [*left, self._making] if batch is not None]
 
     async def _work(self) -> None:
-        failure: BaseException = StreamEnd("this loop has ended: start a new one")
+        failure: BaseException = StreamEnd("this loader has ended: start a new one")
         try:
             while self._wanted != 0:
                 async with self._changed:

@@ -193,9 +193,8 @@ def _check_passed_over(work: Putting, field: str) -> None:
     if work.gone + work.there < n:
         if work.there:
             log.warning(
-                "partition %r: %d of the %d rows of a put already had values for its fields "
-                "and keep "
-                "these values (see ref.kept); the other rows were stored",
+                "partition %r: %d of the %d rows of a put already had values for its fields and "
+                "keep these values (see ref.kept); the other rows were stored",
                 partition,
                 work.there,
                 n,

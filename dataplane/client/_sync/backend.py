@@ -123,7 +123,10 @@ class Prefetch(Generic[B]):
             if self._ready:
                 self._changed.notify_all()
                 return self._ready.popleft()
-        failure, self._failure = self._failure, StreamEnd("this loop has ended: start a new one")
+        failure, self._failure = (
+            self._failure,
+            StreamEnd("this loader has ended: start a new one"),
+        )
         assert failure is not None
         raise failure
 
@@ -152,7 +155,7 @@ class Prefetch(Generic[B]):
     # the thread's side
 
     def _work(self) -> None:
-        failure: BaseException = StreamEnd("this loop has ended: start a new one")
+        failure: BaseException = StreamEnd("this loader has ended: start a new one")
         _of_thread.cancel = self._cancel
         try:
             while self._has_room():
@@ -169,7 +172,7 @@ class Prefetch(Generic[B]):
         self._cancel.close()
         with self._changed:
             self._failure = (
-                StreamEnd("this loop has ended: start a new one") if self._stopped else failure
+                StreamEnd("this loader has ended: start a new one") if self._stopped else failure
             )
             self._changed.notify_all()
 

@@ -56,13 +56,13 @@ def lease_of(state: State, number: int) -> Lease:
     return lease
 
 
-def call_of(asked: Finish, lease: Lease | None) -> int | None:
-    """A hash that a call which ends rows has in common with its repetition only. None for one that
-    says less than its repetition (all rows that are left), or may say something else (new values
-    or tags of a release).
+def retry_key(asked: Finish, lease: Lease | None) -> int | None:
+    """Return a hash that only a retry of this call shares. Return None if a retry cannot be
+    recognised: the call sets tags, or stores values with a release or a drop, or means all rows
+    that are left of a lease that has ended or is partly finished.
 
-    An ack is repeated with the same values, because a client can add a field only once. lease:
-    None if it has ended.
+    A retried ack carries the same values, because a client can add a field only once. lease: None
+    if it has ended.
     """
     if asked.outcome not in ("ack", "release", "drop") or asked.tags:
         return None
@@ -77,10 +77,10 @@ def call_of(asked: Finish, lease: Lease | None) -> int | None:
     return xxhash.xxh3_64_intdigest(said.encode() + index)
 
 
-def refuse_repeated(state: State, asked: Finish, call: int | None) -> None:
-    """Raise LeaseExpired with `repeated` if this call has ended its rows before. The holder's peer
-    then confirms it."""
-    if call is not None and state.leases.has_done(call):
+def reject_retry(state: State, asked: Finish, call: int | None) -> None:
+    """Raise LeaseExpired with `repeated` if this call was already applied. The client's peer then
+    confirms the call."""
+    if call is not None and state.leases.has_retry_key(call):
         raise LeaseExpired(
             f"an earlier {asked.outcome} of these rows of lease {asked.lease} has already taken "
             "effect: continue",

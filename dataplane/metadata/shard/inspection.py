@@ -39,8 +39,8 @@ claim that waits asks at least every 20 s."""
 Holder = tuple[int, str, int, float]
 """(session, stage, rows, seconds)"""
 Idle = tuple[str, int, float | None]
-"""A stage that nobody claims: (stage, rows that are ready for it, seconds since somebody asked;
-None: nobody ever did)."""
+"""A stage that has leased no rows: (stage, rows ready for it, seconds since a client last asked;
+None: never)."""
 
 
 def missing(
@@ -113,8 +113,8 @@ def _lacking(state: State, stage: Stage, pending: dict[int, int]) -> dict[str, i
 
 
 def _near_fields(state: State, lacking: Mapping[str, int]) -> dict[str, str]:
-    """Per missing field one that rows have and that has a similar name. It may be one that a stage
-    needs only if the missing one is known from a single stage and from no row."""
+    """For each missing field, a similarly named field that rows have. A field that a stage needs is
+    suggested only if just one stage needs the missing field and no row has it."""
     needed = Counter(field for stage in state.stages.values() for field in set(stage.fields))
     known = [field for field, had in state.fields.items() if had]
     unneeded = [field for field in known if not needed[field]]
@@ -154,8 +154,8 @@ def unknown_tags(state: State, where: Where | None) -> dict[str, list[str]]:
 
 
 def _unknown_values(state: State, where: Where | None) -> list[tuple[str, str, list[str], int]]:
-    """Comparisons of a filter with values that no row has: the tag, the values, some of the values
-    that rows have, a similar one first, and how many more there are."""
+    """The filter's comparisons with values that no row has: (tag, wanted values, up to SHOWN_TAGS
+    existing values with the most similar first, number of further values)."""
     found = []
     for tag, values in wanted_values(where) if where is not None else ():
         there = set[Scalar]()
@@ -181,17 +181,24 @@ def _order(value: Scalar) -> tuple[bool, Any]:
     return (False, value) if isinstance(value, int | float) else (True, repr(value))
 
 
-def idle(
-    state: State, now: float, among: Mapping[int, int] | None = None, least_s: float = IDLE_S
-) -> list[Idle]:
-    """The stages that have rows ready among these (None: all), and that no client claims from.
+def is_idle(asked_s: float | None) -> bool:
+    """Whether no client has claimed from a stage for IDLE_S. asked_s: seconds since the last claim;
+    None: there was none."""
+    return asked_s is None or asked_s >= IDLE_S
 
-    least_s: for how long nobody has asked for their rows."""
+
+def idle(state: State, now: float, among: Mapping[int, int] | None = None) -> list[Idle]:
+    """Those of `unleased` that no client claims from."""
+    return [one for one in unleased(state, now, among) if is_idle(one[2])]
+
+
+def unleased(state: State, now: float, among: Mapping[int, int] | None = None) -> list[Idle]:
+    """The stages that have leased no rows and have rows ready among these (None: all)."""
     found: list[Idle] = []
     for name, stage in state.stages.items():
-        asked = None if stage.claimed_at is None else now - stage.claimed_at
-        if stage.rows.counts[LEASED] or (asked is not None and asked < least_s):
+        if stage.rows.counts[LEASED]:
             continue
+        asked = None if stage.claimed_at is None else now - stage.claimed_at
         if among is None:
             rows = stage.rows.counts[READY]
         else:

@@ -390,8 +390,8 @@ def _summary(store: Store, op: Summary, now: float) -> None:
     for session, rows in op.producers:
         store.producers.note(session, rows, None)
     store.producers.add(op.put_rows - store.producers.rows)
-    for call in column(op.done, U8).tolist():
-        store.leases.note(call)
+    for key in column(op.done, U8).tolist():
+        store.leases.add_retry_key(key)
 
 
 # checks
@@ -525,7 +525,7 @@ def _summary_told(store: Store) -> Summary:
         },
         store.producers.rows,
         [(session, rows) for session, rows, _ in reversed(store.producers.latest(0.0))],
-        np.array(store.leases.done, U8).tobytes(),
+        np.array(store.leases.retry_keys, U8).tobytes(),
     )
 
 

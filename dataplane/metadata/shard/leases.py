@@ -22,8 +22,9 @@ from dataplane.wire.tables import PlanRows, Shape
 
 MAX_OVER = 16_384
 """Members of plans that ended before their time, of one partition."""
-MAX_DONE = 4_096
-"""Calls that ended rows of leases, of one partition, which a client may repeat."""
+MAX_RETRY_KEYS = 4_096
+"""How many finished calls of one partition are remembered, so that their retries are
+recognised."""
 
 
 class Numbers:
@@ -167,8 +168,8 @@ class Leases:
         """members of plans that ended before their time, with why they did"""
         self._plans: dict[str, Plan] = {}
         """by stage"""
-        self._done: OrderedDict[int, None] = OrderedDict()
-        """the last calls that ended rows, see `finishes.call_of`"""
+        self._retry_keys: OrderedDict[int, None] = OrderedDict()
+        """the last calls that ended rows, see `finishes.retry_key`"""
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -199,19 +200,19 @@ class Leases:
     # repeated calls
 
     @property
-    def done(self) -> list[int]:
-        """The last calls that ended rows, the oldest first."""
-        return list(self._done)
+    def retry_keys(self) -> list[int]:
+        """The keys of the last calls that ended rows, oldest first."""
+        return list(self._retry_keys)
 
-    def note(self, call: int) -> None:
-        """Note that this call has ended its rows."""
-        self._done[call] = None
-        if len(self._done) > MAX_DONE:
-            self._done.popitem(last=False)
+    def add_retry_key(self, key: int) -> None:
+        """Note that the call of this key was applied."""
+        self._retry_keys[key] = None
+        if len(self._retry_keys) > MAX_RETRY_KEYS:
+            self._retry_keys.popitem(last=False)
 
-    def has_done(self, call: int) -> bool:
-        """Whether this call was carried out, and lately."""
-        return call in self._done
+    def has_retry_key(self, key: int) -> bool:
+        """Whether the call of this key was applied recently."""
+        return key in self._retry_keys
 
     # plans
 

@@ -332,10 +332,9 @@ def _there(rows: RowsIn, known: Sequence[Block | None], brought: Mapping[str, in
         name = partly[0][1]
         keys = shown(rows.names, rows.keys, [place for place, field in partly if field == name])
         raise FieldExists(
-            f"{counted(len(partly), 'row already has', 'rows already have')} some, but not "
-            f"all, of the fields of this put (for example, row {keys[0]!r} has field "
-            f"{name!r}). Nothing was "
-            "stored. To overwrite existing fields, pass replace=True",
+            f"{counted(len(partly), 'row already has', 'rows already have')} some, but not all, "
+            f"of the fields of this put (for example, row {keys[0]!r} has field {name!r}). "
+            "Nothing was stored. To overwrite existing fields, pass replace=True",
             field=name,
             keys=keys,
         )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dataplane.errors import counted, duration, few, joined, sized
-from dataplane.metadata.shard.inspection import IDLE_S
+from dataplane.metadata.shard.inspection import is_idle
 from dataplane.wire.peering import StoredRows
 
 FIRST_S = 10.0
@@ -409,7 +409,7 @@ def _kept(one: StoredRows) -> str:
 
 def idle_stages(one: StoredRows) -> list[str]:
     """The stages that have rows ready and that no client claims from."""
-    return [stage for stage, _, asked_s in one.ready if asked_s is None or asked_s >= IDLE_S]
+    return [stage for stage, _, asked_s in one.ready if is_idle(asked_s)]
 
 
 def _make_room(full: FullArena) -> str:

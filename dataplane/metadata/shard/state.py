@@ -327,7 +327,8 @@ class State:
         self._let_go(left, left.values())
 
     def _use(self, chunks: Iterable[Chunk], rows: Iterable[int]) -> None:
-        """One more block uses each of these chunks, with so many rows."""
+        """Count one more block that uses each chunk. rows: how many of the block's rows do, per
+        chunk."""
         for chunk, many in zip(chunks, rows, strict=True):
             uses = chunk.uses
             chunk.uses = uses + 1
@@ -341,7 +342,7 @@ class State:
                 self._name(chunk)
 
     def _let_go(self, chunks: Iterable[Chunk], rows: Iterable[int]) -> None:
-        """One block fewer uses each of these chunks, with so many rows."""
+        """Count one block fewer that uses each chunk. rows: as for `_use`."""
         for chunk, many in zip(chunks, rows, strict=True):
             chunk.uses = uses = chunk.uses - 1
             if uses:
@@ -354,7 +355,7 @@ class State:
                 self._release(chunk)
 
     def _count_rows(self, chunk: Chunk, more: int) -> None:
-        """More rows, or fewer, have a value in a chunk that stays in use."""
+        """Add `more`, which may be negative, to the live rows of a chunk that stays in use."""
         before = chunk.dead_bytes if chunk.number else 0
         chunk.live_rows += more
         if chunk.number and (dead := chunk.dead_bytes - before):

@@ -223,17 +223,17 @@ class Store(State):
 
         index: positions in the lease as it was granted; None for all unfinished rows. Raises
         LeaseExpired for a lease that has ended, and InvalidRows for a row that was finished
-        before. A call that was carried out before raises LeaseExpired with `repeated`.
+        before. A retry of a call that was already applied raises LeaseExpired with `repeated`.
         """
         lease = self.leases.get(asked.lease)
         if lease is None and (member := self.leases.member(asked.lease)) is not None:
             kept = plans.finish(self, member, asked)
         else:
-            call = finishes.call_of(asked, lease)
-            finishes.refuse_repeated(self, asked, call)
+            key = finishes.retry_key(asked, lease)
+            finishes.reject_retry(self, asked, key)
             kept = finishes.finish(self, lease or finishes.lease_of(self, asked.lease), asked)
-            if call is not None:
-                self.leases.note(call)
+            if key is not None:
+                self.leases.add_retry_key(key)
         self.remember(asked.change, PutDone(kept=kept) if kept else puts.PUT)
         self.tell(asked)
         return kept

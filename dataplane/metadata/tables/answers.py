@@ -98,8 +98,8 @@ class Answers:
             raise ChangeExpired(
                 f"change {change.number} arrived after its sender, peer {change.caller.peer}, had "
                 "stopped waiting for the answer, so this attempt was not applied. An earlier "
-                "attempt may "
-                "have taken effect: read the rows, and repeat the call if they are unchanged",
+                "attempt may have taken effect: read the rows, and repeat the call if they are "
+                "unchanged",
                 number=change.number,
             )
         above = len(caller.answers)

@@ -241,8 +241,8 @@ def tags_of(where: WireWhere, exists: bool = True) -> set[str]:
 
 
 def wanted_values(where: WireWhere) -> list[tuple[str, list[Scalar]]]:
-    """Per comparison of a checked filter with single values: the tag, and the values of which a row
-    must have one. Comparisons inside a negation are left out."""
+    """Return (tag, accepted values) for each `==` and `in` comparison of a checked filter. Skip
+    negated parts."""
     how, *rest = where
     if how in _JOINTS:
         return [one for part in rest for one in wanted_values(part)]

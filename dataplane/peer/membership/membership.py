@@ -281,8 +281,7 @@ class Membership:
             self.beat_now()
             raise StaleEpoch(
                 f"the peer at {self.host.address} has roster version {ours.epoch} and rejected "
-                "version "
-                f"{new.epoch}, which is not a successor: send the latest roster"
+                f"version {new.epoch}, which is not a successor: send the latest roster"
             )
         return Done()
 

@@ -42,8 +42,8 @@ stream, 131,072 of all."""
 STREAM_BYTES = 16 << 20
 """Enough to keep a link busy; with more, what backups confirm waits longer for its share of it."""
 CONTROL_BYTES = 64 << 20
-"""A backup has one message of its primary at a time, which is as long as a frame may be at
-most. Few are longer than 4 MiB."""
+"""A primary sends its backup one message at a time, at most as long as a frame. Few messages
+exceed 4 MiB."""
 CATCH_UP_S = 5.0
 """How long a request of a newer roster waits for this peer to have it."""
 

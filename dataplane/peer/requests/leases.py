@@ -166,7 +166,7 @@ class Leases:
 
 
 def _is_repeated(failure: BaseException) -> bool:
-    """Whether the shard had carried out the call before, when its reply was lost."""
+    """Whether the shard had already applied the call, and only the reply was lost."""
     return isinstance(failure, LeaseExpired) and failure.details.get("repeated") is True
 
 

@@ -37,13 +37,11 @@ from dataplane.wire.records import U8, Array
 from dataplane.wire.tables import Owner, Table
 
 ASK_S = 1.0
-"""How long other peers have to say which of their rows keep values here, before the deadline of
-the call that is told."""
+"""Other peers are asked what their rows wait for this long before a call's deadline."""
 LEAST_S = 0.2
-"""As much of that they have even where the deadline is nearer. Calls that need the answers within
-so long ask once."""
+"""Wait this long for late replies after the deadline. Replies younger than this are reused."""
 MAX_ASKED = 8
-"""Peers that are asked for one message."""
+"""The maximum number of peers asked for one message."""
 
 _DOING = {
     Admission.OPEN: "a put of new rows",
@@ -100,8 +98,8 @@ class Room:
         self._promised_bytes = 0
         """all of them together"""
         self._claims: dict[int, _StarvedClaim] = {}
-        self._told: dict[Owner, Activity | None] = {}
-        """what other peers said of their rows; None: nothing yet"""
+        self._activities: dict[Owner, Activity | None] = {}
+        """the replies of other peers; None: no reply yet"""
         self._asked_at = -math.inf
         self._asking: list[asyncio.Task[None]] = []
         self._by_rank = [self._lines[admission] for admission in sorted(Admission, reverse=True)]
@@ -151,13 +149,16 @@ class Room:
             return await self._in_turn(waiter, timeout_s)
         except (TimeoutError, BackPressure) as exc:
             self.refused[admission] += 1
-            was_asked = isinstance(exc, TimeoutError)
-            await (self._learn(LEAST_S, math.inf) if was_asked else self._learn())
+            wait_s = LEAST_S  # on a timeout, `_in_turn` has asked already
+            if not isinstance(exc, TimeoutError):
+                self._ask_peers()
+                wait_s = ASK_S
+            await self._wait_for_replies(wait_s)
             why = str(exc) or f"no space was freed within {duration(timeout_s)}"
             raise self._full(waiter, why) from exc
 
     async def _in_turn(self, waiter: Waiter, timeout_s: float) -> tuple[int, Array]:
-        """Wait in line. Other peers are asked for the reason before TimeoutError."""
+        """Wait in line. Ask other peers for the reason shortly before the deadline."""
         admission, line = waiter.admission, self._lines[waiter.admission]
 
         def look() -> Why:
@@ -172,12 +173,14 @@ class Room:
             with Telling(self._host, what, subject, look, learn=self._learn):
                 with contextlib.suppress(TimeoutError):
                     return await within(timeout_s - ask_s, asyncio.shield(waiter.granted))
-                self._mesh.spawn(self._learn())
+                self._ask_peers()
                 return await within(ask_s, waiter.granted)
         except BaseException:
             given = waiter.granted
             if given.done() and not given.cancelled() and given.exception() is None:
-                self.space.give_back(waiter.holder, given.result()[1])  # it came as it was given up
+                self.space.give_back(
+                    waiter.holder, given.result()[1]
+                )  # granted while the caller stopped waiting
                 self.pump()
             raise
         finally:
@@ -259,22 +262,30 @@ class Room:
 
     # who holds the bytes
 
-    async def _learn(self, limit_s: float = ASK_S, fresh_s: float = LEAST_S) -> None:
-        """Ask the peers whose rows keep most values here what those rows wait for, unless they
-        were asked within fresh_s."""
+    async def _learn(self) -> None:
+        """Ask other peers what their rows wait for, and wait for the replies."""
+        self._ask_peers()
+        await self._wait_for_replies(ASK_S)
+
+    def _ask_peers(self) -> None:
+        """Ask the peers whose rows keep the most values here what those rows wait for. Peers that
+        were asked less than LEAST_S ago are not asked again."""
         host, now = self._host, self._host.now()
-        if now > self._asked_at + fresh_s:
-            self._asked_at, roster = now, host.roster
-            copied = [o for o in roster.owners if roster.backup_of(o.peer)[0] == host.address]
-            asked = sorted({*host.lent.peers, *copied}, key=host.lent.count, reverse=True)
-            self._told = dict.fromkeys(asked[:MAX_ASKED])
-            self._asking = [self._mesh.spawn(self._ask(owner)) for owner in self._told]
+        if now <= self._asked_at + LEAST_S:
+            return
+        self._asked_at, roster = now, host.roster
+        copied = [o for o in roster.owners if roster.backup_of(o.peer)[0] == host.address]
+        asked = sorted({*host.lent.peers, *copied}, key=host.lent.count, reverse=True)
+        self._activities = dict.fromkeys(asked[:MAX_ASKED])
+        self._asking = [self._mesh.spawn(self._ask(owner)) for owner in self._activities]
+
+    async def _wait_for_replies(self, limit_s: float) -> None:
         if self._asking:
             await asyncio.wait(self._asking, timeout=limit_s)
 
     async def _ask(self, owner: Owner) -> None:
         with contextlib.suppress(DataplaneError):  # it stays unknown, and the message says so
-            self._told[owner] = await self._mesh.call(
+            self._activities[owner] = await self._mesh.call(
                 owner.peer, CanFree(why=True), timeout_s=ASK_S, to=owner.incarnation
             )
 
@@ -303,7 +314,7 @@ class Room:
             entry.name,
             len(store),
             nbytes,
-            inspection.idle(store, now, least_s=0.0),
+            inspection.unleased(store, now),
             [(self._host.who(who), of, n, s) for who, of, n, s in held[: reasons.SHOWN_LEASES]],
             inspection.lacks(store),
             store.definition.free == "drop",
@@ -313,7 +324,7 @@ class Room:
         host, stats, now = self._host, self.space.stats(), self._host.now()
         kept, more = self.kept(host.owner)
         silent = list[tuple[str, int]]()
-        for owner, activity in self._told.items():
+        for owner, activity in self._activities.items():
             if activity is not None:
                 kept += activity.kept
                 more += activity.more
@@ -345,7 +356,7 @@ class Room:
             kept,
             more,
             silent,
-            sum([host.lent.count(one) for one in host.lent.peers if one not in self._told]),
+            sum([host.lent.count(one) for one in host.lent.peers if one not in self._activities]),
             [(h["holder"], h["granted_bytes"] + h["pinned_bytes"]) for h in holders],
             any(subject.kind == "claim" for subject, *_ in host.notices.waits(now)),
             [*remarks, *([beyond] if beyond else [])],

@@ -55,8 +55,8 @@ log = logging.getLogger(__name__)
 MESSAGE_BYTES = 4 << 20
 MESSAGE_OPS = 10_000
 CARRIED_BYTES = 256 << 10
-"""More than this goes in messages of its own, and not with an answer: it would be sent twice, as
-the backup confirms what came with an answer later than `QUIET_S`."""
+"""A reply carries at most this many bytes of operations. Larger ones go in a message of their own:
+the backup confirms carried operations later than `QUIET_S`, so large ones would be sent twice."""
 QUIET_S = 0.05
 """What nobody waits for goes to the backup after so long, and it is asked about what it got with an
 answer and has said nothing of."""
@@ -69,8 +69,8 @@ PIECE_S = 0.02
 """A dump lets others have their turn after so long."""
 ATTEMPT_S = 10.0
 LEAST_BYTES_S = 1 << 20
-"""A message to the backup may take so much longer as it has bytes. If it takes longer still, the
-link is too slow, and answers wait no more for the backup."""
+"""The slowest accepted link, in bytes per second. A message of n bytes may take n / LEAST_BYTES_S
+seconds longer. After that the backup leaves the in-sync set, and replies stop waiting for it."""
 RETRY_S, MOST_RETRY_S = 0.5, 30.0
 """So soon a backup is asked again, or gets everything anew: later each time that is in vain."""
 
@@ -121,7 +121,7 @@ class Shipping:
         """a message to the backup is not answered yet, or the stream has not begun; one goes when
         this turn of the loop is over"""
         self._sent_at = self._takes_s = 0.0
-        """when the message under way was made, and how long its bytes may take"""
+        """when the message in flight was built, and how long its bytes may take, in seconds"""
         self._carried, self._carrier = 0, b""
         """up to which number all went along with answers, the last of them on which connection"""
         self._with_values = 0
@@ -295,9 +295,8 @@ class Shipping:
                 told = True
             except Exception:  # nothing may leave, whatever it was
                 log.exception(
-                    "backup %s: could not notify the backup that it was removed from the "
-                    "in-sync set, "
-                    "retrying",
+                    "backup %s: could not notify the backup that it was removed from the in-sync "
+                    "set, retrying",
                     before.peer,
                 )
                 await self.host.another_roster(self.host.roster, self.host.now() + ATTEMPT_S)
@@ -328,8 +327,8 @@ class Shipping:
             self.demote()
 
     def is_late(self, patience_s: float) -> bool:
-        """Whether a backup in sync should have confirmed the message under way: it may take this
-        time, and that for its bytes. A message that has the backup copy values takes its time."""
+        """Whether a backup in sync has not confirmed the message in flight after `patience_s` and
+        the time that its bytes may take. Never true while the backup copies values for it."""
         if not self.synced or not self._under_way or self._first < self._with_values:
             return False
         return self.host.now() - self._sent_at > patience_s + self._takes_s
@@ -533,13 +532,13 @@ class Shipping:
         return body, end
 
     def _message(self, first: int, most_bytes: int, least: int = 0) -> tuple[Append, int, int]:
-        """As many operations from this number on as one message takes, the number behind, and how
-        many bytes these are. It takes at least `least`, however large they are."""
+        """Return the operations from `first` on that fit into one message, the number after the
+        last one, and their bytes. The message has at least `least` operations of any size."""
         shipments: list[Shipment] = []
         nbytes = count = 0
         last: Entry | None = None
         for entry, op, _ in islice(self._queue, first - self._first, None):
-            if count >= least and nbytes + len(op) > most_bytes or count >= MESSAGE_OPS:
+            if (count >= least and nbytes + len(op) > most_bytes) or count >= MESSAGE_OPS:
                 break
             nbytes += len(op)
             count += 1

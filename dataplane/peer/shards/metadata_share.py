@@ -93,10 +93,9 @@ class MetadataShare:
         if self.used_bytes + nbytes > self.inline_bytes:
             self.refused_values += 1
             raise ShardFull(
-                f"peer {self._host.name!r} has no metadata space left for inline values that "
-                f"take {nbytes} bytes in total. Consume or drop rows, or give that peer a "
-                "larger arena (--arena, "
-                "DATAPLANE_ARENA)",
+                f"peer {self._host.name!r} has no metadata space left for inline values that take "
+                f"{nbytes} bytes in total. Consume or drop rows, or give that peer a larger arena "
+                "(--arena, DATAPLANE_ARENA)",
                 values=True,
             )
         self._since += nbytes

@@ -185,8 +185,7 @@ class Partitions:
         except (DeadlineExceeded, StaleEpoch, Unavailable) as exc:
             raise DeadlineExceeded(
                 f"timed out after {duration(body.timeout_ms / 1000)} of waiting for losses: no "
-                "row of "
-                f"partition {body.partition!r} was lost. Repeat the call to keep waiting",
+                f"row of partition {body.partition!r} was lost. Repeat the call to keep waiting",
                 limit_s=body.timeout_ms / 1000,
             ) from exc
 

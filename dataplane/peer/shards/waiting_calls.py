@@ -288,7 +288,7 @@ class WaitingCalls:
             again(why)
             if why
             else StaleEpoch(
-                "the caller cancelled this call: repeat the call if its result is still needed"
+                "the caller cancelled this call: repeat the call if you still need its result"
             ),
         )
 

@@ -25,6 +25,7 @@ from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables import names, tags
 from dataplane.wire.messages import Finish, Put, Want
 from dataplane.wire.tables import Change, Chunk, Definition, Owner, Piece, Rows, Values
+from tests.metadata import observed
 from tests.metadata.stores import (
     OWNERS,
     STAGES,
@@ -39,6 +40,7 @@ from tests.metadata.stores import (
     store,
     take,
     values,
+    whole,
     wrote,
 )
 from tests.metadata.test_journal import copy_of
@@ -382,3 +384,17 @@ def test_a_drained_partition_that_nobody_drops_keeps_next_to_nothing() -> None:
     assert not any(len(s) for s in drained)
     assert [len(s.answers) for s in drained] == [1] * len(drained)
     assert max(after - before for before, after in pairwise(sizes[2:])) < 24 << 10
+
+
+@pytest.mark.parametrize(("nbytes", "rows"), [(2, 4), (0, 4), (3, 100)])
+def test_a_chunk_of_fewer_bytes_than_rows_ends_row_by_row(nbytes: int, rows: int) -> None:
+    """Its dead bytes round to 0 for most of its life."""
+    s = Store("p", Definition({"s": ["x"]}, free="acked"), 1)
+    s.put(Put("p", 1, named(["other"]), whole(["x"], 1, 1, 4096)))
+    s.put(Put("p", 1, named(list(range(rows))), whole(["x"], rows, 2, nbytes)))
+    lease = take(s, "s", Want("rows", rows + 1, rows + 1)).lease
+    assert lease is not None
+    for at in range(rows, -1, -1):
+        s.finish(Finish(lease, "ack", np.array([at], "<u4").tobytes()))
+        assert not observed.accounts(s)
+    assert not len(s) and not len(s.leases)

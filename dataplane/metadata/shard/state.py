@@ -358,8 +358,8 @@ class State:
         """Add `more`, which may be negative, to the live rows of a chunk that stays in use."""
         before = chunk.dead_bytes if chunk.number else 0
         chunk.live_rows += more
-        if chunk.number and (dead := chunk.dead_bytes - before):
-            self._dead_bytes[chunk.owner] = self.dead_bytes(chunk.owner) + dead
+        if chunk.number:
+            self._add_dead(chunk.owner, chunk.dead_bytes - before)
 
     def _release(self, chunk: Chunk) -> None:
         """Collect a reference that went."""
@@ -372,16 +372,20 @@ class State:
             self.peers.add(chunk.owner.peer)
         mine[chunk.number] = chunk
         if chunk.live_rows < chunk.rows:
-            self._dead_bytes[chunk.owner] = self.dead_bytes(chunk.owner) + chunk.dead_bytes
+            self._add_dead(chunk.owner, chunk.dead_bytes)
 
     def _unname(self, chunk: Chunk) -> None:
         mine = self._chunks[chunk.owner]
         del mine[chunk.number]
         if chunk.live_rows < chunk.rows:
-            self._dead_bytes[chunk.owner] -= chunk.dead_bytes
+            self._add_dead(chunk.owner, -chunk.dead_bytes)
         if not mine:  # an emptied dict keeps its size
             del self._chunks[chunk.owner]
             self._dead_bytes.pop(chunk.owner, None)
+
+    def _add_dead(self, owner: Owner, nbytes: int) -> None:
+        if nbytes:
+            self._dead_bytes[owner] = self.dead_bytes(owner) + nbytes
 
     # what is where
 

@@ -38,8 +38,8 @@ from dataplane.wire.tables import Owner, Table
 
 ASK_S = 1.0
 """Other peers are asked what their rows wait for this long before a call's deadline."""
-LEAST_S = 0.2
-"""Wait this long for late replies after the deadline. Replies younger than this are reused."""
+REUSE_S = 2.0
+"""Replies younger than this are reused: to answer takes a peer with many groups 0.1 s."""
 MAX_ASKED = 8
 """The maximum number of peers asked for one message."""
 
@@ -149,11 +149,8 @@ class Room:
             return await self._in_turn(waiter, timeout_s)
         except (TimeoutError, BackPressure) as exc:
             self.refused[admission] += 1
-            wait_s = LEAST_S  # on a timeout, `_in_turn` has asked already
-            if not isinstance(exc, TimeoutError):
-                self._ask_peers()
-                wait_s = ASK_S
-            await self._wait_for_replies(wait_s)
+            if not isinstance(exc, TimeoutError):  # then `_in_turn` has asked already
+                await self._learn()
             why = str(exc) or f"no space was freed within {duration(timeout_s)}"
             raise self._full(waiter, why) from exc
 
@@ -265,23 +262,20 @@ class Room:
     async def _learn(self) -> None:
         """Ask other peers what their rows wait for, and wait for the replies."""
         self._ask_peers()
-        await self._wait_for_replies(ASK_S)
+        if self._asking:
+            await asyncio.wait(self._asking, timeout=ASK_S)
 
     def _ask_peers(self) -> None:
         """Ask the peers whose rows keep the most values here what those rows wait for. Peers that
-        were asked less than LEAST_S ago are not asked again."""
+        were asked less than REUSE_S ago are not asked again."""
         host, now = self._host, self._host.now()
-        if now <= self._asked_at + LEAST_S:
+        if now <= self._asked_at + REUSE_S:
             return
         self._asked_at, roster = now, host.roster
         copied = [o for o in roster.owners if roster.backup_of(o.peer)[0] == host.address]
         asked = sorted({*host.lent.peers, *copied}, key=host.lent.count, reverse=True)
         self._activities = dict.fromkeys(asked[:MAX_ASKED])
         self._asking = [self._mesh.spawn(self._ask(owner)) for owner in self._activities]
-
-    async def _wait_for_replies(self, limit_s: float) -> None:
-        if self._asking:
-            await asyncio.wait(self._asking, timeout=limit_s)
 
     async def _ask(self, owner: Owner) -> None:
         with contextlib.suppress(DataplaneError):  # it stays unknown, and the message says so

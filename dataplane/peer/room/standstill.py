@@ -103,9 +103,10 @@ class Standstill:
         self._done = done
 
     def can_free(self, caller: Caller, body: CanFree) -> Activity:
-        """Note that calls wait for space: waiting claims give up their priority over
-        claims that take rows."""
-        self.peer.calls.producers_wait()
+        """Note that calls wait for space, unless the caller asks for a reason: waiting claims give
+        up their priority over claims that take rows."""
+        if not body.why:
+            self.peer.calls.producers_wait()
         activity = self._here()
         if body.why:
             activity.kept, activity.more = self.peer.room.kept(caller.owner)

@@ -27,9 +27,9 @@ MANY = 16
 """Groups of one put."""
 
 
-def _began(seed: int, peers: int) -> tuple[Cluster, Ledger, list[str]]:
+def _began(seed: int, peers: int, replicas: int = 1) -> tuple[Cluster, Ledger, list[str]]:
     wrong = list[str]()
-    definition = Definition({"train": ["x"]}, GROUP_ROWS, free="acked")
+    definition = Definition({"train": ["x"]}, GROUP_ROWS, free="acked", replicas=replicas)
     return Cluster(VirtualLoop(), random.Random(seed), peers), Ledger("", definition, wrong), wrong
 
 
@@ -123,14 +123,15 @@ class _Inline(Producer):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize(("peers", "at"), [(2, 0), (2, 1), (4, 1)])
 def test_a_record_that_takes_long_to_reach_the_backup_leaves_it_in_sync(
-    peers: int, at: int
+    peers: int, at: int, replicas: int
 ) -> None:
     """The primary asked the backup on the same stream whether it still serves. The reply came
     after the record, so the backup was removed from the in-sync set, and the new roster refused
     the puts that had waited for it."""
-    cluster, ledger, wrong = _began(4, peers)
+    cluster, ledger, wrong = _began(4, peers, replicas)
 
     async def script() -> None:
         _, primary, _ = await _started(cluster, ledger, at)
@@ -152,10 +153,13 @@ def test_a_record_that_takes_long_to_reach_the_backup_leaves_it_in_sync(
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize(("peers", "at"), [(2, 0), (2, 1), (4, 1)])
-def test_a_record_that_takes_too_long_goes_on_without_the_backup(peers: int, at: int) -> None:
+def test_a_record_that_takes_too_long_goes_on_without_the_backup(
+    peers: int, at: int, replicas: int
+) -> None:
     """The backup confirms all the while that it takes over nothing."""
-    cluster, ledger, wrong = _began(4, peers)
+    cluster, ledger, wrong = _began(4, peers, replicas)
     record_bytes, takes_s = MANY * GROUP_ROWS * INLINE_ROW_BYTES, 20.0
 
     async def script() -> None:

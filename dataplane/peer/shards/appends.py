@@ -40,6 +40,7 @@ from dataplane.errors import (
 )
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.journal import dump
+from dataplane.metadata.shard.second_copies import named_by
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Entry, Host
 from dataplane.peer.net.mesh import Mesh
@@ -103,12 +104,13 @@ class Shipping:
         self._in_vain = 0
         """so many streams in a row came to nothing: this backup has not been in sync since"""
         self._stream = 0
-        self._queue: deque[tuple[Entry, bytes, int]] = deque()
-        """what the backup is not known to have, and for how much of `progress` each counts; the
-        first one's number in the stream is `_first`"""
+        self._queue: deque[tuple[Entry, bytes, int, bool]] = deque()
+        """what the backup is not known to have, for how much of `progress` each counts, and whether
+        the backup may have to copy values for it; the first one's number in the stream is
+        `_first`"""
         self._first = 0
         self._queued_bytes = 0
-        self._later: deque[_Dump | tuple[Entry, bytes]] = deque()
+        self._later: deque[_Dump | tuple[Entry, bytes, bool]] = deque()
         """what follows the queue: dumps, and operations behind them"""
         self._later_bytes = 0
         self._to_dump: dict[int, _Dump] = {}
@@ -122,11 +124,13 @@ class Shipping:
         this turn of the loop is over"""
         self._sent_at = self._takes_s = 0.0
         """when the message in flight was built, and how long its bytes may take, in seconds"""
+        self._copies_values = False
+        """the backup may have to copy values before it confirms the message in flight"""
         self._carried, self._carrier = 0, b""
         """up to which number all went along with answers, the last of them on which connection"""
         self._with_values = 0
-        """before this number lies the last that has the backup bring bytes: it says itself when it
-        has them"""
+        """before this number lies the last operation of a partition with replicas=2. The backup
+        confirms these only in the reply to their message, so no answer carries them."""
         self._is_asked = self._looks = False
         """a message goes to the backup although nobody waits; that is looked at in a moment"""
         self._task: asyncio.Task[object] | None = None
@@ -201,12 +205,13 @@ class Shipping:
             dump.has_ended |= isinstance(op, Ended)
             return
         self.progress.done += 1
+        copies = self._copies(entry, op)
         if self._later or self._dumping is not None:
             encoded_op = encode(op)
-            self._later.append((entry, encoded_op))
+            self._later.append((entry, encoded_op, copies))
             self._later_bytes += len(encoded_op)
         else:
-            self._enqueue(entry, encode(op))
+            self._enqueue(entry, encode(op), copies=copies)
         if (waiting := self._queued_bytes + self._later_bytes) > MAX_PENDING_BYTES:
             backup = "" if self.backup is None else self.backup.peer
             said = "backup %s: too slow (%d bytes queued), resyncing in %g s"
@@ -214,8 +219,15 @@ class Shipping:
             self._stop()
             asyncio.get_running_loop().call_later(RETRY_S, self._begin)
 
-    def _enqueue(self, entry: Entry, op: bytes, counts: int = 1) -> None:
-        self._queue.append((entry, op, counts))
+    def _copies(self, entry: Entry, op: Op) -> bool:
+        """Whether the backup may have to copy values of this peer before it replays the
+        operation. It usually has copied them already (`Duplicate`)."""
+        if entry.copies is None:
+            return False
+        return any(owner == self.host.owner for owner, *_ in named_by(op))
+
+    def _enqueue(self, entry: Entry, op: bytes, counts: int = 1, copies: bool = False) -> None:
+        self._queue.append((entry, op, counts, copies))
         self._queued_bytes += len(op)
         if entry.copies is not None:
             self._with_values = self._end
@@ -236,9 +248,9 @@ class Shipping:
                 del self._to_dump[id(one.entry.store)]
                 await self._dump_one(one)
             else:
-                entry, op = one
+                entry, op, copies = one
                 self._later_bytes -= len(op)
-                self._enqueue(entry, op)
+                self._enqueue(entry, op, copies=copies)
         self._dumping = None
         self._go_on()
 
@@ -328,10 +340,12 @@ class Shipping:
 
     def is_late(self, patience_s: float) -> bool:
         """Whether a backup in sync has not confirmed the message in flight after `patience_s` and
-        the time that its bytes may take. Never true while the backup copies values for it."""
-        if not self.synced or not self._under_way or self._first < self._with_values:
+        the time that its bytes may take. The backup may take ATTEMPT_S longer if it may have to
+        copy values for the message."""
+        if not self.synced or not self._under_way:
             return False
-        return self.host.now() - self._sent_at > patience_s + self._takes_s
+        limit_s = patience_s + self._takes_s + (ATTEMPT_S if self._copies_values else 0.0)
+        return self.host.now() - self._sent_at > limit_s
 
     def demote(self) -> None:
         """Have the roster remove the backup from the in-sync set. Unless the backup is overdue,
@@ -436,7 +450,7 @@ class Shipping:
             # A backup that begins anew drops what it has: not while it may still be promoted. Nor
             # does anybody hear meanwhile of what it has not.
             await self.host.another_roster(self.host.roster, self.host.now() + RETRY_S)
-        waiting = sum([counts for *_, counts in self._queue]) + len(self._later)
+        waiting = sum([counts for _, _, counts, _ in self._queue]) + len(self._later)
         self.progress.confirmed = self.progress.done - waiting
         self._has_begun = True
         self._dump_later()
@@ -472,7 +486,8 @@ class Shipping:
             self._taken(end)
 
     async def _insist(self, backup: Owner, body: Append, end: int) -> None:
-        """Until the backup has it; it waits as long as the roster names this backup."""
+        """Send the message until the backup confirms it, in the reply or meanwhile in another
+        message. Retry as long as the roster names this backup."""
         while True:
             roster, attempt_s = self.host.roster, ATTEMPT_S + self._takes_s
             try:
@@ -487,6 +502,8 @@ class Shipping:
                 level = logging.INFO if waits else logging.WARNING
                 log.log(level, "backup %s: retrying: %s", backup.peer, exc)
                 await self.host.another_roster(roster, self.host.now() + RETRY_S)
+                if body.first < end <= self._first:  # an empty message is confirmed by its reply
+                    break
         self._taken(end)
 
     async def _begin_anew(self, backup: Owner, roster: Roster, why: DataplaneError) -> None:
@@ -528,6 +545,7 @@ class Shipping:
         """With what went along with answers: this message may overtake them."""
         body, end, nbytes = self._message(self._first, MESSAGE_BYTES, least=1)
         self._sent_at, self._takes_s = self.host.now(), nbytes / LEAST_BYTES_S
+        self._copies_values = any(copies for *_, copies in islice(self._queue, end - self._first))
         self._is_asked = end < self._end
         return body, end
 
@@ -537,7 +555,7 @@ class Shipping:
         shipments: list[Shipment] = []
         nbytes = count = 0
         last: Entry | None = None
-        for entry, op, _ in islice(self._queue, first - self._first, None):
+        for entry, op, *_ in islice(self._queue, first - self._first, None):
             if (count >= least and nbytes + len(op) > most_bytes) or count >= MESSAGE_OPS:
                 break
             nbytes += len(op)
@@ -554,7 +572,7 @@ class Shipping:
             return
         before = confirmed = self.progress.confirmed
         for _ in range(end - self._first):
-            _, op, counts = self._queue.popleft()
+            _, op, counts, _ = self._queue.popleft()
             self._queued_bytes -= len(op)
             confirmed += counts
         self._first = end

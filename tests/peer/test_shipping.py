@@ -29,13 +29,13 @@ from dataplane.metadata.shard.journal import apply
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Entry, Progress
 from dataplane.peer.shards import appends
-from dataplane.peer.shards.appends import MOST_RETRY_S, Shipping
+from dataplane.peer.shards.appends import ATTEMPT_S, MOST_RETRY_S, Shipping
 from dataplane.wire.journal import Begun, Ended, Op, decode, encode, encoded
 from dataplane.wire.messages import Seal
 from dataplane.wire.peering import Append, Rostered
 from dataplane.wire.tables import Definition, Owner
 from tests.metadata.observed import observed
-from tests.metadata.stores import named, put
+from tests.metadata.stores import OWNERS, named, put
 
 HERE, THERE = "tcp://10.0.0.1:7101", "tcp://10.0.0.2:7101"
 BEGUN = encoded(encode(Begun(Definition({"s": ["tokens"]}))))
@@ -108,8 +108,8 @@ class Primary:
         while self.host.progress.confirmed < self.host.progress.done:
             await asyncio.sleep(0.01)
 
-    def declare(self) -> Entry:
-        definition = Definition({"s": ["tokens"]})
+    def declare(self, replicas: int = 1) -> Entry:
+        definition = Definition({"s": ["tokens"]}, replicas=replicas)
         entry = Entry(Store("p", definition, 1))
         self.host.entries["p"] = entry
         self.shipping.watch(entry)
@@ -134,6 +134,64 @@ async def test_a_backup_that_cannot_take_a_message_yet_is_sent_the_same_again(
         await asyncio.sleep(0)
     _, refused, again = backup.got
     assert refused == again and len(refused.shipments) == 1
+    await primary.end()
+
+
+async def test_a_record_that_the_backup_confirmed_after_a_failure_is_not_sent_again() -> None:
+    backup = Backup()
+    primary = Primary(backup)
+    await primary.begin()
+    there = primary.roster.owners[1]
+
+    async def another_roster(*_: Any) -> None:
+        primary.shipping.heard(there, backup.got[-1].stream, 1)
+
+    primary.host.another_roster = another_roster
+    backup.refusals = [Unavailable("the reply was lost")] * 2
+    primary.declare()
+    await primary.until_confirmed()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert [len(one.shipments) for one in backup.got] == [0, 1, 1]
+    put(primary.host.entries["p"].store, [1])  # the stream goes on
+    await primary.until_confirmed()
+    assert [one.first for one in backup.got] == [0, 0, 0, 1]
+    await primary.end()
+
+
+@pytest.mark.parametrize(
+    ("replicas", "owner", "longer_s"),
+    [(1, OWNERS[0], 0.0), (2, Owner("b", 1), 0.0), (2, OWNERS[0], ATTEMPT_S)],
+)
+async def test_a_record_is_late_after_some_time_also_if_the_backup_copies_values_for_it(
+    replicas: int, owner: Owner, longer_s: float
+) -> None:
+    """The records of partitions with replicas=2 were never late."""
+    backup = Backup()
+    primary = Primary(backup)
+    now = 0.0
+    primary.host.now, primary.host.owner = lambda: now, owner
+    primary.shipping.copying = cast(Any, SimpleNamespace(note=lambda *_: None))
+    await primary.begin()
+    entry = primary.declare(replicas)
+    await primary.until_confirmed()
+    shipping, replies = primary.shipping, asyncio.Event()
+
+    async def call(address: str, body: Append, **_: Any) -> None:
+        await replies.wait()
+
+    backup.call = call  # type: ignore[method-assign]
+    put(entry.store, [1])  # a value of OWNERS[0]
+    put(entry.store, [2])
+    while not shipping._under_way:
+        await asyncio.sleep(0.01)
+    now = 2.0 + longer_s
+    assert not shipping.is_late(2.0)
+    now += 0.1  # the bytes of the record take less
+    assert shipping.is_late(2.0)
+    replies.set()
+    await primary.until_confirmed()
+    assert not shipping.is_late(2.0)
     await primary.end()
 
 

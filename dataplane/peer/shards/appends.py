@@ -488,7 +488,7 @@ class Shipping:
     async def _insist(self, backup: Owner, body: Append, end: int) -> None:
         """Send the message until the backup confirms it, in the reply or meanwhile in another
         message. Retry as long as the roster names this backup."""
-        while True:
+        while not body.first < end <= self._first:  # only its reply confirms an empty message
             roster, attempt_s = self.host.roster, ATTEMPT_S + self._takes_s
             try:
                 await self.mesh.call(backup.peer, body, to=backup.incarnation, timeout_s=attempt_s)
@@ -502,8 +502,6 @@ class Shipping:
                 level = logging.INFO if waits else logging.WARNING
                 log.log(level, "backup %s: retrying: %s", backup.peer, exc)
                 await self.host.another_roster(roster, self.host.now() + RETRY_S)
-                if body.first < end <= self._first:  # an empty message is confirmed by its reply
-                    break
         self._taken(end)
 
     async def _begin_anew(self, backup: Owner, roster: Roster, why: DataplaneError) -> None:

@@ -38,7 +38,7 @@ from dataplane.wire.tables import Owner, Table
 
 ASK_S = 1.0
 """Other peers are asked what their rows wait for this long before a call's deadline."""
-REUSE_S = 2.0
+REUSE_S = 0.5
 """Replies younger than this are reused: to answer takes a peer with many groups 0.1 s."""
 MAX_ASKED = 8
 """The maximum number of peers asked for one message."""

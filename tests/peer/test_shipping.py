@@ -631,6 +631,53 @@ async def test_who_is_the_backup_again_before_it_knew_hears_that_it_is_not_in_sy
     await parting.primary.end()
 
 
+@pytest.mark.parametrize("confirms", [False, True])
+async def test_a_late_backup_gets_the_rest_of_the_stream_when_it_knows_that_it_is_not_in_sync(
+    confirms: bool,
+) -> None:
+    """It got everything again. confirms: it has the late record before it knows."""
+    parting = Parting()
+    backup, primary = parting.backup, parting.primary
+    shipping, progress = primary.shipping, primary.host.progress
+    await primary.begin()
+    parting.follow(parting.before)
+    entry = primary.declare()
+    shipping._go_on()
+    while not progress.is_settled:
+        await asyncio.sleep(0)
+    replies, call = asyncio.Event(), backup.call
+
+    async def slowly(address: str, body: Append, **how: Any) -> None:
+        await replies.wait()
+        await call(address, body, **how)
+
+    backup.call = slowly  # type: ignore[method-assign]
+    put(entry.store, ["a"])
+    reply = progress.reached(time.monotonic() + 30)
+    await asyncio.sleep(0)
+    shipping.demote()
+    parting.follow(parting.turned_to())
+    put(entry.store, ["b"])
+    if confirms:
+        replies.set()
+        await reply
+    later = progress.reached(time.monotonic() + 30) if not confirms else None
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert shipping.has_all is False and reply.done() == confirms
+    backup.hears.set()
+    await reply
+    if later is not None:
+        await later
+    replies.set()
+    await primary.until_confirmed()
+    while not shipping.has_all:
+        await asyncio.sleep(0)
+    assert len({one.stream for one in backup.got}) == 1
+    assert sum(len(one.ops) for body in backup.got for one in body.shipments) == 3
+    await primary.end()
+
+
 async def test_it_is_told_again_where_that_failed_whatever_it_was() -> None:
     parting = Parting()
     parting.backup.fails = [ValueError("a bug"), InternalError("theirs")]

@@ -167,6 +167,8 @@ def test_a_record_that_takes_too_long_goes_on_without_the_backup(
         producer = _role(cluster, ledger, _Inline, primary)
         producer.sizes = (INLINE_ROW_BYTES,)
         await _puts(producer, 0)
+        assert primary.peer is not None
+        stream = primary.peer.shipping._stream
         groups = [producer._group(number, given=False) for number in range(1, 1 + MANY)]
         for group in groups:
             ledger.opened(group)
@@ -177,8 +179,8 @@ def test_a_record_that_takes_too_long_goes_on_without_the_backup(
             assert OVERDUE_S + 1.0 < cluster.loop.now - began < takes_s / 2
             cluster.network.byte_s = 0.0
             await asyncio.sleep(takes_s)
-        assert primary.peer is not None
         assert primary.peer.host.roster.backup_of(primary.address)[1]
+        assert primary.peer.shipping._stream == stream, "the backup got everything again"
 
     played(cluster, script)
     assert not wrong

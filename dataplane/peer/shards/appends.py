@@ -136,6 +136,9 @@ class Shipping:
         self._task: asyncio.Task[object] | None = None
         self._parting: asyncio.Task[object] | None = None
         """the backup, which was in sync, is told that it is not any more"""
+        self._keeps_stream = False
+        """all rosters since then name this backup, so it has kept its copies. It gets the rest of
+        the stream as a learner: a new stream might take a slow link long"""
         self._is_overdue = False
         """the backup has confirmed nothing for a while"""
         self._awaited: tuple[str, float] | None = None
@@ -292,6 +295,7 @@ class Shipping:
         stays |= owner == before and self._is_overdue  # it goes on from where it was, as a learner
         is_told = before is not None and required and new.has(before) and not self._is_overdue
         if before is not None and is_told and not stays:
+            self._keeps_stream = owner == before and (parted is None or self._keeps_stream)
             self._parting = self.mesh.spawn(self._part(before))
         elif not stays:
             self._change_to(owner)
@@ -324,7 +328,12 @@ class Shipping:
     def _parted(self) -> None:
         self._parting = None
         roster = self.host.roster
-        self._change_to(roster.owner_at(roster.backup_of(self.host.address)[0]))
+        owner = roster.owner_at(roster.backup_of(self.host.address)[0])
+        if self._keeps_stream and not self._is_overdue:
+            self._require()
+            self._go_on()
+        else:
+            self._change_to(owner)
 
     def unconfirmed(self) -> None:
         """Remove a backup that has confirmed nothing for a while from the in-sync set, so that

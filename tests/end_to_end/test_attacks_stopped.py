@@ -297,6 +297,35 @@ def test_an_ack_whose_reply_was_late_is_repeated_with_its_values(
         until(lambda: used_bytes(plane) == 0, "every byte came back")
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_ack_of_a_plan_whose_reply_was_late_is_repeated(cluster: Cluster, ranks: int) -> None:
+    """The first ack took effect. It ended the plan, or left it to the other rank."""
+    cluster.start("a", "b")
+    with cluster.connect("a") as plane, cluster.connect("b") as there:
+        in_sync(plane)
+        for number in range(40):
+            part = plane.partition(f"p{number}", {"s": ["x"]})
+            if part.name in there.stats()["partitions"]:
+                break
+        part.put({"x": list(range(6))}, key=list(range(6)))
+        part.seal()
+        plan = part.plan("s", rank=0, ranks=ranks, timeout=20)
+        rest = [
+            there.partition(part.name).plan("s", rank=rank, ranks=ranks, timeout=20)
+            for rank in range(1, ranks)
+        ]
+        cluster.freeze("b")
+        with pytest.raises(dataplane.DeadlineExceeded):
+            plan.ack(timeout=0.5)
+        cluster.wake("b")
+        plan.ack(timeout=20)
+        assert plan.state == "acked"
+        for other in rest:
+            other.ack(timeout=20)
+        part.wait("s", below=1, timeout=20)
+        assert part.stats()["stages"]["s"]["acked_rows"] == 6
+
+
 def test_a_stream_ends_within_its_time_out_at_a_stopped_peer(cluster: Cluster) -> None:
     cluster.start("a")
     with cluster.connect("a") as plane:

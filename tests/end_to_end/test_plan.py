@@ -12,7 +12,7 @@ import pytest
 
 import dataplane
 from dataplane import aio
-from tests.end_to_end.conftest import Cluster, line, until
+from tests.end_to_end.conftest import PLANE, Cluster, line, until
 from tests.end_to_end.test_attacks_peers import Addressed, hosts
 from tests.end_to_end.test_succession import planes
 
@@ -242,6 +242,29 @@ def test_a_backup_takes_over_in_the_middle(
     )
     with pytest.raises(dataplane.StreamEnd):
         planes["c"].partition("p").plan("train", rank=0, **how)
+
+
+@pytest.mark.parametrize("outcome", ["ack", "release"])
+def test_a_plan_whose_ack_was_lost_with_the_peer_of_its_shard_still_ends(
+    hosts: Addressed, planes: dict[str, dataplane.Plane], outcome: str
+) -> None:
+    """The ack was never applied, which the client cannot know."""
+
+    async def work() -> None:
+        async with aio.connect("a", run=PLANE) as client:
+            plan = await (await client.partition(name)).plan("train", rank=0, ranks=1)
+            hosts.freeze("b")
+            with pytest.raises(dataplane.DeadlineExceeded):
+                await plan.ack(timeout=0.5)
+            hosts.kill("b")
+            await getattr(plan, outcome)(timeout=20)
+
+    name = hosts.homed("b")
+    part = filled(planes["c"], 16, name, replicas=2)
+    asyncio.run(work())
+    counts = part.stats()["stages"]["train"]
+    ended = (counts["acked_rows"], counts["ready_rows"], counts["leased_rows"])
+    assert ended == ((16, 0, 0) if outcome == "ack" else (0, 16, 0))
 
 
 RANKS = """

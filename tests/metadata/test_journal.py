@@ -46,7 +46,7 @@ from dataplane.wire.messages import (
 )
 from dataplane.wire.peering import Append, PeerRequest, Shipment
 from dataplane.wire.records import RANGE
-from dataplane.wire.tables import Definition, Owner, Values
+from dataplane.wire.tables import Definition, Owner, Shape, Values
 from tests.metadata import stores
 from tests.metadata.observed import carried_over, observed
 from tests.metadata.stores import (
@@ -201,6 +201,58 @@ def test_a_copy_refuses_rows_of_a_lease_whose_block_is_gone_as_the_store_does() 
         with pytest.raises(LeaseExpired, match="earlier ack of these rows") as repeated:
             finish(one, taken, index=b"\0\0\0\0")
         assert repeated.value.details["repeated"] is True
+
+
+def test_a_repeated_ack_of_a_plan_is_recognised_before_and_after_the_plan_ends() -> None:
+    s, _ = journaled()
+    put(s, ["a", "b"])
+    s.seal()
+    members = [s.join("reward", Shape(ranks=2), rank, 7 + rank, 0.0) for rank in range(2)]
+    first, second = (one.number for one in members if one is not None)
+    s.finish(Finish(first, "ack"))
+    for one in (s, copy_of(s)):
+        with pytest.raises(LeaseExpired, match="already acked") as repeated:
+            one.finish(Finish(first, "ack"))
+        assert repeated.value.details["repeated"] is True
+        with pytest.raises(LeaseExpired, match="already acked") as other:
+            one.finish(Finish(first, "release"))
+        assert "repeated" not in other.value.details
+    s.finish(Finish(second, "ack"))
+    assert s.stage("reward").acked_rows == 2
+    for one in (s, copy_of(s)):
+        for member in (first, second):
+            with pytest.raises(LeaseExpired, match="has already taken effect") as repeated:
+                one.finish(Finish(member, "ack"))
+            assert repeated.value.details["repeated"] is True
+            with pytest.raises(LeaseExpired, match="may have taken effect") as other:
+                one.finish(Finish(member, "release"))
+            assert "repeated" not in other.value.details
+        assert one.stage("reward").acked_rows == 2
+
+
+def test_a_repeated_ack_of_a_plan_that_another_rank_released_is_rejected() -> None:
+    s, _ = journaled()
+    put(s, ["a", "b"])
+    s.seal()
+    members = [s.join("reward", Shape(ranks=2), rank, 7 + rank, 0.0) for rank in range(2)]
+    first, second = (one.number for one in members if one is not None)
+    s.finish(Finish(first, "ack"))
+    s.finish(Finish(second, "release"))
+    with pytest.raises(LeaseExpired, match="rank 1 of 2 exited or released") as ended:
+        s.finish(Finish(first, "ack"))
+    assert "repeated" not in ended.value.details
+    assert s.stage("reward").acked_rows == 0
+
+
+def test_a_repeated_ack_of_a_whole_lease_that_has_ended_makes_no_claim_about_the_first() -> None:
+    s, _ = journaled()
+    put(s, ["a"])
+    taken = take(s, "reward", Want("rows", 1, 1))
+    finish(s, taken, index=b"")  # selects no rows
+    finish(s, taken)
+    with pytest.raises(LeaseExpired, match="may have taken effect") as ended:
+        finish(s, taken)
+    assert "repeated" not in ended.value.details
 
 
 def test_a_long_lease_of_which_every_other_row_is_finished_is_soon_at_a_copy() -> None:

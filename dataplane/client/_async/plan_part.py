@@ -46,6 +46,8 @@ SOUGHT = 1_024
 class Part(Lease):
     """The lease of a plan. Its positions are indices into all rows of the plan."""
 
+    _ends_whole = True
+
     def __init__(self, handle: Handle, stage: str, claimed: Claimed, rows: int) -> None:
         super().__init__(handle, stage, claimed.lease, rows)
         self.why = ""

@@ -130,6 +130,9 @@ class Lease:
     """The rows of one claim. If the lease is garbage-collected before an ack, its rows return to
     their stage."""
 
+    _ends_whole = False
+    """The shard only accepts an ack or a release of all rows, without an index."""
+
     def __init__(
         self, handle: Handle, stage: str, number: int, n: int, groups: bytes = b""
     ) -> None:
@@ -375,7 +378,7 @@ class Lease:
         self._send_with(body, at, pieces, deadline)
 
     def _finish_of(self, outcome: Outcome, rows: int, tags: dict[str, list[Scalar]]) -> Finish:
-        whole = rows == self._all and not self._is_unsure
+        whole = rows == self._all and (self._ends_whole or not self._is_unsure)
         index = None if whole else np.array(rows_of(rows), U4).tobytes()
         worked_s = max(0.0, time.monotonic() - self._since)
         return Finish(self.id, outcome, index, tags=tags, client_s=worked_s)

@@ -47,9 +47,9 @@ def lease_of(state: State, number: int) -> Lease:
         raise LeaseExpired(
             state.leases.why_ended(number)
             or (
-                "this lease has already ended, because it was acked or released, or "
-                "because it timed out and its rows were returned to the stage. This call "
-                "stored nothing: claim again"
+                "this lease has ended: it was acked, released or dropped, or it timed out and its "
+                "rows were returned to the stage. An earlier attempt of this call may have taken "
+                "effect: read the rows to find out, or claim again"
             ),
             lease=number,
         )
@@ -62,7 +62,7 @@ def retry_key(asked: Finish, lease: Lease | None) -> int | None:
     that are left of a lease that has ended or is partly finished.
 
     A retried ack carries the same values, because a client can add a field only once. lease: None
-    if it has ended.
+    if it has ended. The number may then be a plan's member, which is acked as a whole.
     """
     if asked.outcome not in ("ack", "release", "drop") or asked.tags:
         return None
@@ -70,11 +70,21 @@ def retry_key(asked: Finish, lease: Lease | None) -> int | None:
     if fields and asked.outcome != "ack":
         return None
     if index is None:
-        if lease is None or lease.many_left != lease.count:
+        if lease is None:
+            return None if fields or asked.outcome != "ack" else member_key(asked.lease)
+        if lease.many_left != lease.count:
             return None
         index = np.arange(lease.count, dtype=U4).tobytes()
-    said = "\0".join((str(asked.lease), asked.outcome, *fields, ""))
-    return xxhash.xxh3_64_intdigest(said.encode() + index)
+    return _key(str(asked.lease), asked.outcome, *fields, index=index)
+
+
+def member_key(number: int) -> int:
+    """Return the retry key of the ack of a plan's member, for when all ranks have acked."""
+    return _key(str(number), "plan")
+
+
+def _key(*words: str, index: bytes = b"") -> int:
+    return xxhash.xxh3_64_intdigest("\0".join((*words, "")).encode() + index)
 
 
 def reject_retry(state: State, asked: Finish, call: int | None) -> None:

@@ -137,13 +137,15 @@ def waits_for(state: State, stage: str, rank: int, now: float) -> str:
 def finish(state: State, member: Member, asked: Finish) -> dict[str, int]:
     """`Store.finish` of a member of a plan: add fields to some rows (`keep`), ack everything
     that its rank has, end the plan for all (`release`), or leave because the reply never arrived
-    (`leave`)."""
+    (`leave`). A retry of an ack raises LeaseExpired with `repeated`."""
     plan = member.plan
     if member.acked:
+        retried = finishes.retry_key(asked, None) == finishes.member_key(member.number)
         raise LeaseExpired(
             "this rank has already acked its part of the plan: call part.plan(…) to join "
             "the next plan",
             lease=member.number,
+            **({"repeated": True} if retried else {}),
         )
     if asked.outcome == "leave":
         _leave(state, member)
@@ -254,6 +256,8 @@ def _finish_if_done(state: State, plan: Plan) -> dict[str, int]:
     if plan.working or len({one.rank for one in plan.members.values()}) < plan.shape.ranks:
         return {}
     state.leases.end_plan(plan)
+    for number in plan.members:
+        state.leases.add_retry_key(finishes.member_key(number))
     return finishes.finish(state, plan.lease, Finish(plan.lease.number, "ack"))
 
 

@@ -120,8 +120,9 @@ class Leases:
             self._heard(lease)
         if lease is None or (lease.deadline is not None and now >= lease.deadline):
             raise LeaseExpired(
-                "this lease has already ended: it was acked, it was released, or it timed out. "
-                "This call stored nothing: claim again",
+                "this lease has ended: it was acked, released or dropped, or it timed out. An "
+                "earlier attempt of this call may have taken effect: read the rows to find out, "
+                "or claim again",
                 lease=number,
             )
         return lease

@@ -68,7 +68,9 @@ DUMPED_BYTES = 2 * MESSAGE_BYTES
 """A dump goes on while fewer bytes than this wait to be confirmed."""
 PIECE_S = 0.02
 """A dump lets others have their turn after so long."""
-ATTEMPT_S = 10.0
+ATTEMPT_S, MOST_ATTEMPT_S = 10.0, 80.0
+"""How long the backup may take to reply, besides the time for the bytes. Each attempt that times
+out doubles it. A slow link delivers a message late, and another copy of it later still."""
 LEAST_BYTES_S = 1 << 20
 """The slowest accepted link, in bytes per second. A message of n bytes may take n / LEAST_BYTES_S
 seconds longer. After that the backup leaves the in-sync set, and replies stop waiting for it."""
@@ -497,12 +499,15 @@ class Shipping:
     async def _insist(self, backup: Owner, body: Append, end: int) -> None:
         """Send the message until the backup confirms it, in the reply or meanwhile in another
         message. Retry as long as the roster names this backup."""
+        attempt_s = ATTEMPT_S
         while not body.first < end <= self._first:  # only its reply confirms an empty message
-            roster, attempt_s = self.host.roster, ATTEMPT_S + self._takes_s
+            roster, began, limit_s = self.host.roster, self.host.now(), attempt_s + self._takes_s
             try:
-                await self.mesh.call(backup.peer, body, to=backup.incarnation, timeout_s=attempt_s)
+                await self.mesh.call(backup.peer, body, to=backup.incarnation, timeout_s=limit_s)
                 break
             except DataplaneError as exc:
+                if self.host.now() - began >= limit_s:
+                    attempt_s = min(2.0 * attempt_s, MOST_ATTEMPT_S)
                 refused = isinstance(exc, ProtocolError | InternalError)
                 if refused and not isinstance(exc, StaleEpoch):
                     await self._begin_anew(backup, roster, exc)

@@ -557,7 +557,8 @@ class Shipping:
         """With what went along with answers: this message may overtake them."""
         body, end, nbytes = self._message(self._first, MESSAGE_BYTES, least=1)
         self._sent_at, self._takes_s = self.host.now(), nbytes / LEAST_BYTES_S
-        self._copies_values = any(copies for *_, copies in islice(self._queue, end - self._first))
+        ops = islice(self._queue, end - self._first)
+        self._copies_values = any(copies for _, _, _, copies in ops)
         self._is_asked = end < self._end
         return body, end
 

@@ -20,8 +20,9 @@ from dataplane.peer.operations import Once, Operation, Waits
 from dataplane.peer.tasks import result_of
 from dataplane.wire.messages import Body, Request
 
-MAX_ANSWERS = 1_024
-"""Answers of one session that are remembered; the oldest are forgotten."""
+MAX_ANSWERS = 16_384
+"""Answers of one session that are remembered; the oldest are forgotten. A client may make a few
+thousand other calls before it repeats one that timed out."""
 
 
 class Spans:

@@ -326,6 +326,27 @@ def test_an_ack_of_a_plan_whose_reply_was_late_is_repeated(cluster: Cluster, ran
         assert part.stats()["stages"]["s"]["acked_rows"] == 6
 
 
+def test_an_ack_that_timed_out_is_repeated_after_a_thousand_other_calls(cluster: Cluster) -> None:
+    cluster.start("a")
+    with cluster.connect("a") as plane:
+        part = plane.partition("p", {"s": ["x"], "other": ["x"]}, free="drop")
+        part.put({"x": list(range(1100))}, key=list(range(1100)))
+        batch = part.claim("s", rows=6, timeout=20)
+        batch.add(y=[np.full(9000, row, np.uint8) for row in range(6)])
+        half, others = batch[0:3], part.claim("other", rows=1100, timeout=20)
+        cluster.freeze("a")
+        with pytest.raises(dataplane.DeadlineExceeded):
+            half.ack(timeout=0.5)
+        cluster.wake("a")
+        for row in range(1100):
+            others[row : row + 1].ack(timeout=20)
+        half.ack(timeout=20)
+        assert part.stats()["stages"]["s"]["acked_rows"] == 3
+        batch.ack(timeout=20)
+        assert part.stats()["stages"]["s"]["acked_rows"] == 6
+        del batch, half, others
+
+
 def test_a_stream_ends_within_its_time_out_at_a_stopped_peer(cluster: Cluster) -> None:
     cluster.start("a")
     with cluster.connect("a") as plane:

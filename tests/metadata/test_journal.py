@@ -203,6 +203,32 @@ def test_a_copy_refuses_rows_of_a_lease_whose_block_is_gone_as_the_store_does() 
         assert repeated.value.details["repeated"] is True
 
 
+def test_a_repeated_ack_is_recognised_after_thousands_of_others_until_its_time_is_over() -> None:
+    s, _ = journaled()
+    put(s, list(range(3_001)))
+    put(s, list(range(3_001, 6_002)))
+    taken = take(s, "reward", Want("rows", 1, 1))
+    late = Finish(taken.lease or 0, "ack", index=b"\0\0\0\0")
+
+    def others(many: int, seconds: float) -> None:
+        for at in range(many):
+            other = take(s, "reward", Want("rows", 1, 1))
+            s.finish(Finish(other.lease or 0, "ack"), at * seconds / many)
+
+    def is_known(one: Store) -> bool:
+        with pytest.raises(LeaseExpired) as failure:
+            one.finish(msgspec.structs.replace(late))
+        return failure.value.details.get("repeated") is True
+
+    s.finish(late, 0.0)
+    others(5_000, 60.0)
+    assert is_known(s)
+    assert is_known(copy_of(s))
+    others(1_000, 1_000.0)
+    assert not is_known(s)
+    assert not is_known(copy_of(s))
+
+
 def test_a_repeated_ack_of_a_plan_is_recognised_before_and_after_the_plan_ends() -> None:
     s, _ = journaled()
     put(s, ["a", "b"])

@@ -323,7 +323,7 @@ class ClaimQueue:
             try:
                 table = rows_out.table_of(self.store, taken.rows, taken.values)
             except BaseException:  # the claim waits on: the lease would be nobody's
-                self.store.finish(Finish(taken.lease, "release"))
+                self.store.finish(Finish(taken.lease, "release"), now)
                 raise
             self.withdraw(claim.number)
             return claim, Claimed(taken.lease, 0, table)

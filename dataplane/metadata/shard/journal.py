@@ -391,7 +391,7 @@ def _summary(store: Store, op: Summary, now: float) -> None:
         store.producers.note(session, rows, None)
     store.producers.add(op.put_rows - store.producers.rows)
     for key in column(op.done, U8).tolist():
-        store.leases.add_retry_key(key)
+        store.leases.add_retry_key(key, now)
 
 
 # checks
@@ -660,7 +660,7 @@ _HOW: dict[type[Any], Callable[[Store, Any, float], object]] = {
     Returned: lambda store, op, now: store.release_holder(op.holder),
     Joined: _joined,
     Put: lambda store, op, now: store.put(op, now=now),
-    Finish: lambda store, op, now: store.finish(op),
+    Finish: lambda store, op, now: store.finish(op, now),
     Declared: lambda store, op, now: store.declare_stage(op.stage, op.fields),
     Ended: lambda store, op, now: store.clear(op.change),
     Settle: lambda store, op, now: store.settle(op),

@@ -22,9 +22,11 @@ from dataplane.wire.tables import PlanRows, Shape
 
 MAX_OVER = 16_384
 """Members of plans that ended before their time, of one partition."""
-MAX_RETRY_KEYS = 4_096
-"""How many finished calls of one partition are remembered, so that their retries are
-recognised."""
+RETRY_KEY_S = 120.0
+"""At least so long a partition remembers a finished call, so that a retry is recognised: the
+deadlines of two calls, and a pause between them."""
+MAX_RETRY_KEYS = 131_072
+"""Finished calls of one partition that are remembered, even if more come within that time."""
 
 
 class Numbers:
@@ -160,6 +162,32 @@ class Member(msgspec.Struct, eq=False):
     acked: bool = False
 
 
+class RetryKeys:
+    """The keys of the last calls that ended rows, see `finishes.retry_key`. Each is kept for
+    RETRY_KEY_S to twice that time, and for less only if there are MAX_RETRY_KEYS."""
+
+    def __init__(self) -> None:
+        self._recent: dict[int, None] = {}
+        self._before: dict[int, None] = {}
+        self._since = 0.0
+        """when the first of the recent keys came"""
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._recent or key in self._before
+
+    def __iter__(self) -> Iterator[int]:
+        """All keys, the oldest first."""
+        yield from self._before
+        yield from self._recent
+
+    def add(self, key: int, now: float) -> None:
+        if not self._recent:
+            self._since = now
+        elif now - self._since >= RETRY_KEY_S or len(self._recent) >= MAX_RETRY_KEYS // 2:
+            self._before, self._recent, self._since = self._recent, {}, now
+        self._recent[key] = None
+
+
 class Leases:
     def __init__(self) -> None:
         self._leases: dict[int, Lease] = {}
@@ -168,8 +196,7 @@ class Leases:
         """members of plans that ended before their time, with why they did"""
         self._plans: dict[str, Plan] = {}
         """by stage"""
-        self._retry_keys: OrderedDict[int, None] = OrderedDict()
-        """the last calls that ended rows, see `finishes.retry_key`"""
+        self._retry_keys = RetryKeys()
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -204,11 +231,9 @@ class Leases:
         """The keys of the last calls that ended rows, oldest first."""
         return list(self._retry_keys)
 
-    def add_retry_key(self, key: int) -> None:
+    def add_retry_key(self, key: int, now: float) -> None:
         """Note that the call of this key was applied."""
-        self._retry_keys[key] = None
-        if len(self._retry_keys) > MAX_RETRY_KEYS:
-            self._retry_keys.popitem(last=False)
+        self._retry_keys.add(key, now)
 
     def has_retry_key(self, key: int) -> bool:
         """Whether the call of this key was applied recently."""

@@ -134,7 +134,7 @@ def waits_for(state: State, stage: str, rank: int, now: float) -> str:
     return "" if state.sealed else "the partition is not sealed yet"
 
 
-def finish(state: State, member: Member, asked: Finish) -> dict[str, int]:
+def finish(state: State, member: Member, asked: Finish, now: float) -> dict[str, int]:
     """`Store.finish` of a member of a plan: add fields to some rows (`keep`), ack everything
     that its rank has, end the plan for all (`release`), or leave because the reply never arrived
     (`leave`). A retry of an ack raises LeaseExpired with `repeated`."""
@@ -148,7 +148,7 @@ def finish(state: State, member: Member, asked: Finish) -> dict[str, int]:
             **({"repeated": True} if retried else {}),
         )
     if asked.outcome == "leave":
-        _leave(state, member)
+        _leave(state, member, now)
         return {}
     if asked.outcome == "keep":
         return finishes.finish(state, plan.lease, asked)
@@ -170,16 +170,16 @@ def finish(state: State, member: Member, asked: Finish) -> dict[str, int]:
     ended = _record(Kind.LEASE_END, member, Reason.ACK)
     ended.client_s = asked.client_s
     state.happened(ended, member.started)
-    return _finish_if_done(state, plan)
+    return _finish_if_done(state, plan, now)
 
 
-def _leave(state: State, member: Member) -> None:
+def _leave(state: State, member: Member, now: float) -> None:
     """The last one ends the plan."""
     plan = member.plan
     state.happened(_record(Kind.LEASE_END, member, Reason.RELEASE), member.started)
     del plan.members[member.number]
     if plan.members:
-        _finish_if_done(state, plan)
+        _finish_if_done(state, plan, now)
         return
     state.leases.end_plan(plan)
     finishes.give_back(state, plan.lease, Reason.RELEASE)
@@ -252,12 +252,12 @@ def _begin(state: State, stage: Stage, shape: Shape, now: float) -> Plan:
     return plan
 
 
-def _finish_if_done(state: State, plan: Plan) -> dict[str, int]:
+def _finish_if_done(state: State, plan: Plan, now: float) -> dict[str, int]:
     if plan.working or len({one.rank for one in plan.members.values()}) < plan.shape.ranks:
         return {}
     state.leases.end_plan(plan)
     for number in plan.members:
-        state.leases.add_retry_key(finishes.member_key(number))
+        state.leases.add_retry_key(finishes.member_key(number), now)
     return finishes.finish(state, plan.lease, Finish(plan.lease.number, "ack"))
 
 

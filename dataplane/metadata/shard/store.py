@@ -215,7 +215,7 @@ class Store(State):
         self.tell(Reset(self.partition, self.generation, stage, change))
         return rows
 
-    def finish(self, asked: Finish) -> dict[str, int]:
+    def finish(self, asked: Finish, now: float = 0.0) -> dict[str, int]:
         """Ack, release, drop or keep the rows of a lease, with added values, as one step.
 
         On a release the added values are progress, which only the stage itself gets, with the rows,
@@ -227,13 +227,13 @@ class Store(State):
         """
         lease = self.leases.get(asked.lease)
         if lease is None and (member := self.leases.member(asked.lease)) is not None:
-            kept = plans.finish(self, member, asked)
+            kept = plans.finish(self, member, asked, now)
         else:
             key = finishes.retry_key(asked, lease)
             finishes.reject_retry(self, asked, key)
             kept = finishes.finish(self, lease or finishes.lease_of(self, asked.lease), asked)
             if key is not None:
-                self.leases.add_retry_key(key)
+                self.leases.add_retry_key(key, now)
         self.remember(asked.change, PutDone(kept=kept) if kept else puts.PUT)
         self.tell(asked)
         return kept

@@ -294,7 +294,7 @@ class Finishing:
     def _finish_at(self, entry: Entry, body: Finish) -> PutDone:
         """At the shard: adds and ack are one operation. `run_effects` follows."""
         self.writing.share.check_values(body.values)
-        return PutDone(kept=entry.store.finish(body))
+        return PutDone(kept=entry.store.finish(body, self.host.now()))
 
     def finish_here(self, caller: Caller, body: Finish) -> Body | Awaitable[Body]:
         return self.writing.apply(self._entry_of(body), caller, body, self._finish_at)

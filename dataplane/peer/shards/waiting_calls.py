@@ -275,7 +275,7 @@ class WaitingCalls:
         return Done()
 
     def _finish(self, entry: Entry, lease: int, outcome: Literal["release", "leave"]) -> None:
-        entry.store.finish(Finish(lease, outcome))
+        entry.store.finish(Finish(lease, outcome), self.host.now())
         self.run_effects(entry)
 
     def _end(self, stage: _Stage, number: int, why: DataplaneError | None = None) -> None:

@@ -285,7 +285,8 @@ class ColumnView(Sequence[Any]):
         )
 
     def spans(self) -> list[Memory]:
-        """Return the bytes of each run of rows. All rows must be arrays."""
+        """Return the bytes of the rows without a copy, as few read-only arrays of uint8: rows that
+        lie one after the other in shared memory share one. All rows must be arrays."""
         return [run.column.span(run.first, run.last) for run in self.runs if run.column is not None]
 
     def dense(self) -> Array | None:

@@ -121,10 +121,9 @@ class Claimed(End):
         return next(self._batches)
 
     def buffers(self, held: Any) -> Iterator[Array]:
+        """A field has an array for each chunk in which its rows lie one after the other."""
         for name in FIELDS:
-            column = held.claimed.numpy(name, view=True)
-            # Small values of rows lie row by row, at equal distances.
-            yield from column if isinstance(column, list) else [np.ascontiguousarray(column)]
+            yield from held.column(name).spans()
 
     def rows(self, held: Any) -> Columns:
         return {name: list(held.column(name)) for name in FIELDS}

@@ -120,15 +120,10 @@ class DirectCopies:
             self._refuse(exc.message)
             return None
 
-    def tensors(
-        self, column: Any, layout: str, padding: Any, device: str, offsets: Any
-    ) -> Any | None:
+    def rows(self, column: Any, device: str) -> Any | None:
         """See `client.columns.copied`. None if `device` is no target of copies."""
         landing = self.landing(device)
-        if landing is None:
-            return None
-        copied = registry.client_module("columns").copied
-        return copied(self, landing, column, layout, padding, offsets)
+        return landing and registry.client_module("columns").copied(self, landing, column)
 
     def copy(self, runs: Runs, target: int, landing: Landing, keep: object) -> bool:
         """Queue the copies. keep: the object that pins the bytes in the arena. Return False,

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from dataplane.client.read.column_view import ColumnView
 from dataplane.client.read.convert import to_numpy
-from dataplane.client.read.ragged import Padding, padding_value
+from dataplane.client.read.ragged import RIGHT, Padding, padding_value
 from dataplane.client.read.tensors import to_torch
 from dataplane.errors import InvalidCall, InvalidValue
+from dataplane.gpu.client.columns import GpuRows
 from dataplane.gpu.torch_devices import place_named
 
 DTYPES = [
@@ -249,3 +251,51 @@ def test_cuda_is_the_gpu_of_the_thread_that_asks(monkeypatch: pytest.MonkeyPatch
         "cuda:3",
         "cuda:1",
     ]
+
+
+class _OnGpu(ColumnView):
+    """A view whose rows pass for rows on a GPU: tensors of the host have the same operations."""
+
+    def on_gpu(self, device: str) -> GpuRows:
+        runs = []
+        for column, first, last in self.runs:
+            assert column is not None
+            span = column.span(first, last)
+            items = np.ndarray(len(span) // column.spec.items.itemsize, column.spec.items, span)
+            runs.append(torch.from_numpy(items.copy()))
+        return GpuRows(self, runs, "cpu")
+
+
+@pytest.mark.parametrize("layout", ["auto", "dense", "padded", "jagged", "list"])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [np.arange(n, dtype=np.float32) for n in (3, 0, 5)],
+        [np.arange(3 * n).reshape(3, n) for n in (2, 1)],
+        [np.ones((2, 3)), np.ones((1, 5))],
+        [np.ones(2), np.ones(2, np.float32)],
+        np.arange(12).reshape(4, 3),
+        np.arange(4.0),
+    ],
+)
+def test_rows_on_a_gpu_are_laid_out_as_those_of_the_host(
+    arena: Any, rows: Any, layout: Any
+) -> None:
+    view = arena.view(rows)
+    for padding in (Padding(), RIGHT, Padding(-1, "left", length=6)):
+        said = []
+        for one in (view, _OnGpu(view.field, view.runs)):
+            try:
+                said.append(to_torch(one, layout, padding))
+            except InvalidValue as exc:
+                said.append(exc.message)
+        host, gpu = said
+        assert type(host) is type(gpu) and (not isinstance(host, str) or host == gpu)
+        if layout == "jagged" and not isinstance(host, str):
+            host, gpu = host.unbind(), gpu.unbind()
+        if not isinstance(host, str):
+            assert all(map(torch.equal, host, gpu)) and len(host) == len(gpu)
+
+
+def test_single_numbers_are_padded_as_they_are(arena: Any) -> None:
+    assert to_torch(arena.view(np.arange(3.0)), "padded", Padding(-1)).tolist() == [0, 1, 2]

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.client.read.chunk_columns import ChunkColumn, Memory
-from dataplane.client.read.ragged import Offsets, Padding, Ragged, ragged_of
+from dataplane.client.read.ragged import Ragged, ragged_of
 from dataplane.client.write.parallel import carry_out
 from dataplane.errors import DataplaneError, FieldUnknown, joined, mixed_releases
 from dataplane.wire import objects
@@ -264,11 +264,9 @@ class ColumnView(Sequence[Any]):
         """Return the same rows in host memory: this view, unless a plug-in keeps them elsewhere."""
         return self
 
-    def tensors_in_place(
-        self, layout: str, padding: Padding, view: bool, device: str, offsets: Offsets
-    ) -> Any | None:
-        """Return the rows as torch tensors on `device`, as `tensors.to_torch` does, if that needs
-        no host memory; else None."""
+    def on_gpu(self, device: str) -> Any | None:
+        """Return the rows in the memory of GPUs, for `tensors.to_torch`. None if some are not, or
+        if they are wanted elsewhere."""
         return None
 
     # bytes

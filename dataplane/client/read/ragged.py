@@ -114,15 +114,17 @@ class Padding:
         zero = type(self.value) in (int, float) and str(self.value) in ("0", "0.0")
         return zero and self.side == "right" and self.length is None and self.multiple is None
 
-    def span(self, length: int, width: int) -> slice:
-        """Where a row lies in its padded form."""
-        return slice(width - length, width) if self.side == "left" else slice(length)
+    def spans(self, lengths: Sequence[int], width: int) -> list[slice]:
+        """Where the values of each row lie in its padded form."""
+        if self.side == "left":
+            return [slice(width - length, width) for length in lengths]
+        return list(map(slice, lengths))
 
     def mask(self, lengths: Sequence[int], width: int) -> npt.NDArray[np.bool_]:
         """bool [n, width]: where values are."""
         made = np.zeros((len(lengths), width), np.bool_)
-        for row, length in zip(made, lengths, strict=True):
-            row[self.span(length, width)] = True
+        for at in enumerate(self.spans(lengths, width)):
+            made[at] = True
         return made
 
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -72,40 +71,35 @@ def to_torch(
             field=column.field,
         )
     column = arrays_of(column)
-    holds_arrays = column.holds_arrays
-    if holds_arrays:
-        _check_dtypes(column)
-    offsets = offsets or Offsets()
-    tensors = column.tensors_in_place(layout, padding, view, device, offsets)
-    if tensors is not None:
-        return tensors
-    column = column.on_host()
-    if not holds_arrays:
-        return _object_tensors(column, layout, view, device)
+    if not column.holds_arrays:
+        return _object_tensors(column.on_host(), layout, view, device)
+    _check_dtypes(column)
+    rows: Rows | None = column.on_gpu(device)
+    if rows is None:
+        column = column.on_host()
+        rows = None if view or direct is None else direct.rows(column, device)
+    rows = rows or HostRows(column, device)
     if view:
-        return _views(column, layout, device)
-    if direct is not None:
-        tensors = direct.tensors(column, layout, padding, device, offsets)
-        if tensors is not None:
-            return tensors
+        return rows.views(layout)
     uniform = None if layout == "jagged" else column.uniform
-    if layout == "dense" and uniform is None:
-        raise unlike(column.field, column.forms(), layout)
-    if layout == "padded" and (uniform is None or padding is not RIGHT):
-        return _padded(column, padding, device)
-    if uniform is not None and layout in ("auto", "dense", "padded"):
-        dtype, shape = uniform
-        return _made((len(column), *shape), dtype, device, column.pack)
-    if layout != "jagged":
-        return [tensor_over(row).to(device) for row in _rows(column)]
+    if uniform is not None and (
+        layout in ("auto", "dense") or layout == "padded" and padding is RIGHT
+    ):
+        return rows.whole((len(column), *uniform[1]))
+    if layout in ("auto", "list"):
+        return rows.each()
+    if layout == "padded":
+        return _padded(column, rows, padding)
     ragged = column.ragged
-    if ragged is None:
+    if layout == "dense" or ragged is None:
         raise unlike(column.field, column.forms(), layout)
     if ragged.axis == 0:
-        values = _made(ragged.shape, ragged.dtype, device, column.pack)
+        values = rows.whole(ragged.shape)
     else:
-        values = _filled(ragged.shape, ragged.dtype, device, _side_by_side(column))
-    return offsets.nested(values, ragged)
+        before, ends = (slice(None),) * ragged.axis, ragged.ends
+        spans = map(slice, ends, ends[1:])
+        values = rows.placed(ragged.shape, [(*before, span) for span in spans])
+    return (offsets or Offsets()).nested(values, ragged)
 
 
 def _check_layout(layout: object) -> None:
@@ -175,85 +169,44 @@ class TensorDictForm:
     multiple: Each[int | None] = None
     mask: str | Mapping[str, str] | None = None
 
-    def checked(self, fields: Sequence[str]) -> None:
-        """InvalidCall for a mapping with a field that is not among these, or a layout of none."""
-        for name in ("layout", "padding", "side", "length", "multiple", "mask"):
-            given = getattr(self, name)
-            unknown = [f for f in given if f not in fields] if isinstance(given, Mapping) else []
+    def check(self, names: Sequence[str]) -> None:
+        """InvalidCall for a mapping with a field that is not among these."""
+        for one in fields(self):
+            given = getattr(self, one.name)
+            unknown = [name for name in given if name not in names] if _is_each(given) else []
             if unknown:
                 raise InvalidCall(
-                    f"{name}= names field {unknown[0]!r}, which this call does not convert: "
-                    f"choose from {list(fields)}"
+                    f"{one.name}= names field {unknown[0]!r}, which this call does not convert: "
+                    f"choose from {list(names)}"
                 )
-        for layout in self.layout.values() if isinstance(self.layout, Mapping) else [self.layout]:
-            _check_layout(layout)
-        if "length" in self._named() and "multiple" in self._named():
-            raise InvalidCall("got both length= and multiple=: pass only one of them")
 
-    def _named(self) -> list[str]:
-        given = {name: getattr(self, name) for name in ("length", "multiple")}
-        return [n for n, one in given.items() if one is not None and not isinstance(one, Mapping)]
-
-    def chosen(self, name: str) -> Layout:
-        """The layout that the caller asks for."""
-        return cast(Layout, _for_field(self.layout, name, "auto"))
-
-    def layout_of(self, name: str, column: ColumnView) -> Layout:
-        """What is given for all fields leaves alone those to which it does not apply."""
-        layout = self.chosen(name)
-        if isinstance(self.layout, Mapping) and name in self.layout:
-            return layout
-        if layout == "list" or not column.holds_arrays:
-            return layout if layout == "list" else "auto"
-        if layout != "dense" and column.uniform is not None and not column.loose:
-            return "dense"
-        ragged = column.ragged
-        if ragged is None and column.uniform is not None:
-            return "dense"  # one number a row
-        if layout == "auto":
-            return "list" if ragged is None else "jagged"
-        return layout
-
-    def padding_of(self, name: str, column: ColumnView) -> Padding:
-        """One padding for all fields leaves bools alone, which are filled up with False."""
-        value = _for_field(self.padding, name, 0)
-        if not isinstance(self.padding, Mapping) and column.dtypes == [np.bool_]:
-            value = False
-        return Padding(
-            value,
-            cast(Side, _for_field(self.side, name, "right")),
-            _for_field(self.length, name, None),
-            _for_field(self.multiple, name, None),
+    def of(self, name: str) -> tuple[Layout, Padding, str | None]:
+        """The layout, the padding and the name of the mask that are given for a field."""
+        layout, value, side, length, multiple, mask = (
+            given.get(name, one.default) if _is_each(given) else given
+            for one in fields(self)
+            for given in [getattr(self, one.name)]
         )
+        _check_layout(layout)
+        return layout, Padding(value, side, length, multiple), mask
 
 
-def _for_field(given: Any, name: str, default: Any) -> Any:
-    return given.get(name, default) if isinstance(given, Mapping) else given
+def _is_each(given: object) -> bool:
+    return isinstance(given, Mapping)
 
 
-@dataclass(slots=True)
-class _Masks:
-    """The masks of a TensorDict, by their names, and of which field each is."""
-
-    form: TensorDictForm
-    found: dict[str, tuple[str, Any]] = field(default_factory=dict)
-
-    def add(self, name: str, column: ColumnView, padding: Padding, device: str) -> None:
-        given = self.form.mask
-        named = given.get(name) if isinstance(given, Mapping) else given
-        if named is None:
-            return
-        mask = padding_mask(column, padding, device)
-        first, other = self.found.setdefault(named, (name, mask))
-        if other is not mask and not sys.modules["torch"].equal(other, mask):
-            raise InvalidCall(
-                (
-                    f"mask={named!r} covers fields {first!r} and {name!r}, but their rows have "
-                    "different lengths: give each field its own mask, as in mask={"
-                )
-                + f"{first!r}: 'a', {name!r}: 'b'"
-                + "}"
-            )
+def _fitting(layout: Layout, column: ColumnView) -> Layout:
+    """The layout that a field gets where this one is given for all fields: it leaves alone those to
+    which it does not apply."""
+    if layout == "list" or not column.holds_arrays:
+        return layout if layout == "list" else "auto"
+    if layout != "dense" and column.uniform is not None and not column.loose:
+        return "dense"
+    if column.ragged is None and column.uniform is not None:
+        return "dense"  # one number a row
+    if layout == "auto":
+        return "list" if column.ragged is None else "jagged"
+    return layout
 
 
 def to_tensordict(
@@ -274,31 +227,46 @@ def to_tensordict(
     from tensordict import NonTensorStack, TensorDict
 
     check_device(device)
-    form.checked(list(columns))
-    offsets, masks, found = offsets or Offsets(), _Masks(form), {}
+    form.check(list(columns))
+    offsets, found = offsets or Offsets(), dict[str, Any]()
+    masks = dict[str, tuple[str, Any]]()
     for name, column in columns.items():
+        asked, padding, mask = form.of(name)
         if not n:
             continue
         for row in np.flatnonzero(column.absent):
             raise column.lacking(int(row))
         column = arrays_of(column)  # noqa: PLW2901
-        layout, padding = form.layout_of(name, column), form.padding_of(name, column)
+        if not _is_each(form.padding) and column.dtypes == [np.bool_]:
+            padding = replace(padding, value=False)
+        own = isinstance(form.layout, Mapping) and name in form.layout
+        layout = asked if own else _fitting(asked, column)
         if column.holds_arrays and layout != "list":
             found[name] = to_torch(column, layout, padding, False, device, direct, offsets)
-            if layout == "padded":
-                masks.add(name, column, padding, device)
+            if layout == "padded" and mask is not None:
+                _add_mask(masks, mask, name, padding_mask(column, padding, device))
         else:
             found[name] = _data(column, device, layout == "list", NonTensorStack)
-            if form.chosen(name) != "list":
+            if asked != "list":
                 _tell_of_stack(column, found[name], NonTensorStack)
-    for name, (_, mask) in masks.found.items():
-        if name in columns:
+    for mask, (_, made) in masks.items():
+        if mask in columns:
             raise InvalidCall(
-                f"mask={name!r}: a field already has this name; choose another name for the mask"
+                f"mask={mask!r}: a field already has this name; choose another name for the mask"
             )
-        found[name] = mask
+        found[mask] = made
     made = TensorDict(found, batch_size=[n], device=None if str(device) == "cpu" else device)
     return made.unflatten_keys(".") if any("." in name for name in found) else made
+
+
+def _add_mask(masks: dict[str, tuple[str, Any]], name: str, field: str, mask: Any) -> None:
+    """masks: by name, the first field of each, and the mask."""
+    first, known = masks.setdefault(name, (field, mask))
+    if known is not mask and not sys.modules["torch"].equal(known, mask):
+        raise InvalidCall(
+            f"mask={name!r} covers fields {first!r} and {field!r}, but their rows have different "
+            f"lengths: give each field its own mask, as in mask={{{first!r}: 'a', {field!r}: 'b'}}"
+        )
 
 
 def _data(column: ColumnView, device: str, listed: bool, stack: Any) -> Any:
@@ -339,88 +307,104 @@ def _tell_once(field: str, reason: str) -> None:
 # making tensors
 
 
-def _made(
-    shape: tuple[int, ...], dtype: np.dtype[Any], device: str, pack: Callable[[Array], None]
-) -> Any:
-    """As `_filled`, by who writes nothing but bytes."""
+class Rows(Protocol):
+    """Arrays of one or more dtypes, in host memory or on GPUs, from which tensors are made. All
+    tensors but views are private."""
 
-    def fill(array: Array) -> None:
-        if array.size:
-            pack(array.reshape(-1).view(np.uint8))
+    on_host: bool
 
-    return _filled(shape, dtype, device, fill)
+    def views(self, layout: str) -> Any:
+        """Tensors over the rows where they are. InvalidValue if they would have to be moved."""
 
+    def each(self) -> list[Any]:
+        """A tensor for each row."""
 
-def _filled(
-    shape: tuple[int, ...], dtype: np.dtype[Any], device: str, fill: Callable[[Array], None]
-) -> Any:
-    """A tensor of what is written into an array."""
-    if device != "cpu":
-        form = tensor_over(np.empty(0, dtype)).dtype
-        if (made := filled_on_gpu(shape, dtype, form, device, fill)) is not None:
-            return made
-    array = np.empty(shape, dtype)
-    fill(array)
-    made = tensor_over(array)
-    return made if device == "cpu" else made.to(device)
+    def whole(self, shape: tuple[int, ...]) -> Any:
+        """A tensor of this shape with the bytes of all rows, row after row."""
+
+    def placed(self, shape: tuple[int, ...], where: Sequence[Index], fill: Any = None) -> Any:
+        """A tensor of this shape, with each row at its index in `where`, and `fill` elsewhere."""
 
 
-def _side_by_side(column: ColumnView) -> Callable[[Array], None]:
-    """Rows next to each other along the ragged axis, which is not their first."""
-
-    def fill(array: Array) -> None:
-        ragged = column.ragged
-        assert ragged is not None
-        before = (slice(None),) * ragged.axis
-        for row, (start, end) in zip(column, pairwise(ragged.ends), strict=True):
-            array[(*before, slice(start, end))] = row
-
-    return fill
+Index: TypeAlias = tuple[Any, ...]
 
 
-def _padded(column: ColumnView, padding: Padding, device: str) -> Any:
-    ragged = column.ragged
-    if ragged is None:
-        return _padded_along_axes(column, padding, device)
-    width = padding.width(column.field, ragged.lengths)
-
-    def fill(array: Array) -> None:
-        array[...] = padding_value(column.field, padding, array.dtype)
-        axis, rows, target = ragged.axis, iter(column), array
-        if axis:
-            rows, target = (row.swapaxes(0, axis) for row in column), array.swapaxes(1, 1 + axis)
-        spans: Iterable[slice] = map(slice, ragged.lengths)
-        if padding.side == "left":
-            spans = [slice(width - length, width) for length in ragged.lengths]
-        for row, span, values in zip(target, spans, rows, strict=True):
-            row[span] = values
-
-    shape = (len(column), *ragged.head, width, *ragged.tail)
-    check_padded(column.field, shape, ragged.dtype)
-    return _filled(shape, ragged.dtype, device, fill)
+def place(target: Any, rows: Iterable[Any], where: Sequence[Index], fill: Any) -> None:
+    """Copy each row to its index in an array or a tensor. fill: what the rest becomes."""
+    if fill is not None:
+        target[...] = fill
+    for at, row in zip(where, rows, strict=True):
+        target[at] = row
 
 
-def _padded_along_axes(column: ColumnView, padding: Padding, device: str) -> Any:
-    """Of rows that differ along several axes, or have none: the first gets the padding's side."""
-    forms = column.forms()
-    dtype, ranks = forms[0][0], {len(shape) for _, shape in forms}
-    if len(ranks) > 1 or len(column.dtypes) > 1:
-        raise unlike(column.field, forms, "padded")
-    shape = [max(lengths) for lengths in zip(*(shape for _, shape in forms), strict=True)]
-    if shape:
-        firsts = [shape[0] for _, shape in forms]
-        shape[0] = padding.width(column.field, firsts)
+class HostRows:
+    """`Rows` of a column in host memory."""
 
-    def fill(array: Array) -> None:
-        array[...] = padding_value(column.field, padding, array.dtype)
-        for target, row in zip(array, column, strict=True):
-            spans = [slice(length) for length in row.shape]
-            if spans:
-                spans[0] = padding.span(row.shape[0], shape[0])
-            target[tuple(spans)] = row
+    on_host = True
 
-    check_padded(column.field, (len(forms), *shape), dtype)
-    return _filled((len(forms), *shape), dtype, device, fill)
+    def __init__(self, column: ColumnView, device: str) -> None:
+        self._column, self._device = column, device
+
+    def views(self, layout: str) -> Any:
+        column = self._column
+        dense = column.dense()
+        if dense is not None and layout in ("auto", "dense", "padded"):
+            return tensor_over(_view_of(dense)).to(self._device)
+        if layout in ("dense", "padded", "jagged"):
+            raise no_view(column.field, layout)
+        return [tensor_over(_view_of(row)).to(self._device) for row in column]
+
+    def each(self) -> list[Any]:
+        return [tensor_over(row).to(self._device) for row in _rows(self._column)]
+
+    def whole(self, shape: tuple[int, ...]) -> Any:
+        def pack(array: Array) -> None:
+            if array.size:
+                self._column.pack(array.reshape(-1).view(np.uint8))
+
+        return self._made(shape, pack)
+
+    def placed(self, shape: tuple[int, ...], where: Sequence[Index], fill: Any = None) -> Any:
+        return self._made(shape, lambda array: place(array, self._column, where, fill))
+
+    def _made(self, shape: tuple[int, ...], write: Callable[[Array], None]) -> Any:
+        """A tensor of what is written into an array."""
+        (dtype,), device = self._column.dtypes, self._device
+        if device != "cpu":
+            form = tensor_over(np.empty(0, dtype)).dtype
+            if (made := filled_on_gpu(shape, dtype, form, device, write)) is not None:
+                return made
+        array = np.empty(shape, dtype)
+        write(array)
+        made = tensor_over(array)
+        return made if device == "cpu" else made.to(device)
+
+
+def _padded(column: ColumnView, rows: Rows, padding: Padding) -> Any:
+    """Rows that differ along several axes, or have none, get the padding's side on the first, and
+    zeros behind on the others."""
+    field, n, ragged = column.field, len(column), column.ragged
+    if ragged is not None:
+        width = padding.width(field, ragged.lengths)
+        dtype, shape = ragged.dtype, (n, *ragged.head, width, *ragged.tail)
+        where: list[Index] = list(enumerate(padding.spans(ragged.lengths, width)))
+        if ragged.axis:
+            inner = (slice(None),) * ragged.axis
+            where = [(row, *inner, span) for row, span in where]
+    else:
+        forms = column.forms()
+        dtype, ranks = forms[0][0], {len(shape) for _, shape in forms}
+        if len(ranks) > 1 or len(column.dtypes) > 1:
+            raise unlike(field, forms, "padded")
+        axes = list(zip(*(shape for _, shape in forms), strict=True))
+        widths = [max(axis) for axis in axes]
+        spans = [list(map(slice, axis)) for axis in axes]
+        if axes:
+            widths[0] = padding.width(field, axes[0])
+            spans[0] = padding.spans(axes[0], widths[0])
+        shape, where = (n, *widths), list(zip(range(n), *spans, strict=True))
+    check_padded(field, shape, dtype, on_host=rows.on_host)
+    return rows.placed(shape, where, padding_value(field, padding, dtype).item())
 
 
 def _rows(column: ColumnView) -> list[Array]:
@@ -455,15 +439,6 @@ class _Writable:
 def _view_of(array: Array) -> Array:
     """The same memory under an array that claims to be writable, and keeps the pin."""
     return np.asarray(_Writable(array)).view(array.dtype)
-
-
-def _views(column: ColumnView, layout: Layout, device: str) -> Any:
-    dense = column.dense()
-    if dense is not None and layout in ("auto", "dense", "padded"):
-        return tensor_over(_view_of(dense)).to(device)
-    if layout in ("dense", "padded", "jagged"):
-        raise no_view(column.field, layout)
-    return [tensor_over(_view_of(row)).to(device) for row in column]
 
 
 def _object_tensors(column: ColumnView, layout: Layout, view: bool, device: str) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,16 +18,9 @@ import numpy as np
 
 from dataplane.client.read.chunk_columns import ChunkColumn, Memory
 from dataplane.client.read.column_view import ColumnView, RowSpan
-from dataplane.client.read.ragged import (
-    RIGHT,
-    Offsets,
-    Padding,
-    check_padded,
-    no_view,
-    padding_value,
-    unlike,
-)
+from dataplane.client.read.ragged import no_view
 from dataplane.client.read.table import TableReader
+from dataplane.client.read.tensors import Index, place
 from dataplane.errors import DeviceMissing, InvalidValue, joined, mixed_releases
 from dataplane.gpu.direct import DirectCopies, Landing, Runs
 from dataplane.memory.mapping import Pin
@@ -140,18 +133,15 @@ class DeviceColumn(ColumnView):
     def dense(self) -> None:
         """None: the rows are not all in host memory."""
 
-    def tensors_in_place(
-        self, layout: str, padding: Padding, view: bool, device: str, offsets: Offsets
-    ) -> Any | None:
-        """See `ColumnView.tensors_in_place`. InvalidValue where torch has no such dtype or
-        layout."""
+    def on_gpu(self, device: str) -> GpuRows | None:
+        """See `ColumnView.on_gpu`. InvalidValue where torch has no such dtype."""
         on_device = self._on_device()
         if not str(device).startswith("cuda") or not 0 < len(on_device) == len(self.runs):
             return None
         run, column = on_device[0]
         if column.device_memory(run.first, run.last).opened.device.kind != "cuda":
             return None
-        return _tensors_of(self, layout, padding, view, device, offsets)
+        return GpuRows(self, self.tensors(), device)
 
     def on_host(self) -> ColumnView:
         """The same column with a private copy of what is on a device. DeviceMissing where the
@@ -196,37 +186,59 @@ class DeviceColumn(ColumnView):
         return found
 
 
-def _tensors_of(
-    column: DeviceColumn, layout: str, padding: Padding, view: bool, device: str, offsets: Offsets
-) -> Any:
-    """As `tensors.to_torch`, of entries that are all on GPUs."""
-    runs = column.tensors()
-    if view and layout in ("dense", "padded", "jagged"):
-        raise no_view(column.field, layout)
-    if len(column.dtypes) > 1 and layout not in ("auto", "list"):
-        raise unlike(column.field, column.forms(), layout)
-    if view or len(column.dtypes) > 1:
+class GpuRows:
+    """`tensors.Rows` on GPUs.
+
+    runs: of each run of the column, its rows side by side, as a tensor [items] of one dtype.
+    private: they are one tensor, which nobody else has.
+    """
+
+    on_host = False
+
+    def __init__(
+        self, column: ColumnView, runs: list[Any], device: str, private: bool = False
+    ) -> None:
+        self._column, self._runs, self._device, self._private = column, runs, device, private
+
+    def views(self, layout: str) -> list[Any]:
+        if layout in ("dense", "padded", "jagged"):
+            raise no_view(self._column.field, layout)
+        return [row.to(self._device) for row in self._in_place()]
+
+    def each(self) -> list[Any]:
+        several = len(self._column.dtypes) > 1
+        rows = [row.clone() for row in self._in_place()] if several else self._rows()
+        return [row.to(self._device) for row in rows]
+
+    def whole(self, shape: tuple[int, ...]) -> Any:
+        return self._items().reshape(shape).to(self._device)
+
+    def placed(self, shape: tuple[int, ...], where: Sequence[Index], fill: Any = None) -> Any:
+        rows = self._rows()
+        made = sys.modules["torch"].empty(shape, dtype=rows[0].dtype, device=rows[0].device)
+        place(made, rows, where, fill)
+        return made.to(self._device)
+
+    def _items(self) -> Any:
+        """The items of all rows, which have one dtype."""
+        return self._runs[0] if self._private else sys.modules["torch"].cat(self._runs)
+
+    def _rows(self) -> list[Any]:
+        return _cut(self._items(), [shape for _, shape in self._column.forms()])
+
+    def _in_place(self) -> list[Any]:
         rows = []
-        for items, (column_, first, last) in zip(runs, column.runs, strict=True):
-            assert column_ is not None
-            rows += _rows(items, map(column_.shape_of, range(first, last)))
-        return [(row if view else row.clone()).to(device) for row in rows]
-    return _laid_out(column, sys.modules["torch"].cat(runs), layout, padding, device, offsets)
+        for items, (column, first, last) in zip(self._runs, self._column.runs, strict=True):
+            assert column is not None
+            rows += _cut(items, map(column.shape_of, range(first, last)))
+        return rows
 
 
-def copied(
-    direct: DirectCopies,
-    landing: Landing,
-    column: ColumnView,
-    layout: str,
-    padding: Padding,
-    offsets: Offsets,
-) -> Any | None:
-    """As `tensors.to_torch`, by copies from the arena to a GPU that nobody has waited for yet.
+def copied(direct: DirectCopies, landing: Landing, column: ColumnView) -> GpuRows | None:
+    """The rows of a column, by copies from the arena to a GPU that nobody has waited for yet.
 
     None where that is no way, or not the faster one: memory that cannot be pinned, values that are
-    not in the arena, are short, or have several dtypes. InvalidValue where torch has no such dtype
-    or layout.
+    not in the arena, are short, or have several dtypes. InvalidValue where torch has no such dtype.
     """
     if len(column.dtypes) > 1:
         return None
@@ -247,7 +259,7 @@ def copied(
     memory = torch.empty(sum(sizes), dtype=torch.uint8, device=landing.place)
     if not direct.copy(runs, memory.data_ptr(), landing, arena):
         return None
-    return _laid_out(column, memory.view(dtype), layout, padding, landing.place, offsets)
+    return GpuRows(column, [memory.view(dtype)], landing.place, private=True)
 
 
 def _torch_dtype(field: str, dtype: np.dtype[Any]) -> Any:
@@ -260,7 +272,7 @@ def _torch_dtype(field: str, dtype: np.dtype[Any]) -> Any:
         ) from exc
 
 
-def _rows(items: Any, shapes: Iterable[tuple[int, ...]]) -> list[Any]:
+def _cut(items: Any, shapes: Iterable[tuple[int, ...]]) -> list[Any]:
     """A tensor [items] as tensors of these shapes."""
     at, found = 0, []
     for shape in shapes:
@@ -268,47 +280,3 @@ def _rows(items: Any, shapes: Iterable[tuple[int, ...]]) -> list[Any]:
         found.append(items[at:end].reshape(shape))
         at = end
     return found
-
-
-def _laid_out(
-    column: ColumnView, items: Any, layout: str, padding: Padding, device: str, offsets: Offsets
-) -> Any:
-    """All rows in private memory of a GPU, [items] of one dtype, as `tensors.to_torch` gives
-    them."""
-    uniform, ragged = column.uniform, column.ragged
-    shapes = (shape for _, shape in column.forms())
-    if uniform and (layout in ("auto", "dense") or layout == "padded" and padding is RIGHT):
-        return items.reshape(len(column), *uniform[1]).to(device)
-    if layout in ("auto", "list"):
-        return [row.to(device) for row in _rows(items, shapes)]
-    torch = sys.modules["torch"]
-    if layout == "padded":
-        rows = _rows(items, shapes)
-        axis = 0 if ragged is None else ragged.axis
-        return _padded(torch, column, rows, axis, padding).to(device)
-    if layout == "dense" or ragged is None:
-        raise unlike(column.field, column.forms(), layout)
-    if ragged.axis:
-        values = torch.cat(_rows(items, shapes), ragged.axis)
-    else:
-        values = items.reshape(ragged.shape)
-    return offsets.nested(values.to(device), ragged)
-
-
-def _padded(torch: Any, column: ColumnView, rows: list[Any], axis: int, padding: Padding) -> Any:
-    field, forms = column.field, column.forms()
-    if len({(dtype, len(shape)) for dtype, shape in forms}) > 1:
-        raise unlike(field, forms, "padded")
-    value = padding_value(field, padding, forms[0][0]).item()
-    shape = [max(lengths) for lengths in zip(*(row.shape for row in rows), strict=True)]
-    if shape:
-        lengths = [row.shape[axis] for row in rows]
-        shape[axis] = padding.width(field, lengths)
-    check_padded(field, (len(rows), *shape), forms[0][0], on_host=False)
-    made = torch.full([len(rows), *shape], value, dtype=rows[0].dtype, device=rows[0].device)
-    for target, row in zip(made, rows, strict=True):
-        spans = [slice(length) for length in row.shape]
-        if spans:
-            spans[axis] = padding.span(row.shape[axis], shape[axis])
-        target[tuple(spans)] = row
-    return made

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dataplane.errors import (
@@ -18,7 +18,7 @@ from dataplane.errors import (
     nearest,
 )
 from dataplane.metadata.shard import weights
-from dataplane.metadata.shard.blocks import LEASED, READY, UNKNOWN_SIZE, Block, Group
+from dataplane.metadata.shard.blocks import LEASED, PENDING, READY, UNKNOWN_SIZE, Block, Group
 from dataplane.metadata.shard.leases import Lease, Plan
 from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.shard.state import State
@@ -209,13 +209,14 @@ def unleased(state: State, now: float, among: Mapping[int, int] | None = None) -
     return found
 
 
-def lacks(state: State) -> list[tuple[str, str, int]]:
-    """How many rows lack a field, per stage: (stage, field, rows)."""
-    found = []
+def lacks(state: State, blocks: Sequence[Block]) -> Counter[tuple[str, str]]:
+    """How many rows of these blocks lack a field that a stage needs: (stage, field) → rows."""
+    found = Counter[tuple[str, str]]()
     for name, stage in state.stages.items():
-        pending = {b.number: rows for b in state.blocks.values() if (rows := stage.pending(b))}
-        lacking = _lacking(state, stage, pending)
-        found += [(name, field, rows) for field, rows in lacking.items()]
+        if stage.rows.counts[PENDING]:
+            pending = {b.number: rows for b in blocks if (rows := stage.pending(b))}
+            for field, rows in _lacking(state, stage, pending).items():
+                found[name, field] = rows
     return found
 
 

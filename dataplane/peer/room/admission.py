@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections import deque
-from collections.abc import Awaitable, Callable
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,8 @@ ASK_S = 1.0
 """Other peers are asked what their rows wait for this long before a call's deadline."""
 REUSE_S = 0.5
 """Replies younger than this are reused: to answer takes a peer with many groups 0.1 s."""
+PIECE = 8_192
+"""Blocks or chunks to look at before other calls are served."""
 MAX_ASKED = 8
 """The maximum number of peers asked for one message."""
 
@@ -56,6 +58,7 @@ REASONS = {
 }
 
 Units = list[npt.NDArray[np.uint64]]
+T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +77,13 @@ class _StarvedClaim:
     holder: int
     since: float
     stage: str
+
+
+async def _in_pieces(items: list[T]) -> AsyncIterator[list[T]]:
+    """Yield the items in pieces, and serve other calls after each."""
+    for at in range(0, len(items), PIECE):
+        yield items[at : at + PIECE]
+        await asyncio.sleep(0)
 
 
 class Room:
@@ -102,6 +112,10 @@ class Room:
         """the replies of other peers; None: no reply yet"""
         self._asked_at = -math.inf
         self._asking: list[asyncio.Task[None]] = []
+        self._looked_at = -math.inf
+        self._looking: asyncio.Task[None] | None = None
+        self._kept: tuple[list[StoredRows], int] = [], 0
+        """what rows here keep of this arena, at `_looked_at`"""
         self._by_rank = [self._lines[admission] for admission in sorted(Admission, reverse=True)]
 
     def __len__(self) -> int:
@@ -149,7 +163,9 @@ class Room:
             return await self._in_turn(waiter, timeout_s)
         except (TimeoutError, BackPressure) as exc:
             self.refused[admission] += 1
-            if not isinstance(exc, TimeoutError):  # then `_in_turn` has asked already
+            if isinstance(exc, TimeoutError):  # `_in_turn` has asked other peers already
+                await self._look()
+            else:
                 await self._learn()
             why = str(exc) or f"no space was freed within {duration(timeout_s)}"
             raise self._full(waiter, why) from exc
@@ -260,10 +276,23 @@ class Room:
     # who holds the bytes
 
     async def _learn(self) -> None:
-        """Ask other peers what their rows wait for, and wait for the replies."""
+        """Learn what rows here wait for, and other peers' rows."""
         self._ask_peers()
+        await self._look()
         if self._asking:
             await asyncio.wait(self._asking, timeout=ASK_S)
+
+    async def _look(self) -> None:
+        """Learn what rows here wait for, unless that is known since REUSE_S."""
+        if self._looking is None or self._looking.done():
+            if self._host.now() <= self._looked_at + REUSE_S:
+                return
+            self._looking = self._mesh.spawn(self._look_here())
+        await asyncio.wait([self._looking])
+
+    async def _look_here(self) -> None:
+        self._looked_at = self._host.now()
+        self._kept = await self.kept(self._host.owner)
 
     def _ask_peers(self) -> None:
         """Ask the peers whose rows keep the most values here what those rows wait for. Peers that
@@ -283,26 +312,32 @@ class Room:
                 owner.peer, CanFree(why=True), timeout_s=ASK_S, to=owner.incarnation
             )
 
-    def kept(self, owner: Owner) -> tuple[list[StoredRows], int]:
+    async def kept(self, owner: Owner) -> tuple[list[StoredRows], int]:
         """The partitions served here with the most bytes in an owner's arena, and how many more
         have values there."""
-        sizes = [(self._bytes_at(entry, owner), entry) for entry in self._host.entries.values()]
+        entries = list(self._host.entries.values())
+        sizes = [(await self._bytes_at(entry, owner), entry) for entry in entries]
         found = sorted((one for one in sizes if one[0]), key=lambda one: -one[0])
-        shown = [self._stored(entry, nbytes) for nbytes, entry in found[: reasons.SHOWN_OTHERS]]
-        return shown, len(found) - len(shown)
+        shown, more = found[: reasons.SHOWN_OTHERS], len(found[reasons.SHOWN_OTHERS :])
+        return [await self._stored(entry, nbytes) for nbytes, entry in shown], more
 
-    def _bytes_at(self, entry: Entry, owner: Owner) -> int:
+    async def _bytes_at(self, entry: Entry, owner: Owner) -> int:
         """Bytes in an owner's arena that rows of a partition keep, with its second copies."""
         host, store, copies = self._host, entry.store, entry.copies
-        nbytes = sum([chunk.nbytes for chunk in store.chunks_at(owner)])
+        chunks, nbytes = store.chunks_at(owner), 0
         if copies is not None and owner == host.owner:
             nbytes += sum([int(copies.held(one)[1].sum()) for one in copies.owners])
         elif copies is not None and owner.peer == host.roster.backup_of(host.address)[0]:
-            nbytes += sum([chunk.nbytes for chunk in store.chunks_at(host.owner)])
+            chunks += store.chunks_at(host.owner)
+        async for some in _in_pieces(chunks):
+            nbytes += sum([chunk.nbytes for chunk in some])
         return nbytes
 
-    def _stored(self, entry: Entry, nbytes: int) -> StoredRows:
-        store, now = entry.store, self._host.now()
+    async def _stored(self, entry: Entry, nbytes: int) -> StoredRows:
+        store, lacks = entry.store, Counter[tuple[str, str]]()
+        async for some in _in_pieces(list(store.blocks.values())):
+            lacks += inspection.lacks(store, some)
+        now = self._host.now()
         held = sorted(inspection.holders(store, now), key=lambda one: -one[2])
         return StoredRows(
             entry.name,
@@ -310,13 +345,13 @@ class Room:
             nbytes,
             inspection.unleased(store, now),
             [(self._host.who(who), of, n, s) for who, of, n, s in held[: reasons.SHOWN_LEASES]],
-            inspection.lacks(store),
+            [(stage, field, rows) for (stage, field), rows in lacks.items()],
             store.definition.free == "drop",
         )
 
     def _full(self, waiter: Waiter, why: str) -> BackPressure:
         host, stats, now = self._host, self.space.stats(), self._host.now()
-        kept, more = self.kept(host.owner)
+        kept, more = list(self._kept[0]), self._kept[1]
         silent = list[tuple[str, int]]()
         for owner, activity in self._activities.items():
             if activity is not None:

@@ -10,11 +10,14 @@ its silence ends no wait.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from dataplane.errors import DataplaneError
 from dataplane.peer.host import Caller
+from dataplane.wire.messages import Body
 from dataplane.wire.peering import Activity, CanFree
 
 if TYPE_CHECKING:
@@ -102,15 +105,17 @@ class Standstill:
         self._looks = self._looks + 1 if same and is_standstill(answers) else 0
         self._done = done
 
-    def can_free(self, caller: Caller, body: CanFree) -> Activity:
+    def can_free(self, caller: Caller, body: CanFree) -> Body | Awaitable[Body]:
         """Note that calls wait for space, unless the caller asks for a reason: waiting claims give
         up their priority over claims that take rows."""
-        if not body.why:
-            self.peer.calls.producers_wait()
-        activity = self._here()
         if body.why:
-            activity.kept, activity.more = self.peer.room.kept(caller.owner)
-        return activity
+            return self._here_with_reasons(caller)
+        self.peer.calls.producers_wait()
+        return self._here()
+
+    async def _here_with_reasons(self, caller: Caller) -> Activity:
+        kept, more = await self.peer.room.kept(caller.owner)
+        return msgspec.structs.replace(self._here(), kept=kept, more=more)
 
     def _here(self) -> Activity:
         entries = [entry for entry in self.host.entries.values() if len(entry.store)]

@@ -167,6 +167,7 @@ class Progress:
         """of them, those that the backup has"""
         self.required = False
         """the roster calls the backup in sync, so it must have them"""
+        self._held_by: asyncio.Future[None] | None = None
         self._waiting = OrderedDict[asyncio.Future[None], int]()
         """with the number of operations that each waits for, which only grows"""
         self.on_awaited: Callable[[], None] = lambda: None
@@ -176,7 +177,11 @@ class Progress:
 
     @property
     def is_settled(self) -> bool:
-        return not self.required or self.confirmed >= self.done
+        return self._may_go(self.done)
+
+    def _may_go(self, done: int) -> bool:
+        """Whether what depends on the first `done` operations may leave."""
+        return self._held_by is None and (not self.required or self.confirmed >= done)
 
     @property
     def is_awaited(self) -> bool:
@@ -188,9 +193,19 @@ class Progress:
         self.confirmed = confirmed
         self.wake()
 
+    def hold(self, work: asyncio.Future[None]) -> None:
+        """Let no reply leave before `work` is done, however it ends."""
+        self._held_by = work
+        work.add_done_callback(self._release)
+
+    def _release(self, work: asyncio.Future[None]) -> None:
+        if self._held_by is work:
+            self._held_by = None
+            self.wake()
+
     def wake(self) -> None:
         waiting = self._waiting
-        while waiting and (not self.required or self.confirmed >= next(iter(waiting.values()))):
+        while waiting and self._may_go(next(iter(waiting.values()))):
             reached, _ = waiting.popitem(last=False)
             if not reached.done():
                 reached.set_result(None)

@@ -25,7 +25,7 @@ from dataplane.launch import embedded, rundir
 from dataplane.launch.settings import PeerConfig
 from dataplane.peer import descriptors
 from dataplane.peer.peer import Peer
-from dataplane.peer.tasks import first_of
+from dataplane.peer.tasks import first_of, within
 
 if TYPE_CHECKING:
     from dataplane.peer.watch.metrics import Metrics
@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 FILES_S = 1.0
 """How often a peer looks whether its files are still there."""
+CARD_S = 5.0
+"""A slow disk delays the reply to the first put for at most this long."""
 
 
 def run(config: PeerConfig, ready: Callable[[], None] | None = None) -> int:
@@ -169,14 +171,19 @@ def _note(lock: rundir.PeerLock, peer: Peer) -> None:
 def _await_first_rows(lock: rundir.PeerLock, peer: Peer) -> None:
     """Write to the card that the peer has rows before the first rows are confirmed, because the
     peer may be killed right after. Later changes wait for `_keep_files`."""
+    host = peer.host
 
-    def noted() -> None:
-        peer.host.on_first_rows = None
+    async def write(rows: int, declared: Sequence[str]) -> None:
         with contextlib.suppress(OSError):  # `_keep_files` retries, and logs the error
-            lock.note(peer.host.rows, peer.directory.declared())
+            await within(CARD_S, host.threads.run(lock.note, rows, declared))
+
+    def note() -> None:
+        host.on_first_rows = None
+        writing = write(host.rows, peer.directory.declared())
+        host.progress.hold(peer.mesh.spawn(writing))
 
     if peer.config.listen is None:  # a peer with an address always reports lost rows
-        peer.host.on_first_rows = noted
+        host.on_first_rows = note
 
 
 def _restore(

@@ -427,6 +427,25 @@ def test_a_peer_that_is_killed_right_after_a_put_leaves_word_of_its_rows(
         assert re.search(r"was killed. It had 3 rows \S+ m?s ago", caplog.text)
 
 
+def test_a_disk_that_takes_long_to_write_the_card_stops_no_other_call(
+    run_dir: Path, launch: Launch
+) -> None:
+    """The writer waits until somebody reads its draft. The put is confirmed after that."""
+    with dataplane.connect(run="grpo") as plane, ThreadPoolExecutor(1) as pool:
+        part = plane.partition("p", {"s": ["x"]})
+        card = run_dir / "grpo" / "embedded.json"
+        until(lambda: json.loads(card.read_text())["partitions"] == ["p"], "it is on the card")
+        os.mkfifo(draft := card.with_name(".embedded.json"))
+        putting = pool.submit(part.put, {"x": [1, 2, 3]})
+        until(lambda: plane.stats()["partitions"]["p"]["rows"] == 3, "the peer has the rows", 2.0)
+        assert not putting.done()
+        with draft.open("rb") as written:
+            assert json.load(written)["rows"] == 3
+        assert len(putting.result()) == 3
+        card.unlink()  # the draft took its place
+        until(card.is_file, "the peer has restored its card")
+
+
 def test_who_says_fresh_twice_begins_twice(launch: Launch) -> None:
     """As a cell of a notebook does that is run again: its own clients are no obstacle."""
     planes = []

@@ -47,3 +47,17 @@ async def test_only_a_backup_that_confirmed_just_now_is_called_slow(is_slow: boo
     with pytest.raises(Unavailable, match="did not confirm") as caught:
         await progress.reached(time.monotonic() + 0.01)
     assert (OVERDUE in caught.value.details) == is_slow
+
+
+async def test_replies_wait_for_work_that_comes_before_them() -> None:
+    progress = Progress()
+    first, second = (asyncio.get_running_loop().create_future() for _ in range(2))
+    progress.hold(first)
+    reached = progress.reached(math.inf)
+    progress.hold(second)
+    first.cancel()
+    await asyncio.sleep(0)
+    assert not reached.done() and not progress.is_settled
+    second.set_result(None)
+    await asyncio.sleep(0)
+    assert reached.done() and progress.is_settled

@@ -216,6 +216,34 @@ def test_who_is_killed_with_a_batch_in_hand_is_logged_once_a_minute(
     assert "exited without closing its client while holding 2 rows" in one
 
 
+EXITS_WITH_BATCHES_AHEAD = """
+import time
+import dataplane
+part = dataplane.connect("a").partition("p")
+made = []
+loader = part.loader("train", rows=1, prefetch=2, timeout=10, collate=made.append)
+loop = iter(loader)
+next(loop)
+other = iter(part.loader("log", rows=1, prefetch=2, timeout=10, collate=made.append))
+while len(made) < 5:
+    time.sleep(0.01)
+"""
+
+
+def test_batches_that_were_claimed_ahead_are_not_told_as_forgotten(
+    part: Partition, cluster: Cluster
+) -> None:
+    """The batch that the loop had got is, with its own row."""
+    worker = cluster.worker(EXITS_WITH_BATCHES_AHEAD)
+    assert worker.wait(60) == 0
+    until(lambda: HELD in cluster.log("a"), "the peer told of the batch")
+    (one,) = [said for said in cluster.log("a").splitlines() if HELD in said]
+    assert "closed its client while holding 1 row that" in one
+    assert "stage 'train'" in one
+    stages = part.stats()["stages"]
+    assert [(at["ready_rows"], at["released_rows"]) for at in stages.values()] == [(4, 3), (4, 2)]
+
+
 def test_a_batch_that_was_handed_back_is_not_logged_by_the_peer(
     part: Partition, cluster: Cluster
 ) -> None:

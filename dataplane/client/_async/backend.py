@@ -217,7 +217,8 @@ class Prefetch(Generic[B]):
                     self._changed.notify_all()
                 del made
         except asyncio.CancelledError:
-            pass
+            if self._making is not None:  # the loop that has ended knows nothing of it
+                self._making.lease.abandon()
         except BaseException as exc:  # whatever it is, the loop is where it is told
             failure = exc
         self._failure = failure

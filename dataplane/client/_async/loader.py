@@ -204,6 +204,7 @@ class LoaderLoop(AsyncIterator[Any]):
             await self._loader.aclose()
             raise
         self._loader._given += 1
+        self._loader._handle.session.leases.hand_over(self.batch.lease.id)
         return made
 
     def leave(self, forgotten: tuple[str, str] | None = None) -> None:

@@ -264,7 +264,9 @@ class Housekeeper:
         session, until = self.session, time.monotonic() + _CLOSE_S
         session.settle_pools(_CLOSE_S)
         due = self._parting()
-        due += [Finish(lease, "abandon") for lease in session.leases.clear()]
+        due += [
+            Finish(lease, "abandon" if had else "release") for lease, had in session.leases.clear()
+        ]
         if session.spans is not None:
             session.spans.close()
         # What waits for orphans may wait in vain for a peer that is stopped: it has half the time.

@@ -271,8 +271,9 @@ class Session:
             self.due.put(pins)
             self.keep(extents)
 
-    def leased(self, lease: int, partition: str) -> None:
-        self.leases.add(lease, partition)
+    def leased(self, lease: int, partition: str, ahead: bool = False) -> None:
+        """ahead: a loader claimed it, and its loop has not reached it yet."""
+        self.leases.add(lease, partition, ahead)
         self.tend()
 
     def abandon(self, lease: Abandoned, unwritten: Sequence[Extent]) -> None:
@@ -425,17 +426,22 @@ class Holdings:
         self._lock = threading.Lock()
         self._taken: dict[int, tuple[str, int]] = {}
         self._hands: dict[tuple[str, int], int] = {}
+        self._ahead = set[int]()
+        """those that were claimed ahead, which no caller has got yet"""
 
-    def add(self, number: int, partition: str) -> None:
+    def add(self, number: int, partition: str, ahead: bool = False) -> None:
         hand = partition, caller()
         with self._lock:
             self._taken[number] = hand
+            if ahead:
+                self._ahead.add(number)
             self._hands[hand] = self._hands.get(hand, 0) + 1
 
     def discard(self, number: int) -> str | None:
         """Return the partition that it was of, "" if that has ended; None if it was not there."""
         with self._lock:
             hand = self._taken.pop(number, None)
+            self._ahead.discard(number)
             if hand is None:
                 return None
             if hand in self._hands:
@@ -453,10 +459,15 @@ class Holdings:
             for hand in [hand for hand in self._hands if hand[0] == partition]:
                 del self._hands[hand]
 
-    def clear(self) -> list[int]:
-        """All of them, which are nobody's now."""
+    def hand_over(self, number: int) -> None:
+        """A caller gets what was claimed ahead."""
+        self._ahead.discard(number)
+
+    def clear(self) -> list[tuple[int, bool]]:
+        """All of them, which are nobody's now, and whether a caller had got each."""
         with self._lock:
-            taken, self._taken = list(self._taken), {}
+            taken = [(number, number not in self._ahead) for number in self._taken]
+            self._taken, self._ahead = {}, set()
             self._hands.clear()
             return taken
 

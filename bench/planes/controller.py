@@ -31,7 +31,7 @@ import msgspec
 
 from bench.columns import Field, all_fields, group_bytes
 from bench.planes.base import Batch, Columns, Endpoint, Group, Job, Moved, Plane, Service, Worker
-from bench.planes.dealing import Event, Step, Taker, deal
+from bench.planes.dealing import Event, Step, Taker, Takers, deal
 from bench.planes.frames import Frame, Landing, pack, receive_into, receive_table, send, unpack
 from bench.processes import die_with, emit
 from bench.traces import Prompt
@@ -150,7 +150,7 @@ class Controller:
         self._steps: dict[int, Step] = {}
         self._lock = threading.Lock()  # of the steps and their landings
         self._connections: list[Connection] = []
-        self._workers: dict[str, list[Connection]] = {stage: [] for stage in job.stages()}
+        self._workers = {stage: Takers() for stage in job.stages()}
         self._senders: list[threading.Thread] = []
         # Events of all threads, or the exception that ended one.
         self._events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
@@ -212,7 +212,7 @@ class Controller:
             connection = Connection(sock, name, self._job)
             self._connections.append(connection)
             if connection.role in self._workers:
-                self._workers[connection.role].append(connection)
+                self._workers[connection.role].add(connection)
                 self._senders.append(self._thread(self._post, connection))
             self._events.put(Event("hello", 0))
             self._thread(self._gather, connection)

@@ -7,6 +7,7 @@ has at most IN_FLIGHT groups.
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -36,14 +37,35 @@ class Taker:
         self.unanswered: dict[int, int] = {}
 
     def load(self) -> tuple[bool, int, int]:
-        """By which the least busy worker is found: whether it has no room, its bytes, its rank."""
+        """By which the least busy is found: whether it has no room, its bytes, its rank."""
         return len(self.unanswered) == IN_FLIGHT, sum(self.unanswered.values()), self.rank
+
+
+class Takers:
+    """The workers of a stage."""
+
+    def __init__(self) -> None:
+        self.all: list[Taker] = []
+        self._loads: list[tuple[bool, int, int, Taker]] = []  # a heap, with loads of before
+
+    def add(self, worker: Taker) -> None:
+        self.all.append(worker)
+        self.changed(worker)
+
+    def changed(self, worker: Taker) -> None:
+        """Note the load of a worker that got or answered a group."""
+        heapq.heappush(self._loads, (*worker.load(), worker))
+
+    def least_busy(self) -> Taker:
+        while self._loads[0][:3] != self._loads[0][3].load():
+            heapq.heappop(self._loads)
+        return self._loads[0][3]
 
 
 class Line:
     """One stage of one step: a queue of complete groups, and the workers that take them."""
 
-    def __init__(self, fields: Sequence[str], workers: Sequence[Taker], step: Step) -> None:
+    def __init__(self, fields: Sequence[str], workers: Takers, step: Step) -> None:
         self.is_open = self.is_closed = False  # closed: the workers know that no group follows
         self._fields = set(fields)
         self._workers = workers
@@ -62,22 +84,25 @@ class Line:
 
     def answered(self, prompt: int) -> None:
         """A worker is done with a group."""
-        del self._sent.pop(prompt).unanswered[prompt]
+        worker = self._sent.pop(prompt)
+        del worker.unanswered[prompt]
+        self._workers.changed(worker)
 
     def send(self, no_more: bool) -> None:
         """Send waiting groups to workers that have room. `no_more`: rollout is over, so once every
         group that is left was sent, the workers hear that none follows."""
         while self._waiting:
-            worker = min(self._workers, key=Taker.load)
+            worker = self._workers.least_busy()
             if len(worker.unanswered) == IN_FLIGHT:
                 return
             prompt = self._waiting.popleft()
             worker.unanswered[prompt] = self._step.weights[prompt]
+            self._workers.changed(worker)
             self._sent[prompt] = worker
             worker.outbox.put((self._step.number, prompt))
         if no_more and not self.is_closed and self._taken.issuperset(self._step.groups):
             self.is_closed = True
-            for worker in self._workers:
+            for worker in self._workers.all:
                 worker.outbox.put((self._step.number, None))
 
     @property
@@ -88,7 +113,7 @@ class Line:
 class Step:
     """One step: its batch, and a line for each stage."""
 
-    def __init__(self, number: int, job: Job, workers: Mapping[str, Sequence[Taker]]) -> None:
+    def __init__(self, number: int, job: Job, workers: Mapping[str, Takers]) -> None:
         fields, prompts = all_fields(job.task), job.of_step(number)
         self.number = number
         self.weights = {p.index: group_bytes(fields, p, job.dedup) for p in prompts}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import simpy
 
 from bench.columns import ADDED, rollout_fields
-from bench.planes.dealing import Event, Step, Taker, deal
+from bench.planes.dealing import Event, Step, Taker, Takers, deal
 from bench.sim.model import Claimed, Design, Model, Steps, Work
 from bench.traces import Prompt
 
@@ -21,10 +21,10 @@ class Central(Design):
     def __init__(self, model: Model) -> None:
         super().__init__(model)
         crowd = self.job.crowd()
-        self._workers = {
-            stage: [Taker(rank, simpy.Store(self.env)) for rank in range(crowd[stage])]
-            for stage in self.job.stages()
-        }
+        self._workers = {stage: Takers() for stage in self.job.stages()}
+        for stage, workers in self._workers.items():
+            for rank in range(crowd[stage]):
+                workers.add(Taker(rank, simpy.Store(self.env)))
         self._steps = {step: Step(step, self.job, self._workers) for step in range(self.job.steps)}
         self._held: Counter[int] = Counter()  # by step
         self.outcome.peak_bytes = [0]
@@ -41,7 +41,7 @@ class Central(Design):
 
     def claim(self, step: int, stage: str, rank: int, most: int) -> Claimed:
         host = self.job.host_of(stage, rank)
-        _, index = yield self._workers[stage][rank].outbox.get()
+        _, index = yield self._workers[stage].all[rank].outbox.get()
         asked_and_ready = self.env.now
         if index is None:
             yield from self._move(_AT, host, 0, self.costs.of(stage, ("claim",), Work()))

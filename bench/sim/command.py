@@ -10,7 +10,7 @@ import argparse
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import mean
+from statistics import mean, median
 from typing import Any, TypeVar
 
 import msgspec
@@ -45,14 +45,15 @@ _MOST_GROUPS = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much is run: (trace, hosts, prompts) to fit on, and to check with, that so many times.
+    """How much is run: (trace, hosts, prompts) to fit on and to check with, and how often.
 
     Neither the traces nor the numbers of hosts of the checks are among those that are fitted on.
     """
 
     fits: Sequence[Case]
+    fit_times: int
     checks: Sequence[Case]
-    times: int
+    check_times: int
     steps: int
     step_s: float
 
@@ -63,12 +64,13 @@ _FULL = Size(
         for trace in ("math", "image", "search")  # long text, media, short rows
         for hosts, prompts in ((1, 4), (2, 10), (4, 8))
     ],
+    fit_times=2,
     checks=[("image_open", 3, 9), ("straggler", 5, 10), ("video", 6, 6), ("programming", 8, 16)],
-    times=3,
-    steps=3,
+    check_times=5,
+    steps=5,
     step_s=1.0,
 )
-_QUICK = Size(fits=[("math", 1, 2)], checks=[("math", 2, 2)], times=1, steps=1, step_s=0.5)
+_QUICK = Size([("math", 1, 2)], 1, [("math", 2, 2)], 1, steps=1, step_s=0.5)
 
 
 def register(commands: Any) -> None:
@@ -132,7 +134,7 @@ def _simulate(
         for plane in DESIGNS:
             job = paced(plane, *told, size.steps, size.step_s)
             cases.append(check(job, costs[plane], place, runs[_CHECK, told, plane]))
-    yield {"cases": cases, "failed_runs": failed, **_accuracy(cases, cores)}
+    yield {"cases": cases, "failed_runs": failed, **accuracy(cases, cores)}
     assumed = _assume(options, _factors(costs, cases))
     model: list[dict[str, Any]] = []
     for hosts in options.hosts:
@@ -148,7 +150,7 @@ def _observe(size: Size, console: Console, failed: list[str]) -> dict[RunKey, li
     second try fails too."""
     fits = [(_FIT, case, plane) for case in size.fits for plane in DESIGNS]
     checks = [(_CHECK, case, plane) for case in size.checks for plane in DESIGNS]
-    order = in_turn(fits, checks * size.times)
+    order = in_turn(fits * size.fit_times, checks * size.check_times)
     runs: dict[RunKey, list[Seen]] = defaultdict(list)
     for number, (kind, case, plane) in enumerate(order, 1):
         job = paced(plane, *case, size.steps, size.step_s)
@@ -165,13 +167,15 @@ def _observe(size: Size, console: Console, failed: list[str]) -> dict[RunKey, li
     return runs
 
 
-def _accuracy(cases: Sequence[Mapping[str, Any]], cores: int) -> dict[str, Any]:
-    """The skill over all cases and of each design, and means over the cases. `others_cores`: what
-    other programs took of this machine's cores meanwhile; `quiet`: whether that was little."""
+def accuracy(cases: Sequence[Mapping[str, Any]], cores: int) -> dict[str, Any]:
+    """The skill over all cases and of each design. `repeat_skill`: that of one run as a prediction
+    of the others of its case, None where there are none. `others_cores`: what other programs took
+    of this machine's cores meanwhile; `quiet`: whether that was little."""
     others = mean(cores for case in cases for cores in case["others_cores"])
     by_plane = {plane: _skill([c for c in cases if c["plane"] == plane]) for plane in DESIGNS}
-    told = {"skill": _skill(cases), "skill_goal": GOAL, "skill_by_plane": by_plane}
-    told["spread"] = mean(case["spread"] for case in cases)
+    told: dict[str, Any] = {"skill": _skill(cases), "skill_goal": GOAL, "skill_by_plane": by_plane}
+    repeats = [repeat for case in cases for repeat in _repeats(case)]
+    told["repeat_skill"] = _skill(repeats) if repeats else None
     return told | {"others_cores": others, "quiet": others <= _QUIET * cores}
 
 
@@ -181,6 +185,13 @@ def _skill(cases: Sequence[Mapping[str, Any]]) -> float:
     errors: float = sum(abs(c["predicted_step_s"] - c["median_step_s"]) for c in cases)
     naive: float = sum(abs(c["recorded_step_s"] - c["median_step_s"]) for c in cases)
     return 1 - errors / max(naive, 1e-9)
+
+
+def _repeats(case: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Each run of a case in the place of the model."""
+    for number, step_s in enumerate(case["steps_s"]):
+        if others := case["steps_s"][:number] + case["steps_s"][number + 1 :]:
+            yield {**case, "predicted_step_s": step_s, "median_step_s": median(others)}
 
 
 def _factors(
@@ -276,10 +287,12 @@ def _result(job: Job, runs: Mapping[str, Outcome]) -> dict[str, Any]:
 def _show(console: Console, told: Mapping[str, Any]) -> None:
     console.print(_cases(told["cases"]))
     planes = ", ".join(f"{plane} {skill:.2f}" for plane, skill in told["skill_by_plane"].items())
+    repeat = told["repeat_skill"]
     console.print(
         f"Skill on transfers: {told['skill']:.2f} (goal {GOAL}; {planes}). 1 is exact; 0 is no "
-        f"better than predicting no transfer. Runs of one case differ by {told['spread']:.1%}. "
-        f"Other programs used {told['others_cores']:.2f} cores meanwhile."
+        "better than predicting no transfer. "
+        + (f"One run predicts the others with {repeat:.2f}. " if repeat is not None else "")
+        + f"Other programs used {told['others_cores']:.2f} cores meanwhile."
     )
     if not told["quiet"]:
         console.print(

@@ -14,7 +14,7 @@ from bench.cli import _parser, main
 from bench.pace import ideal_seconds
 from bench.planes.base import Job
 from bench.sim.central import Central
-from bench.sim.command import _FULL, in_turn
+from bench.sim.command import _FULL, accuracy, in_turn
 from bench.sim.decentral import Decentral
 from bench.sim.fit import Seen, fit, least_squares, priced, simulate
 from bench.sim.model import Costs, Design, Model, Outcome, Place, Plan, Price, Work
@@ -162,6 +162,17 @@ def test_which_hosts_serve_a_step_is_drawn_and_the_one_that_keeps_the_roster_ser
 def test_runs_of_two_kinds_take_turns_over_the_whole() -> None:
     assert in_turn("abcd", "xy") == ["a", "x", "b", "c", "y", "d"]
     assert in_turn("", "xy") == ["x", "y"]
+
+
+def test_a_run_in_the_place_of_the_model_says_how_well_a_model_can_do() -> None:
+    """Of a median over noisy runs not even another run is an exact prediction."""
+    case = {"plane": "dataplane", "recorded_step_s": 1.0, "others_cores": [0.0]}
+    case |= {"predicted_step_s": 1.1, "median_step_s": 1.2, "steps_s": [1.1, 1.2, 1.3]}
+    told = accuracy([{**case, "plane": plane} for plane in ("dataplane", "controller")], 2)
+    assert told["skill"] == pytest.approx(0.5)
+    # 1.1 against 1.25, 1.2 against 1.2 and 1.3 against 1.15, of transfers of 0.6 s in all.
+    assert told["repeat_skill"] == pytest.approx(1 - 0.3 / 0.6)
+    assert accuracy([case | {"steps_s": [1.2]}], 2)["repeat_skill"] is None
 
 
 def as_run(told: Job, prices: Costs, place: Place, watch: float = 0.0) -> Seen:

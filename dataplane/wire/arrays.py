@@ -262,6 +262,15 @@ def _check_unit(value: Any) -> None:
         )
 
 
+_INTERVAL = "month_day_nano_interval"
+
+
+def is_interval(column: object) -> bool:
+    """Whether an Arrow or pandas object has calendar intervals in it. NumPy 2.4 ends the process
+    when it reads one from pyarrow 26."""
+    return _INTERVAL in f"{getattr(column, 'type', '')} {getattr(column, 'dtype', '')}"
+
+
 def _check_columnar(column: Any) -> None:
     """InvalidValue for an Arrow, Polars or pandas object of which numpy would lose something: in an
     array nulls become NaN, times lose their zone, and a table its names and dtypes."""
@@ -269,6 +278,11 @@ def _check_columnar(column: Any) -> None:
         raise InvalidValue(
             f"storing {kind_of(column)} would lose the names and types of its columns: pass each "
             "column as a field, or pass a list of dicts from .to_pylist() or .to_dict('records')"
+        )
+    if is_interval(column):
+        raise InvalidValue(
+            f"{kind_of(column)} has values of the Arrow type {_INTERVAL}, which NumPy cannot hold: "
+            "pass the months, days and nanoseconds as three fields"
         )
     for chunk in getattr(column, "chunks", None) or ():
         _check_columnar(chunk)

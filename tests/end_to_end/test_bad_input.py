@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
@@ -265,7 +266,7 @@ OTHERS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "a field that no row has": (
         lambda p: p.claim("s", rows=1, fields=["y"], timeout=5),
         dataplane.FieldUnknown,
-        "remove the field from fields=, or correct its name",
+        "no row has a field 'y': use one of the fields .'x'.",
     ),
     "a claim that is not met": (
         lambda p: p.claim("s", rows=3, timeout=0),
@@ -400,10 +401,23 @@ def test_a_wrong_call_on_a_batch_leaves_it_leased(part: Partition) -> None:
             call()
         assert batch.state == "leased"
     huge = np.array([2**64 - 1], np.uint64)  # as a signed int it would be the last row
-    for rows in ([0.0], [True, False], True, 1, "0", ["0"], [[0, 1]], [[0], [1, 2]], {0}, huge):
+    intervals = pa.array([(1, 2, 3)], pa.month_day_nano_interval())  # NumPy crashes on these
+    for rows in (
+        [0.0],
+        [True, False],
+        True,
+        1,
+        "0",
+        ["0"],
+        [[0, 1]],
+        [[0], [1, 2]],
+        {0},
+        huge,
+        intervals,
+    ):
         with pytest.raises(dataplane.InvalidRows, match="expected a list of int positions from 0"):
             batch.drop(rows=rows)  # type: ignore[arg-type]
-    for rows in ([0.0], True, 1, "0", ["0"], [[0, 1]], [[0], [1, 2]], {0}, huge):
+    for rows in ([0.0], True, 1, "0", ["0"], [[0, 1]], [[0], [1, 2]], {0}, huge, intervals):
         with pytest.raises(dataplane.InvalidRows, match="expected .*positions from 0 to 1"):
             batch.rows(rows)  # type: ignore[arg-type]
     assert len(batch) == 2 and "left" not in repr(batch)

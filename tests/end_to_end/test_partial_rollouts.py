@@ -29,6 +29,9 @@ def test_a_partial_rollout_goes_on_on_another_host(pair: Cluster) -> None:
                 assert np.array_equal(got["1"], long) and got["3"].tolist() == list(range(9))
                 assert again["state"][1]["logp"].tolist() == [1.0] * 3
                 assert again.tags["tried"] == [1, 1]
+                again.release()
+            with far.claim("rollout", rows=2, timeout=30, fields=["prompt", "so_far"]) as again:
+                assert {len(one) for one in again["so_far"]} == {50_000, 9}
                 again.add(tokens=[np.append(one, 7) for one in again["so_far"]])
             with part.claim("train", rows=2, timeout=30) as done:
                 assert {len(one) for one in done["tokens"]} == {50_001, 10}

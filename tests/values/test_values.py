@@ -196,6 +196,8 @@ class Measured:
 SECONDS = np.ones(2).view(Quantity)
 NULLS = [1, None]
 RUNS = pa.RunEndEncodedArray.from_arrays(pa.array([1, 3], pa.int32()), pa.array(NULLS))
+INTERVALS = pa.array([(1, 2, 3)], pa.month_day_nano_interval())
+"""NumPy ends the process if it is asked for these."""
 CODED = pa.DictionaryArray.from_arrays(pa.array([0, 1]), pa.array(NULLS))
 
 
@@ -210,6 +212,9 @@ CODED = pa.DictionaryArray.from_arrays(pa.array([0, 1]), pa.array(NULLS))
         (CODED, "contains nulls"),
         (pa.chunked_array([CODED]), "contains nulls"),
         (np.array(["a", "b"], np.dtypes.StringDType()), "it holds text"),
+        (INTERVALS, "the Arrow type month_day_nano_interval"),
+        (pa.chunked_array([INTERVALS]), "the Arrow type month_day_nano_interval"),
+        (pa.StructArray.from_arrays([INTERVALS], ["a"]), "pass the months, days and nanoseconds"),
     ],
 )
 def test_what_an_array_would_lose_is_refused_at_every_depth(value: Any, why: str) -> None:

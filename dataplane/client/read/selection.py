@@ -29,7 +29,7 @@ from dataplane.client.ref import Ref
 from dataplane.client.tracebacks import public_at_once
 from dataplane.client.write.rows import group_names, row_groups, row_name, row_names, tag_values
 from dataplane.errors import InvalidCall, InvalidRows, NotFetched, counted
-from dataplane.wire.arrays import shown
+from dataplane.wire.arrays import is_interval, shown
 from dataplane.wire.foreign import unreadable
 from dataplane.wire.limits import NO_GROUP
 from dataplane.wire.records import KEY, U4, column
@@ -299,7 +299,7 @@ def positions(given: object, what: str, n: int) -> Index:
 def _array_of(given: object) -> npt.NDArray[Any] | None:
     """None for what is no array, such as lists of different lengths."""
     try:
-        return np.asarray(given)
+        return None if is_interval(given) else np.asarray(given)
     except (ValueError, TypeError, OverflowError, RuntimeError):
         return None
     except Exception as exc:  # of the user's positions

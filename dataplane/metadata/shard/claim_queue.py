@@ -313,6 +313,7 @@ class ClaimQueue:
         credit = PullCredit(claim.address, claim.asked.most_bytes, claim.asked.fields)
         last = all_there and want.budget_tag is not None and not kept
         try:
+            rows_out.check_known(self.store, claim.asked.fields or (), self.stage)
             taken = self.store.take(
                 self.stage, want, claim.holder, now, claim.number, credit, last, kept
             )

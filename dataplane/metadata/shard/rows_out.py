@@ -8,7 +8,7 @@ from struct import Struct
 
 import numpy as np
 
-from dataplane.errors import FieldUnknown, RowsGone, counted, mixed_releases
+from dataplane.errors import FieldUnknown, RowsGone, counted, did_you_mean, mixed_releases
 from dataplane.metadata.shard import blocks
 from dataplane.metadata.shard.blocks import (
     ACKED,
@@ -17,6 +17,7 @@ from dataplane.metadata.shard.blocks import (
     READY,
     Block,
     Rows,
+    progress_field,
     progress_in,
 )
 from dataplane.metadata.shard.finishes import lease_of, positions_of
@@ -82,12 +83,21 @@ def table(
     rows = _leased_rows(state, rows) if isinstance(rows, int) else rows
     here = fields if fields is None else known(state, fields)
     if fields is not None and here is not None and len(here) < len(fields) and not stage:
-        name = next(name for name in fields if name not in here)
-        there = sorted(name for name, had in state.fields.items() if had)
-        raise FieldUnknown(
-            f"no row has a field {name!r}: use one of the fields {there}", field=name
-        )
+        check_known(state, fields)
     return table_of(state, rows, values_of(state, rows, here, stage))
+
+
+def check_known(state: State, fields: Sequence[str], stage: str = "") -> None:
+    """Raise FieldUnknown for a field that no row has ever had. stage: the claiming stage, which
+    may also name what it stored with a release."""
+    for name in fields:
+        if not state.fields.get(name) and progress_field(stage, name) not in state.progress:
+            there = sorted(name for name, had in state.fields.items() if had)
+            raise FieldUnknown(
+                f"no row has a field {name!r}{did_you_mean(name, there)}: use one of the fields "
+                f"{there}",
+                field=name,
+            )
 
 
 def table_of(

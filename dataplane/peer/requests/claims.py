@@ -283,7 +283,7 @@ class Claims:
 def _check_fields(table: Table, asked: list[str]) -> None:
     """FieldUnknown for a field that none of these rows has."""
     there = set(table.values.fields)
-    others = f"; the rows have the fields {sorted(there)}" if there else ""
+    others = f". Of the fields that it asks for, the rows have {sorted(there)}" if there else ""
     for name in asked:
         if name not in there:
             raise FieldUnknown(

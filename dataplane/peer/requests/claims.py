@@ -21,7 +21,6 @@ from dataplane.errors import (
     ClaimTimeout,
     DataplaneError,
     DeadlineExceeded,
-    FieldUnknown,
     FrameTooLarge,
     LeaseExpired,
     RowsGone,
@@ -40,7 +39,6 @@ from dataplane.peer.requests.waits import Waits
 from dataplane.peer.room.admission import Room
 from dataplane.peer.sessions import Session
 from dataplane.wire.messages import Body, Claim, Claimed, Request
-from dataplane.wire.tables import Table
 
 log = logging.getLogger(__name__)
 
@@ -218,8 +216,6 @@ class Claims:
         plan = granted.plan is not None
         self.leases.open(Lease(granted.lease, *of, rows, one.session, plan=plan, claimed=one.op))
         try:
-            if body.fields and granted.plan is None:
-                _check_fields(table, body.fields)
             needed_bytes = self.room.needed(table)
             resolved = None if needed_bytes else self.reading.resolve(table, one.session.id)
         except BaseException:
@@ -278,16 +274,3 @@ class Claims:
             now = self.host.now()
             self.leases.look(now)
             self.leases.limit(claimed.lease, now + asked.lease_ms / 1000)
-
-
-def _check_fields(table: Table, asked: list[str]) -> None:
-    """FieldUnknown for a field that none of these rows has."""
-    there = set(table.values.fields)
-    others = f". Of the fields that it asks for, the rows have {sorted(there)}" if there else ""
-    for name in asked:
-        if name not in there:
-            raise FieldUnknown(
-                f"no row of this claim has a field {name!r}, so the rows were returned to "
-                f"the stage: remove the field from fields=, or correct its name{others}",
-                field=name,
-            )

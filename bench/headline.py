@@ -119,11 +119,10 @@ def sentences(runs: list[Run]) -> list[str]:
     memory, and links of usual nodes; the others have transfers and shares. Then come runs
     without dedup, and jobs in which a controller is faster."""
     unlimited = [run for run in runs if run["memory_limit_bytes"] is None]
-    linked = [run for run in unlimited if run["link"] or run["computed_link"]]
-    traces = list(_by_trace([run for run in linked if run["dedup"]]))
+    traces = list(_by_trace([run for run in unlimited if run["dedup"]]))
     told = [said for mine in traces for said in (_transfers(mine), _shares(mine))]
     found = [*told[:2], _memory(runs), *map(_computed, traces[:1]), *told[2:]]
-    found += map(_transfers, _by_trace([run for run in linked if not run["dedup"]]))
+    found += map(_transfers, _by_trace([run for run in unlimited if not run["dedup"]]))
     return [sentence for sentence in (*found, _faster(runs)) if sentence]
 
 
@@ -244,9 +243,8 @@ def _memory(runs: list[Run]) -> str:
         return ""
     if any(run["status"] == "not run" for run in limited):
         return f"Memory was not measured: {limited[0]['error']}."
-    limit = limited[0]["memory_limit_bytes"] / (1 << 30)
-    prompts = limited[0]["prompts"]
-    said = f"A step of {prompts} video prompts runs with {limit:g} GiB of memory a host."
+    prompts, limit = limited[0]["prompts"], report.gib(limited[0]["memory_limit_bytes"])
+    said = f"A step of {prompts} video prompts runs with {limit} of memory a host."
     for dedup in (True, False):
         same = [run for run in limited if run["dedup"] is dedup]
         phased = {run["plane"]: _fate(run).removeprefix("needed ") for run in same if run["phased"]}
@@ -265,7 +263,7 @@ def _fate(run: Run) -> str:
         return "was killed by the kernel"
     if run["status"] != "ok":
         return f"ended with {run['status']!r}"
-    return f"needed {max(run['peak_host_bytes']) / (1 << 30):.2g} GiB"
+    return f"needed {report.gib(max(run['peak_host_bytes']))}"
 
 
 def _faster(runs: list[Run]) -> str:

@@ -20,14 +20,14 @@ from bench import outputs
 from bench.headline import CALLED, OURS
 from bench.options import Impossible
 from bench.page import document
-from bench.page.runs import Report, figures, gib
-from bench.report import Run, grouped, limits_of_links, others_cores, placement, steady
+from bench.page.runs import Report, figures
+from bench.report import Run, first_line, gib, grouped, job, others_cores, placement, steady
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = "docs/pictures/report.json"
 _BLOCK = re.compile(r"(<!-- bench: (\w+) -->\n).*?(<!-- bench: end -->)", re.DOTALL)
 _PAGES = ("README.md", "docs/performance.md", "docs/choosing.md")
-_UNSEEN = ("workers", "latency_ms", "messages", "moved", "step_starts", "step_ends")
+_UNSEEN = ("workers", "latency_ms", "step_starts", "step_ends")
 
 
 def register(commands: Any) -> None:
@@ -73,7 +73,7 @@ def trimmed(told: Report) -> dict[str, Any]:
     for run in told["runs"]:
         unseen = (*_UNSEEN, *(() if run["memory_limit_bytes"] else ("memory_curve",)))
         runs.append({name: value for name, value in run.items() if name not in unseen})
-        runs[-1]["error"] = str(run["error"]).partition("\n")[0]
+        runs[-1]["error"] = first_line(str(run["error"]))
         if run.get("workers") and "machine" in run.get("cpu_seconds", {}):
             runs[-1]["others_cores"] = round(others_cores(run), 2)
         if curve := runs[-1].get("memory_curve"):
@@ -104,16 +104,10 @@ def _steps(runs: Sequence[Run]) -> str:
     planes = list(dict.fromkeys(run["plane"] for run in timed))
     lines: dict[str, dict[str, str]] = {}
     for run in timed:
-        lines.setdefault(_job(run), dict.fromkeys(planes, "–"))[run["plane"]] = _step(run)
+        what = job(run) + ("" if run["dedup"] else ", dedup off")
+        lines.setdefault(what, dict.fromkeys(planes, "–"))[run["plane"]] = _step(run)
     head = ["steady step", *(CALLED.get(p, p) for p in planes)]
-    return _table(head, [[job, *steps.values()] for job, steps in lines.items()])
-
-
-def _job(run: Run) -> str:
-    dedup = "" if run["dedup"] else ", dedup off"
-    prompts = f"{run['prompts']} prompts × {run['samples']}"
-    where = f"{limits_of_links(run)}, {placement(run)}"
-    return f"{run['trace']}, {run['hosts']} hosts, {prompts}, {where}{dedup}"
+    return _table(head, [[what, *steps.values()] for what, steps in lines.items()])
 
 
 def _step(run: Run) -> str:

@@ -16,6 +16,7 @@ from bench.links import rated
 from bench.run import Progress as Report
 
 _GB = 1e9
+_GIB = 1 << 30
 Run = dict[str, Any]
 
 
@@ -124,12 +125,7 @@ def show(console: Console, runs: list[Run], headline: list[str], machine: dict[s
 
 
 def _flow(run: dict[str, Any]) -> Iterator[str]:
-    """What only some runs have: a computed link, a pace, filtered rows."""
-    if computed := run["computed_link"]:
-        yield (
-            f"computed: the {computed['bytes'] / _GB:.2f} GB of the busiest host would take "
-            f"{computed['seconds']:.2f} s over a link of {computed['rate']}"
-        )
+    """What only some runs have: a pace, filtered rows."""
     if run["plane_share"] is not None:
         yield (
             f"at {run['pace']:g} × the recorded speed, the plane and the bench account for "
@@ -144,7 +140,7 @@ def label(run: Mapping[str, Any]) -> str:
     where = "apart, " if run["apart"] else "phased, " if run["phased"] else ""
     link = f"{run['link']} links" if run["link"] else "no link limit"
     limit = run["memory_limit_bytes"]
-    under = f", {limit / (1 << 30):g} GiB a host" if limit else ""
+    under = f", {gib(limit)} a host" if limit else ""
     settings = f"{run['hosts']} hosts, {where}{dedup(run)}, {link}{under}"
     return f"{run['trace']}/{run['plane']} ({settings})"
 
@@ -159,6 +155,26 @@ def placement(run: Run) -> str:
 
 def limits_of_links(run: Run) -> str:
     return f"{rated(run['link'])} links" if run["link"] else "no link limit"
+
+
+def setting(run: Run) -> str:
+    """The links and the placement of a run; its memory limit and its phases if it has them."""
+    told = [limits_of_links(run), placement(run)]
+    if limit := run["memory_limit_bytes"]:
+        told.append(f"{gib(limit)} a host")
+    return ", ".join([*told, "no stage overlaps rollout"] if run["phased"] else told)
+
+
+def job(run: Run) -> str:
+    """What a run was about, whatever its plane and dedup."""
+    prompts = f"{run['prompts']} prompts × {run['samples']}"
+    return f"{run['trace']}, {run['hosts']} hosts, {prompts}, {setting(run)}"
+
+
+def gib(nbytes: float) -> str:
+    if nbytes < _GIB:
+        return f"{nbytes / (1 << 20):.0f} MiB"
+    return f"{nbytes / _GIB:.3g} GiB" if nbytes < 10 * _GIB else f"{nbytes / _GIB:.0f} GiB"
 
 
 def first_line(error: str) -> str:

@@ -27,10 +27,10 @@ from msgspec.structs import replace
 from bench import limits, usage
 from bench.check import Ledger
 from bench.columns import all_fields, group_bytes, rollout_fields
-from bench.links import NODE_BITS, Network, NoNamespaces, Traffic, bits_per_second
+from bench.links import NODE_BITS, Network, NoNamespaces, Traffic
 from bench.pace import ideal_seconds, recorded_seconds
 from bench.planes import PLANES
-from bench.planes.base import WAYS, Counts, Job, Moved, Service, Worker
+from bench.planes.base import Job, Moved, Service, Worker
 from bench.processes import Crew, ProcessDied, run_folder
 from bench.usage import Sampler
 
@@ -160,11 +160,9 @@ class _Run:
         self.network: Network | None = None
         self._traffic: Traffic | None = None
         # What the report says of the end, where there was one.
-        self._counted: dict[str, Any] = self._copied(Moved()) | {
-            "messages": None,
-            "cpu_seconds": {},  # of services, the runner, everybody
-            "cpu_counted_seconds": 0.0,
-        }
+        self._moved = Moved()
+        self._cpu_seconds: dict[str, float] = {}  # of services, the runner, everybody
+        self._cpu_counted_s = 0.0
         self.killed: dict[str, Any] | None = None
         self.kills = 0  # processes of the run that the kernel killed because memory ran out
         self.endings: list[str] = []  # of processes, before the runner ended the others
@@ -193,21 +191,18 @@ class _Run:
             before, busy = self._cpu_of_services(crew), usage.machine_seconds()
             counted_from = time.monotonic()
             self._sampled_before_s = self._sampler.sampling_seconds
-            counted = self._plane.messages()
             with Traffic(self.network) if self.network else nullcontext() as self._traffic:
                 self._started = time.monotonic()
                 for worker in workers:
                     crew.tell(worker, f"policy 0 {self._started}")
                 self._listen(crew, "the workers to finish", lambda: self._done.keys() >= workers)
             self._ended = max(self._done[worker]["end"] for worker in workers)
-            spent = usage.between(before, self._cpu_of_services(crew))
-            spent["machine"] = usage.machine_seconds() - busy
-            counted_s = time.monotonic() - counted_from
-            self._counted |= {"cpu_seconds": spent, "cpu_counted_seconds": counted_s}
+            self._cpu_seconds = usage.between(before, self._cpu_of_services(crew))
+            self._cpu_seconds["machine"] = usage.machine_seconds() - busy
+            self._cpu_counted_s = time.monotonic() - counted_from
             speaking = {name for name, one in crew.members.items() if one.speaks}
             self._listen(crew, "the plane to finish", lambda: self._done.keys() >= speaking)
-            self._counted |= self._copied(self._plane.moved(self._done))
-            self._counted["messages"] = self._per_group(counted, self._plane.messages())
+            self._moved = self._plane.moved(self._done)
             limits.check(self._limits)
         except Exception as exc:
             self.endings = crew.endings()
@@ -324,7 +319,10 @@ class _Run:
             "rows_expected": self._ledger.expected_rows,
             "rows_filtered": self._ledger.filtered_rows,
             "bytes_unique": self._unique_bytes(),
-            **self._counted,
+            "bytes_moved": self._moved.nbytes,
+            "pulled_bytes": self._moved.pulled,
+            "cpu_seconds": self._cpu_seconds,
+            "cpu_counted_seconds": self._cpu_counted_s,
             "seconds": seconds,
             # From the end of the step before. The first is cold.
             "step_seconds": list(map(operator.sub, self._step_ends, [0.0, *self._step_ends])),
@@ -352,40 +350,18 @@ class _Run:
             ),
         }
 
-    def _copied(self, moved: Moved) -> dict[str, Any]:
-        """pulled_bytes: by host."""
-        ways = {way: getattr(moved, way) for way in WAYS}
-        told = {"bytes_moved": sum(ways.values()), "moved": ways, "pulled_bytes": moved.pulled}
-        return told | {"computed_link": self._computed_link(moved)}
-
-    def _per_group(self, before: Counts | None, after: Counts | None) -> dict[str, Any] | None:
-        """Messages by kind in a trained group's life, where the plane counts them."""
-        if before is None or after is None:
-            return None
-        groups = max(1, self._ledger.trained_rows // self._job.samples)
-        return {
-            where: {k: n / groups for k in counts if (n := counts[k] - before[where].get(k, 0))}
-            for where, counts in after.items()
-        }
-
-    def _computed_link(self, moved: Moved) -> dict[str, Any] | None:
-        """Where hosts have no links: how long the bytes of the busiest would take on one."""
-        if not self._job.computed_link or not moved.pulled:
-            return None
-        ways = [*moved.pulled, *moved.sent]
-        nbytes = max(ways)
-        host = ways.index(nbytes) % self._job.hosts
-        seconds = nbytes * 8 / bits_per_second(self._job.computed_link)
-        return {"rate": self._job.computed_link, "host": host, "bytes": nbytes, "seconds": seconds}
-
     def _full_step(self) -> dict[str, Any] | None:
         """Computed for a step with all prompts of the task on nodes of a usual size: what the
-        busiest link's bytes take there, and the recorded time. None where no link was measured."""
+        busiest link's bytes take there, and the recorded time. Without links the bytes are those
+        that the plane counted; None where it counts none."""
         job = self._job
-        if self._traffic is None or not self._step_ends:
+        ways = [*self._moved.pulled, *self._moved.sent]
+        if self._traffic:
+            link = self._traffic.busiest()
+            ways = [link["received_bytes"], link["sent_bytes"]]
+        if not ways or not self._step_ends:
             return None
-        link = self._traffic.busiest()
-        nbytes = max(link["received_bytes"], link["sent_bytes"]) / len(self._step_ends)
+        nbytes = max(ways) / len(self._step_ends)
         full = replace(job, prompts=job.task.prompts, steps=1, trace_files=())
         return {
             "prompts": job.task.prompts,

@@ -179,13 +179,13 @@ def carry_out(
     if no_links:
         console.print(
             f"Hosts have no links of their own on this machine ({no_links}). All bytes go over "
-            "loopback, and the time on a link is computed.",
+            "loopback, and `full_step` is computed from the bytes that the plane counted.",
             markup=False,
         )
     try:
         for job in plan:
             if no_links:
-                job = replace(job, link=None, computed_link=job.link)
+                job = replace(job, link=None)
             name = report.label(asdict(job))
 
             def repeated(why: str, name: str = name) -> None:

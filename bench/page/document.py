@@ -16,8 +16,8 @@ from bench import outputs
 from bench.options import Impossible, add
 from bench.page import drawing
 from bench.page.drawing import Figure
-from bench.page.runs import Report, figures, gib
-from bench.report import Run, cells, label
+from bench.page.runs import Report, figures
+from bench.report import Run, cells, gib, label
 
 _FIRST = 3
 """Sentences of a headline that a reader sees first."""

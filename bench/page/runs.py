@@ -6,15 +6,15 @@ limit. Over hosts, it is the same work per host.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from bench.page import drawing
 from bench.page.drawing import LIGHT, Bar, Figure, Line, number
-from bench.report import Run, Steady, dedup, grouped, limits_of_links, placement, steady
+from bench.report import Run, Steady, dedup, gib, grouped, job, setting, steady
 
 Report = Mapping[str, Any]
-GIB = 1 << 30
+_GIB = 1 << 30
 
 _COUNTED = ("hosts", "prompts", "steps", "trainers")
 _A_HOST = ("trace", "link", "samples", "staleness", "seed", "pace", "apart",
@@ -27,37 +27,8 @@ def colour(plane: str) -> str:
     return plane if plane in LIGHT else "other"
 
 
-def gib(nbytes: float) -> str:
-    if nbytes < GIB:
-        return f"{nbytes / (1 << 20):.0f} MiB"
-    return f"{nbytes / GIB:.3g} GiB" if nbytes < 10 * GIB else f"{nbytes / GIB:.0f} GiB"
-
-
-def _settings(run: Run, among: Sequence[Run], told: Collection[str] = ()) -> list[str]:
-    """Of what makes a job, that in which the runs differ; `told` are said elsewhere."""
-    limit = run["memory_limit_bytes"]
-    shown = {name: f"{run[name]} {name}" for name in _COUNTED}
-    if run["steps"] == 1:
-        shown["steps"] = "one step"
-    shown |= {name: f"{name} {run[name]}" for name in ("staleness", "seed", "pace")}
-    shown |= {
-        "apart": placement(run),
-        "phased": "no stage overlaps rollout" if run["phased"] else "stages overlap",
-        "link": limits_of_links(run),
-        "memory_limit_bytes": f"{gib(limit)} a host" if limit else "no memory limit",
-    }
-    return [text for name, text in shown.items() if name not in told and differ(among, name)]
-
-
 def differ(runs: Sequence[Run], setting: str) -> bool:
     return len({str(run.get(setting)) for run in runs}) > 1
-
-
-def _job(run: Run, runs: Sequence[Run]) -> str:
-    """What a run was about; of the rarer settings those in which runs like it differ."""
-    among = [r for r in runs if (r["trace"], r["hosts"]) == (run["trace"], run["hosts"])]
-    what = f"{run['trace']}, {run['hosts']} hosts, {run['prompts']} prompts × {run['samples']}"
-    return ", ".join([what, *_settings(run, among, ("hosts", "prompts"))])
 
 
 def step(run: Run) -> Steady | None:
@@ -87,21 +58,11 @@ def _over_hosts(family: Sequence[Run]) -> Iterator[tuple[list[Run], str]]:
         yield sorted(members, key=lambda run: int(run["hosts"])), members[0]["plane"] + way
 
 
-def _family(run: Run) -> str:
-    limit, a_host = run["memory_limit_bytes"], run["prompts"] / run["hosts"]
-    return (
-        f"{run['trace']}, "
-        + f"{placement(run)}, {a_host:g} prompt{'' if a_host == 1 else 's'} a host, "
-        + limits_of_links(run)
-        + (f", {gib(limit)} a host" if limit else "")
-    )
-
-
 def hosts(runs: Sequence[Run]) -> Figure | None:
     """Seconds of a step over hosts, each with as much work: medians, and bands of their ranges."""
     panels = []
     for family in _families(runs):
-        over = list(_over_hosts(family))
+        run, over = family[0], list(_over_hosts(family))
         took = [s.median for members, _ in over for run in members if (s := step(run))]
         drawn, most = [], 1.15 * max(took, default=1.0)
         for members, name in over:
@@ -120,7 +81,10 @@ def hosts(runs: Sequence[Run]) -> Figure | None:
             band = [(s.fastest, s.slowest) for _, s in timed]
             drawn.append(Line(told, kind, points, dashed, True, cold, died, band))
         sizes = sorted({int(run["hosts"]) for run in family})
-        panels.append(drawing.lines(_family(family[0]), drawn, "hosts", "seconds", sizes))
+        a_host = run["prompts"] / run["hosts"]
+        prompts = f"{a_host:g} prompt{'' if a_host == 1 else 's'} a host"
+        title = f"{run['trace']}, {prompts}, {setting(run)}"
+        panels.append(drawing.lines(title, drawn, "hosts", "seconds", sizes))
     sentence = (
         "Each host brings the same work, so a flat line means that hosts share no bottleneck. "
         "Points are medians of steady steps, bands show the fastest and the slowest; each step has "
@@ -147,7 +111,7 @@ def share(runs: Sequence[Run]) -> Figure | None:
             part = seconds / (recorded + seconds)
             told = f"{number(seconds)} s, {f'{part:.0%}' if part >= 0.01 else 'under 1%'}"
             content.append(Bar(run["plane"], told, parts))
-        title = _job(members[0], linked) + ("" if members[0]["dedup"] else ", dedup off")
+        title = job(members[0]) + ("" if members[0]["dedup"] else ", dedup off")
         panels.append(drawing.bars(title, content, "seconds of a step"))
     sentence = (
         "Grey: recorded rollout and training of the same step; these runs did not wait for it. "
@@ -173,7 +137,7 @@ def _curve(run: Run, values: Sequence[float | None]) -> list[tuple[float, float]
         host = hosts[run["killed"]["host"]]
         last = times[host.index(max(host))]
     pairs = zip(times, values, strict=True)
-    return [(at, v / GIB) for at, v in pairs if v is not None and _LEAD_S <= at <= last]
+    return [(at, v / _GIB) for at, v in pairs if v is not None and _LEAD_S <= at <= last]
 
 
 def _end(run: Run) -> str:
@@ -182,11 +146,6 @@ def _end(run: Run) -> str:
     if run["status"] != "ok":
         return str(run["status"])
     return f"at most {gib(max(max(values) for values in _wholes(run).values()))}"
-
-
-def _limit(run: Run) -> tuple[float, str] | None:
-    limit = run["memory_limit_bytes"]
-    return (limit / GIB, f"limit of a host, {gib(limit)}") if limit else None
 
 
 def memory(runs: Sequence[Run]) -> Figure | None:
@@ -201,38 +160,23 @@ def memory(runs: Sequence[Run]) -> Figure | None:
         for run in members:
             fullest = max(_wholes(run).values(), key=max)
             differs = differ(members, "dedup")
-            settings = [*([dedup(run)] if differs else []), *_settings(run, members)]
-            name = "\n".join([run["plane"], *settings, _end(run)])
+            name = "\n".join([run["plane"], *([dedup(run)] if differs else []), _end(run)])
             dashed = not run["dedup"] and differs
             curve, kind = _curve(run, fullest), colour(run["plane"])
-            at = run["killed"] and (run["killed"]["seconds"], run["memory_limit_bytes"] / GIB)
+            at = run["killed"] and (run["killed"]["seconds"], run["memory_limit_bytes"] / _GIB)
             curves.append(Line(name, kind, curve, dashed, dots=False, crosses=[at] if at else []))
-        whose = "GiB, fullest host" if _limit(members[0]) else "GiB, all processes"
-        title, axes = _job(members[0], runs), ("seconds since the start signal", whose)
-        panels.append(drawing.lines(title, curves, *axes, limit=_limit(members[0])))
-    title = "Memory under the limit" if drawn and _limit(drawn[0]) else "Memory"
-    return Figure("memory", title, _memory_sentence(drawn), panels) if panels else None
-
-
-def _memory_sentence(runs: Sequence[Run]) -> str:
-    killed = [run for run in runs if run["killed"]]
-    if not killed:
-        return (
-            "Memory of all processes, or of the fullest host if hosts have a limit. Private memory "
-            "counts by proportional set size, shared arenas count once."
-        )
-    run = killed[0]
-    job = next(members for members in grouped(runs, _WORK) if run in members)
-    ours = [r for r in job if r["plane"] == "dataplane" and r["status"] == "ok"]
-    same = [r for r in ours if r["dedup"] == run["dedup"]]
-    said = (
-        f"With {gib(run['memory_limit_bytes'])} a host, {run['plane']} ({dedup(run)}) "
-        "fills its host until the kernel kills it."
+        nbytes = members[0]["memory_limit_bytes"]
+        limit = (nbytes / _GIB, f"limit of a host, {gib(nbytes)}") if nbytes else None
+        whose = "GiB, fullest host" if nbytes else "GiB, all processes"
+        axes = ("seconds since the start signal", whose)
+        panels.append(drawing.lines(job(members[0]), curves, *axes, limit=limit))
+    title = "Memory under the limit" if drawn and drawn[0]["memory_limit_bytes"] else "Memory"
+    sentence = (
+        "Memory of all processes, or of the fullest host if hosts have a limit. Private memory "
+        "counts by proportional set size, shared arenas count once. A cross marks when the kernel "
+        "killed a process of the host."
     )
-    if same:
-        peak = gib(max(same[0]["peak_host_bytes"] or [0]))
-        said += f" With the same bytes, dataplane ({dedup(run)}) needs at most {peak}."
-    return said
+    return Figure("memory", title, sentence, panels) if panels else None
 
 
 def figures(reports: Sequence[Report]) -> list[Figure]:

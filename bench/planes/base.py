@@ -23,7 +23,6 @@ from bench.traces import TASKS, Prompt, Task, generate
 from bench.traces.sample import StageReplay
 
 Columns = Mapping[str, Sequence[Array]]
-Counts = Mapping[str, Mapping[str, int]]
 _REWARD_ROWS = 64  # most rows that a reward worker claims at once
 
 
@@ -48,7 +47,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     memory_limit_bytes: int = 0  # of each host; 0: none
     timeout_s: float = 240.0
     link: str | None = None  # rate of each host's own link and way; None: hosts meet on loopback
-    computed_link: str | None = None  # where there are no links: the rate to compute for
     folder: str = ""  # of this run: sockets, logs
     parent: int = 0  # the runner's pid; every process dies with it
 
@@ -142,16 +140,11 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.role}-{self.rank}"
 
 
-WAYS = ("copied_in", "across", "copied_out")
-
-
 class Moved(msgspec.Struct, frozen=True):
-    """Payload bytes that a plane copied. A copy between hosts counts only as `across`. pulled,
-    sent: of those, the bytes that arrived at each host and that left it, if known."""
+    """Payload bytes that a plane copied; a copy between hosts counts once. pulled, sent: of those,
+    the bytes that arrived at each host and that left it, if known."""
 
-    copied_in: int = 0
-    across: int = 0
-    copied_out: int = 0
+    nbytes: int = 0
     pulled: list[int] = []
     sent: list[int] = []
 
@@ -270,10 +263,6 @@ class Plane(ABC):
     @abstractmethod
     def moved(self, done: Mapping[str, dict[str, Any]]) -> Moved:
         """What was moved, after all workers have finished. `done`: every process's last event."""
-
-    def messages(self) -> Counts | None:
-        """Messages so far by kind, between services and at their local doors, if it counts them."""
-        return None
 
     def close(self) -> None:  # noqa: B027  # of many planes it holds nothing
         """Release what the runner itself holds of this plane."""

@@ -264,20 +264,13 @@ class Controller:
             worker.send(*pack("rows", columns, self._job.dedup, step=step, prompt=prompt))
 
     def _moved(self) -> Moved:
-        local = [c for c in self._connections if not c.remote]
         remote = [c for c in self._connections if c.remote]
         hosts, at = range(self._job.hosts), _host(self._job)
         pulled = [sum(c.sent for c in remote if c.host == host) for host in hosts]
         pulled[at] += sum(c.received for c in remote)
         sent = [sum(c.received for c in remote if c.host == host) for host in hosts]
         sent[at] += sum(c.sent for c in remote)
-        return Moved(
-            copied_in=sum(c.received for c in local),
-            across=sum(pulled),
-            copied_out=sum(c.sent for c in local),
-            pulled=pulled,
-            sent=sent,
-        )
+        return Moved(sum(c.received + c.sent for c in self._connections), pulled, sent)
 
 
 def main(job_json: str, path: str) -> None:

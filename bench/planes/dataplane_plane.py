@@ -8,7 +8,6 @@ workers of other planes do not load it.
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -17,7 +16,7 @@ from typing import Any
 
 from bench.columns import DEDUP, Array
 from bench.peers import free_ports, peer_command, token_file
-from bench.planes.base import Batch, Columns, Counts, Endpoint, Job, Moved, Plane, Service, Worker
+from bench.planes.base import Batch, Columns, Endpoint, Job, Moved, Plane, Service, Worker
 from bench.processes import leashed
 
 
@@ -78,7 +77,7 @@ class DataplaneEndpoint(Endpoint):
             del taken
 
     def moved(self) -> Moved:
-        return Moved(copied_in=self._copied)
+        return Moved(self._copied)
 
     def close(self) -> None:
         self._plane.close()
@@ -126,16 +125,8 @@ class DataplanePlane(Plane):
         it with a grant; what is read at one's own host is never copied."""
         stats = [client.stats() for client in self._clients]
         pulled = [int(told["pulled_bytes"]) + int(told["carried_bytes"]) for told in stats]
-        copied = sum(event["moved"]["copied_in"] for event in done.values())
-        return Moved(copied_in=copied, across=sum(pulled), pulled=pulled)
-
-    def messages(self) -> Counts:
-        """What all peers sent, to each other and to their clients."""
-        total: dict[str, Counter[str]] = {"between": Counter(), "local": Counter()}
-        for client in self._clients:
-            for where, counts in client.stats()["messages"].items():
-                total[where].update(counts)
-        return total
+        copied = sum(event["moved"]["nbytes"] for event in done.values())
+        return Moved(copied + sum(pulled), pulled)
 
     def rolled(self, step: int) -> None:
         self._clients[0].partition(f"step-{step}").seal()

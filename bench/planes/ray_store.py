@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from bench.columns import DEDUP, Array
 from bench.planes import ray_cluster
-from bench.planes.base import WAYS, Batch, Columns, Endpoint, Group, Moved, Plane, Service, Worker
+from bench.planes.base import Batch, Columns, Endpoint, Group, Moved, Plane, Service, Worker
 
 
 @dataclass(slots=True)
@@ -123,7 +123,7 @@ class StoreEndpoint(Endpoint):
         self.job = worker.job
         self._host = worker.host
         self._ray, self._board = ray_cluster.attach(worker.address)
-        self._copied_in = self._across = 0
+        self._copied = 0
 
     def put(self, step: int, prompt: int, columns: Columns) -> None:
         self.announce(step, prompt, self.store(step, prompt, columns))
@@ -164,13 +164,13 @@ class StoreEndpoint(Endpoint):
         for name, values in columns.items():
             form, nbytes = shareable(values, self.job.dedup and name in DEDUP)
             places[name] = (nbytes, [self._ray.put(form)])
-            self._copied_in += nbytes
+            self._copied += nbytes
         return places
 
     def fetch(self, step: int, prompt: int, places: dict[str, Any], unseen: int) -> Any:
         """A group's fields as the plane hands them out. `unseen`: bytes that no process of this
         host has fetched or put."""
-        self._across += unseen
+        self._copied += unseen
         found = self._ray.get([places[name][1][0] for name in places])
         return dict(zip(places, found, strict=True))
 
@@ -179,7 +179,7 @@ class StoreEndpoint(Endpoint):
         return dict(fetched)
 
     def moved(self) -> Moved:
-        return Moved(copied_in=self._copied_in, across=self._across)
+        return Moved(self._copied)
 
     def close(self) -> None:
         """What a process has put goes with it: it stays until the job is over."""
@@ -202,8 +202,7 @@ class RayStorePlane(Plane):
 
     def moved(self, done: Mapping[str, dict[str, Any]]) -> Moved:
         """Every process counts what it copied."""
-        told = [event["moved"] for event in done.values() if "moved" in event]
-        return Moved(**{way: sum(moved[way] for moved in told) for way in WAYS})
+        return Moved(sum(event["moved"]["nbytes"] for event in done.values() if "moved" in event))
 
 
 def shareable(values: Sequence[Array], dedup: bool) -> tuple[list[Array], int]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from bench.columns import Array
 from bench.planes import ray_cluster
-from bench.planes.base import Columns, Moved, Service, Worker
+from bench.planes.base import Columns, Service, Worker
 from bench.planes.ray_store import RayStorePlane, StoreEndpoint
 
 UNITS_A_HOST = 2
@@ -33,8 +33,6 @@ class TransferQueueEndpoint(StoreEndpoint):
         super().__init__(worker)
         transfer_queue.init()
         self._queue = transfer_queue
-        self._put_bytes = 0
-        self._got_bytes = 0
 
     def _keys(self, prompt: int) -> list[str]:
         return [f"{prompt}-{sample}" for sample in range(self.job.samples)]
@@ -51,7 +49,7 @@ class TransferQueueEndpoint(StoreEndpoint):
             return {}
         self.put_form(step, prompt, self.form(columns))
         sizes = {name: sum(v.nbytes for v in values) for name, values in columns.items()}
-        self._put_bytes += sum(sizes.values())
+        self._copied += sum(sizes.values())
         return {name: (nbytes,) for name, nbytes in sizes.items()}
 
     def put_form(self, step: int, prompt: int, fields: Any) -> None:
@@ -59,7 +57,7 @@ class TransferQueueEndpoint(StoreEndpoint):
 
     def fetch(self, step: int, prompt: int, places: dict[str, Any], unseen: int) -> Any:
         """A TensorDict of dense and jagged tensors."""
-        self._got_bytes += sum(place[0] for place in places.values())
+        self._copied += sum(place[0] for place in places.values())
         return self._queue.kv_batch_get(self._keys(prompt), f"{step}", list(places))
 
     def columns(self, fetched: Any) -> dict[str, Sequence[Array]]:
@@ -68,15 +66,6 @@ class TransferQueueEndpoint(StoreEndpoint):
     def end(self, step: int, prompt: int, dropped: bool = False) -> None:
         self._queue.kv_clear(self._keys(prompt), f"{step}")
         super().end(step, prompt, dropped)
-
-    def moved(self) -> Moved:
-        """Units take turns over the hosts: this share of all bytes lies on another one."""
-        elsewhere = (self.job.hosts - 1) / self.job.hosts
-        return Moved(
-            copied_in=self._put_bytes - int(self._put_bytes * elsewhere),
-            across=int((self._put_bytes + self._got_bytes) * elsewhere),
-            copied_out=self._got_bytes - int(self._got_bytes * elsewhere),
-        )
 
 
 class TransferQueuePlane(RayStorePlane):

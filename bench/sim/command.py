@@ -269,12 +269,8 @@ def _result(job: Job, runs: Mapping[str, Outcome]) -> dict[str, Any]:
         "groups": job.prompts,
         "recorded_step_s": recorded,
         "stall_s": {kind: run.step_s - recorded for kind, run in runs.items()},
-        "claim_ms": {
-            kind: {
-                name: float(np.percentile(run.claim_s, share)) * 1e3
-                for name, share in (("p50", 50), ("p99", 99))
-            }
-            for kind, run in runs.items()
+        "claim_p99_ms": {
+            kind: float(np.percentile(run.claim_s, 99)) * 1e3 for kind, run in runs.items()
         },
         "service_peak_bytes": {kind: max(run.peak_bytes) for kind, run in runs.items()},
         "peers_per_claim": {
@@ -302,13 +298,6 @@ def _show(console: Console, told: Mapping[str, Any]) -> None:
         )
     for failure in told["failed_runs"]:
         console.print(f"repeated after a failure: {failure}", markup=False)
-    if told["skill"] < GOAL:
-        worst = max(told["cases"], key=lambda c: abs(c["predicted_step_s"] - c["median_step_s"]))
-        console.print(
-            f"Below the goal. The worst case is {worst['trace']} / {worst['plane']} on "
-            f"{worst['hosts']} hosts: predicted {worst['predicted_step_s']:.2f} s, measured "
-            f"{worst['median_step_s']:.2f} s."
-        )
     console.print(_model(told["model"], told["assumed"]))
     console.print(_assumptions(told["assumed"]), markup=False)
 
@@ -327,16 +316,13 @@ def _assumptions(assumed: Mapping[str, Any]) -> str:
 
 def _cases(cases: Sequence[Mapping[str, Any]]) -> Table:
     title = "seconds per step: recorded time alone, predicted, median of the runs"
-    figures = ("recorded", "model", "median", "spread", "messages", "counted")
+    figures = ("recorded", "model", "median", "spread")
     shown = new_table(title, ["case"], figures)
     for case in cases:
         shown.add_row(
             f"{case['trace']} / {case['plane']}, {case['hosts']} hosts",
-            f"{case['recorded_step_s']:.2f}",
-            f"{case['predicted_step_s']:.2f}",
-            f"{case['median_step_s']:.2f}",
+            *(f"{case[f'{kind}_step_s']:.3f}" for kind in ("recorded", "predicted", "median")),
             f"{case['spread']:.1%}",
-            *(f"{told:.0f}" if told else "–" for told in case["messages"].values()),
         )
     return shown
 
@@ -350,13 +336,12 @@ def _model(results: Sequence[Mapping[str, Any]], assumed: Mapping[str, Any]) -> 
     figures += ["fullest\nservice GB", "peers a claim\nmean (most)"]
     shown = new_table(title, [], figures)
     for result in results:
-        stall, claim = result["stall_s"], result["claim_ms"]
-        peers = result["peers_per_claim"]
+        stall, peers = result["stall_s"], result["peers_per_claim"]
         shown.add_row(
             str(result["hosts"]),
             f"{result['plane']}\n{'on' if result['dedup'] else 'off'}",
             f"{stall['middle']:.3g}\n({min(stall.values()):.3g}–{max(stall.values()):.3g})",
-            f"{claim['middle']['p99']:.3g}",
+            f"{result['claim_p99_ms']['middle']:.3g}",
             f"{result['service_peak_bytes']['middle'] / 1e9:.3g}",
             f"{peers['mean']:.2f} ({peers['max']})",
         )

@@ -23,8 +23,6 @@ from bench.sim.decentral import Decentral
 from bench.sim.model import Costs, Design, Model, Outcome, Place, Plan, Price, Work, work_of
 
 DESIGNS: dict[str, type[Design]] = {"dataplane": Decentral, "controller": Central}
-_BY_THE_CLOCK = ("Beat", "Rostered", "Stats", "StatsDone", "Confirm")
-"""Messages that peers send whether or not there are rows. A `Confirm` is answered by a `Done`."""
 _SWEEPS = 3_000
 _DRAWS = 4
 _LATE_S = (0.0, 0.5e-3, 1e-3, 1.5e-3, 2e-3, 3e-3, 4e-3)
@@ -55,13 +53,6 @@ class Seen:
             return float(self.run["workers"]["controller"]["cpu_seconds"]["controller"])
         seconds = self.run["cpu_seconds"].items()
         return float(sum(s for name, s in seconds if name.startswith("peer-")))
-
-    def messages(self) -> float:
-        """That peers sent each other, but for those sent by the clock."""
-        told: dict[str, float] = (self.run["messages"] or {}).get("between", {})
-        groups: float = self.run["rows"] / self.job.samples
-        by_the_clock = sum(told.get(kind, 0.0) for kind in _BY_THE_CLOCK)
-        return (sum(told.values()) - by_the_clock - told.get("Confirm", 0.0)) * groups
 
     def work(self, role: str) -> Work:
         """What the workers of a role dealt with in all."""
@@ -148,10 +139,6 @@ def check(job: Job, costs: Costs, place: Place, runs: Sequence[Seen]) -> dict[st
         "steps_s": seen,
         "spread": (max(seen) - min(seen)) / middle,
         "others_cores": [others_cores(run.run) for run in runs],
-        "messages": {
-            "predicted": mean(run.messages for run in drawn),
-            "counted": median(run.messages() for run in runs),
-        },
         "recorded_step_s": recorded,  # when planes cost nothing
     }
 

@@ -22,8 +22,8 @@ FULL = {
 def run(plane: str, trace: str, hosts: int, steps: list[float], **told: Any) -> dict[str, Any]:
     return {
         "plane": plane, "trace": trace, "hosts": hosts, "step_seconds": steps, "status": "ok",
-        "dedup": True, "link": "400mbit", "memory_limit_bytes": None, "computed_link": None,
-        "prompts": hosts, "error": "", "peak_host_bytes": [], "apart": False, "phased": False,
+        "dedup": True, "link": "400mbit", "memory_limit_bytes": None, "prompts": hosts,
+        "error": "", "peak_host_bytes": [], "apart": False, "phased": False,
         "recorded_step_seconds": 30.0, "full_step": FULL,
     } | told  # fmt: skip
 

@@ -110,4 +110,4 @@ def test_every_row_reaches_a_trainer_through_another_plane(name: str, trace: str
         limits: dict[str, Any] = {"prompts": 2, "steps": 2, "timeout_s": LIMIT_S}
         run = execute(Job(plane=name, trace=trace, dedup=dedup, **limits), silent)
         assert (run["status"], run["error"]) == ("ok", "")
-        assert run["moved"]["copied_in"] > 0
+        assert run["bytes_moved"] > 0

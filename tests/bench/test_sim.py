@@ -192,8 +192,6 @@ def as_run(told: Job, prices: Costs, place: Place, watch: float = 0.0) -> Seen:
             "workers": {"controller": {"cpu_seconds": {"controller": controller}}},
             "cpu_seconds": {"runner": watch * seconds, "machine": machine},
             "cpu_counted_seconds": seconds,
-            "messages": None,
-            "rows": 0,
         },
     )
 

@@ -22,6 +22,7 @@ from dataplane.errors import (
     PeerNotFound,
     counted,
     duration,
+    reading_statistics,
 )
 from dataplane.launch import embedded, ending, processes, rundir, runs, settings
 from dataplane.launch.settings import PeerConfig
@@ -322,15 +323,24 @@ def _token(arguments: argparse.Namespace) -> int:
 
 def _status(arguments: argparse.Namespace) -> int:
     # Imported here: `dataplane peer` must not load what only people read.
-    from dataplane import cli_status
 
     seen = [_seen(run, arguments.peer) for run in _found(arguments.run, arguments.peer)]
     if arguments.json:
         print(json.dumps({"runs": seen}, default=str), flush=True)
     else:
-        texts = [[_heading(one), *cli_status.lines(one["peers"])] for one in seen]
+        texts = [[_heading(one), *_lines(one["peers"])] for one in seen]
         print("\n\n".join("\n".join(text) for text in texts), flush=True)
     return 0
+
+
+def _lines(peers: dict[str, Any]) -> list[str]:
+    """The lines about one run. A peer of another release hides no other run."""
+    from dataplane import cli_status
+
+    try:
+        return cli_status.lines(peers)
+    except DataplaneError as error:
+        return [f"  ! {error.message}"]
 
 
 def _in(module: str, name: str) -> Callable[[argparse.Namespace], int]:
@@ -399,7 +409,10 @@ def _seen(run: rundir.LivingRun, name: str | None) -> dict[str, Any]:
         if name is None:
             peers[peer.name] = _stats(peer)
         elif name == peer.name:
-            peers[peer.name] = cli_status.alone(_stats(peer))
+            try:
+                peers[peer.name] = cli_status.alone(_stats(peer))
+            except DataplaneError as error:
+                peers[peer.name] = {"error": error.message}
     starter = run.starter
     return {
         "run": run.name,
@@ -483,6 +496,16 @@ def _needed(stats: dict[str, Any], peer: rundir.LivingPeer, named: bool, visits:
     command."""
     if "error" in stats:
         return f"it does not answer ({stats['error']})"
+    try:
+        with reading_statistics():
+            return _needed_by(stats, peer, named, visits)
+    except DataplaneError as error:
+        return error.message
+
+
+def _needed_by(
+    stats: dict[str, Any], peer: rundir.LivingPeer, named: bool, visits: Set[int]
+) -> str:
     # Of the whole run: the values of rows that another host knows may lie here.
     partitions = stats["everywhere"]["partitions"]
     rows = {name: one["rows"] for name, one in partitions.items() if one["rows"]}

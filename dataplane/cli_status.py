@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dataplane.errors import counted, duration, few, mixed_releases, sized
+from dataplane.errors import counted, duration, few, reading_statistics, sized
 
 STUCK_S = 10.0
 """Calls that have waited for at least this many seconds are shown first."""
@@ -29,19 +29,18 @@ def alone(stats: Stats) -> Stats:
     """Return the statistics of one peer, without the other peers of its plane."""
     if "error" in stats:
         return stats
-    own = {name: stats[name] for name in ("partitions", "waits", "holders")}
-    line = stats["peers"][stats["peer"]]
-    everywhere = own | {"clients": stats["client_list"]}
-    return {**stats, "peers": {stats["peer"]: line}, "everywhere": everywhere}
+    with reading_statistics():
+        own = {name: stats[name] for name in ("partitions", "waits", "holders")}
+        line = stats["peers"][stats["peer"]]
+        everywhere = own | {"clients": stats["client_list"]}
+        return {**stats, "peers": {stats["peer"]: line}, "everywhere": everywhere}
 
 
 def lines(peers: Mapping[str, Stats]) -> list[str]:
     """Return the lines about one run. peers: the statistics of its peers on this host, by name.
     Raise ProtocolError if a peer of another release leaves out an entry."""
-    try:
+    with reading_statistics():
         return list(_lines(peers))
-    except KeyError as exc:
-        raise mixed_releases(f"a peer's statistics have no entry {exc}") from exc
 
 
 def _lines(peers: Mapping[str, Stats]) -> Iterator[str]:

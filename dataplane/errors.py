@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any, ClassVar, Literal
 
@@ -278,6 +279,16 @@ def mixed_releases(what: str, /, **details: Any) -> ProtocolError:
     """Return the error for a message that another peer or client of this release does not send.
     what: what is wrong with it."""
     return ProtocolError(f"{what}. Install the same dataplane release everywhere", **details)
+
+
+@contextmanager
+def reading_statistics() -> Iterator[None]:
+    """Raise ProtocolError, not KeyError, if a peer's statistics lack an entry that the body reads:
+    the peer is of another commit."""
+    try:
+        yield
+    except KeyError as exc:
+        raise mixed_releases(f"a peer's statistics have no entry {exc}") from exc
 
 
 class FrameTooLarge(ProtocolError):

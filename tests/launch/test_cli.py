@@ -47,6 +47,27 @@ def test_status_says_when_nothing_runs_and_starts_nothing(
     assert not list(run_dir.iterdir())
 
 
+@pytest.mark.parametrize("command", [["status"], ["status", "--peer", "embedded"], ["clean"]])
+def test_a_peer_of_another_commit_that_reports_less_hides_no_other_run(
+    run_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: list[str],
+) -> None:
+    runs = []
+    for name in ("older", "newer"):
+        folder = rundir.plane_dir(name)
+        peer = rundir.LivingPeer("embedded", folder / "embedded.sock", None)
+        runs.append(rundir.LivingRun(name, folder, [peer]))
+    monkeypatch.setattr(rundir, "living_runs", lambda base=None: runs)
+    older = {"peer": "embedded", "peers": {"embedded": {}}}
+    told = iter([older, {"error": "it is stopped"}])
+    monkeypatch.setattr(cli, "_stats", lambda peer, visits=None: next(told))
+    assert cli.main(command) == 0
+    shown = capsys.readouterr().out
+    assert "a peer's statistics have no entry" in shown and "it is stopped" in shown
+
+
 @pytest.mark.parametrize("command", ["status", "clean"])
 def test_looking_at_a_peer_that_has_just_left_starts_none(
     run_dir: Path,

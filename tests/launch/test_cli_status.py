@@ -133,3 +133,5 @@ def test_a_run_of_which_no_peer_answers_is_shown_too() -> None:
 def test_statistics_of_another_release_are_refused_in_one_line() -> None:
     with pytest.raises(ProtocolError, match=r"no entry 'peer'\. Install the same"):
         cli_status.lines({"a": {"everywhere": {"partitions": {}}, "peers": {"a": {}}}})
+    with pytest.raises(ProtocolError, match=r"no entry 'waits'\. Install the same"):
+        cli_status.alone({"partitions": {}, "peer": "a", "peers": {"a": {}}})

@@ -26,6 +26,7 @@ from dataplane.client.requests import definition_of
 from dataplane.client.session.housekeeping import Housekeeper
 from dataplane.client.session.opening import open_session, reconnect
 from dataplane.client.tracebacks import public_at_once
+from dataplane.errors import reading_statistics
 from dataplane.events.merge import Event
 from dataplane.gpu.registry import wish_of
 from dataplane.launch import settings
@@ -171,8 +172,9 @@ class Plane:
         if step is not None:
             step = arguments.text(step, "a step")
             of_step = figures(self.events(timeout=deadline.left("metrics")), step)
-        # Taken last: if a request fails, the next call still reports these sums.
-        return {**self._session.tally.take(stats), **of_step}
+        with reading_statistics():
+            # Taken last: if a request fails, the next call still reports these sums.
+            return {**self._session.tally.take(stats), **of_step}
 
     @public
     def events(

@@ -29,7 +29,13 @@ from dataplane.client.session.handshake import (
 )
 from dataplane.client.session.housekeeping import Housekeeper, own_sessions
 from dataplane.client.session.session import Session
-from dataplane.errors import DataplaneError, InvalidCall, PeerLost, PeerNotFound
+from dataplane.errors import (
+    DataplaneError,
+    InvalidCall,
+    PeerLost,
+    PeerNotFound,
+    reading_statistics,
+)
 from dataplane.gpu.registry import AUTO, Wish, client_pools
 from dataplane.launch import processes, rundir, settings
 from dataplane.launch.embedded import attach
@@ -111,10 +117,11 @@ def _found(session: Session, began: bool) -> HelloDone | None:
         stats = _stats(session)
     except DataplaneError:
         return None
-    if any("error" in host for host in stats["peers"].values()):
-        return None
-    rows = sum(one["rows"] for one in stats["everywhere"]["partitions"].values())
-    return replace(found, clients=len(stats["everywhere"]["clients"]), rows=rows)
+    with reading_statistics():
+        if any("error" in host for host in stats["peers"].values()):
+            return None
+        rows = sum(one["rows"] for one in stats["everywhere"]["partitions"].values())
+        return replace(found, clients=len(stats["everywhere"]["clients"]), rows=rows)
 
 
 def _clients_of(peer: LivingPeer) -> list[Client]:
@@ -125,10 +132,13 @@ def _clients_of(peer: LivingPeer) -> list[Client]:
     finally:
         keeper.close("this client only read the run's statistics, and is closed")
     mine = own_sessions()
-    return [
-        Client(one["pid"], one["command"] or one["client"], one["age_s"], one["session"] in mine)
-        for one in stats["everywhere"]["clients"]
-    ]
+    with reading_statistics():
+        return [
+            Client(
+                one["pid"], one["command"] or one["client"], one["age_s"], one["session"] in mine
+            )
+            for one in stats["everywhere"]["clients"]
+        ]
 
 
 def _stats(session: Session) -> dict[str, Any]:

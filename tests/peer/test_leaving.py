@@ -63,7 +63,9 @@ class Plane:
             spawn=spawn, is_linked=lambda owner: owner in self.linked, hello=self._done
         )
         door: Any = SimpleNamespace(close=self._done, under_way=0)
+        shipping = SimpleNamespace(forgive=lambda: None)
         membership: Any = SimpleNamespace(
+            peer=SimpleNamespace(shipping=shipping),
             stays=lambda: self.staying,
             keeps_the_roster=False,
             keeper_is_away=lambda: self.keeperless,

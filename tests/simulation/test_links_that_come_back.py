@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from typing import Any
 from unittest import mock
@@ -184,6 +185,172 @@ def test_a_record_that_takes_too_long_goes_on_without_the_backup(
             await asyncio.sleep(5 * takes_s if stays_slow else takes_s)
         assert primary.peer.host.roster.backup_of(primary.address)[1]
         assert primary.peer.shipping._stream == stream, "the backup got everything again"
+
+    played(cluster, script)
+    assert not wrong
+
+
+class _SlowLink:
+    """Puts of MANY groups over a link on which their record takes `takes_s`. The primary accepts
+    one second more than OVERDUE_S."""
+
+    takes_s = 5.0
+    record_bytes = MANY * GROUP_ROWS * INLINE_ROW_BYTES
+
+    def __init__(self, cluster: Cluster, ledger: Ledger, primary: Place) -> None:
+        self.cluster, self.ledger, self.primary = cluster, ledger, primary
+        self.producer = _role(cluster, ledger, _Inline, primary)
+        self.producer.sizes = (INLINE_ROW_BYTES,)
+        self.numbers = itertools.count(1)
+
+    def is_in_sync(self) -> bool:
+        assert self.primary.peer is not None
+        return self.primary.peer.host.roster.backup_of(self.primary.address)[1]
+
+    async def put(self, many: int = MANY) -> float:
+        """Put groups. Return how long that took."""
+        groups = [self.producer._group(next(self.numbers), given=False) for _ in range(many)]
+        for group in groups:
+            self.ledger.opened(group)
+        began = self.cluster.loop.now
+        await self.producer._patiently(lambda: self.producer._put_all(groups))
+        return self.cluster.loop.now - began
+
+    async def becomes(self, in_sync: bool) -> float:
+        """Wait until the backup is in sync, or is not. Return how long that took."""
+        began = self.cluster.loop.now
+        async with asyncio.timeout(2 * appends.MOST_REST_S):
+            while self.is_in_sync() != in_sync:
+                await asyncio.sleep(0.5)
+        return self.cluster.loop.now - began
+
+    def __enter__(self) -> None:
+        self._patch = mock.patch.object(appends, "LEAST_BYTES_S", self.record_bytes)
+        self._patch.start()
+        self.cluster.network.byte_s = self.takes_s / self.record_bytes
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.stop()
+        self.cluster.network.byte_s = 0.0
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("peers", "at"), [(2, 0), (2, 1), (4, 1)])
+def test_a_backup_behind_a_link_that_stays_slow_rejoins_ever_later(peers: int, at: int) -> None:
+    """It rejoined as soon as it had everything, so each load stopped all calls for seconds."""
+    cluster, ledger, wrong = _began(4, peers)
+    rests_s, forget_s = [10.0, 20.0, 40.0, 60.0, 60.0], 100.0
+
+    async def script() -> None:
+        _, primary, _ = await _started(cluster, ledger, at)
+        link = _SlowLink(cluster, ledger, primary)
+        await link.put(1)
+
+        async def removed() -> float:
+            """Return for how long the backup is not in sync then."""
+            with link:
+                assert await link.put() > OVERDUE_S
+                assert not link.is_in_sync()
+                return await link.becomes(in_sync=True)
+
+        assert await removed() < 2 * link.takes_s
+        for rest_s in rests_s:
+            assert rest_s - 2.0 < await removed() < rest_s + 1.0
+        await asyncio.sleep(forget_s)
+        assert await removed() < 2 * link.takes_s
+
+    with mock.patch.multiple(appends, MOST_REST_S=rests_s[-1], FORGET_S=forget_s):
+        played(cluster, script)
+    assert not wrong
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("peers", "at"), [(2, 0), (2, 1), (4, 1)])
+def test_a_record_that_is_late_before_the_roster_lists_the_backup_frees_calls(
+    peers: int, at: int
+) -> None:
+    """The backup had everything but a record that nobody waited for, so replies waited for it. The
+    next record was late, but no roster followed, because the old one did not list the backup."""
+    cluster, ledger, wrong = _began(4, peers)
+
+    async def script() -> None:
+        _, primary, _ = await _started(cluster, ledger, at)
+        link = _SlowLink(cluster, ledger, primary)
+        await link.put(1)
+        with link:
+            assert primary.peer is not None
+            progress = primary.peer.host.progress
+            await link.put()
+            confirmed = progress.confirmed
+            await link.put()
+            while progress.confirmed == confirmed:
+                await asyncio.sleep(0.1)
+            await link.put(1)  # while the second record is in flight
+            epoch = primary.peer.host.roster.epoch
+            async with asyncio.timeout(3 * link.takes_s):
+                while not progress.required:
+                    await asyncio.sleep(0.1)
+            cluster.network.byte_s *= 4 * MANY
+            assert OVERDUE_S < await link.put(1) < 2 * OVERDUE_S
+            assert primary.peer.host.roster.epoch == epoch
+
+    with mock.patch.object(appends, "QUIET_S", 60.0):  # records that nobody waits for are not sent
+        played(cluster, script)
+    assert not wrong
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_late_record_frees_no_call_while_the_keeper_may_list_the_backup() -> None:
+    """The keeper heard that the backup had everything, and was cut off before the primary had its
+    roster. If the primary had died then, the backup would have been promoted."""
+    cluster, ledger, wrong = _began(4, 4)
+
+    async def script() -> None:
+        keeper, primary, _ = await _started(cluster, ledger)
+        link = _SlowLink(cluster, ledger, primary)
+        await link.put(1)
+        with link:
+            await link.put()
+            assert primary.peer is not None
+            progress = primary.peer.host.progress
+            async with asyncio.timeout(3 * link.takes_s):
+                while not progress.required:
+                    await asyncio.sleep(0.001)
+            assert not link.is_in_sync()
+            cluster.network.cut(primary.machine, keeper.machine)
+            cluster.network.byte_s *= 4
+            putting = asyncio.create_task(link.put())
+            await asyncio.sleep(3 * OVERDUE_S)
+            assert not link.is_in_sync() and progress.required
+            cluster.network.heal()
+            async with asyncio.timeout(4 * OVERDUE_S):
+                await putting
+
+    played(cluster, script)
+    assert not wrong
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_peer_that_leaves_waits_for_no_backup_that_stays_out_of_sync() -> None:
+    cluster, ledger, wrong = _began(4, 4)
+
+    async def script() -> None:
+        _, primary, _ = await _started(cluster, ledger)
+        link = _SlowLink(cluster, ledger, primary)
+        await link.put(1)
+        for _ in range(4):
+            with link:
+                await link.put()
+                await link.becomes(in_sync=False)
+            await link.becomes(in_sync=True)
+        with link:
+            await link.put()
+            await link.becomes(in_sync=False)
+        assert primary.leave is not None
+        primary.leave.set()
+        async with asyncio.timeout(20.0):
+            while primary.peer is not None:
+                await asyncio.sleep(0.5)
 
     played(cluster, script)
     assert not wrong

@@ -124,6 +124,7 @@ class Leaving:
 
     async def _move_out(self) -> None:
         await self._calls_end()
+        self.membership.peer.shipping.forgive()
         until = self.host.now() + FATE_S
         greeting = self.mesh.spawn(self._greet_all())
         await _until(lambda: self._is_backed_up() and self._knows_who_lives(until))

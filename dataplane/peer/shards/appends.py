@@ -24,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 import secrets
 from collections import deque
 from collections.abc import Callable, Generator
@@ -37,6 +38,7 @@ from dataplane.errors import (
     ProtocolError,
     StaleEpoch,
     Unavailable,
+    duration,
 )
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.journal import dump
@@ -74,6 +76,12 @@ out doubles it. A slow link delivers a message late, and another copy of it late
 LEAST_BYTES_S = 1 << 20
 """The slowest accepted link, in bytes per second. A message of n bytes may take n / LEAST_BYTES_S
 seconds longer. After that the backup leaves the in-sync set, and replies stop waiting for it."""
+REST_S, MOST_REST_S = 10.0, 300.0
+"""How long a backup that left the in-sync set again stays out of it at least. Each removal doubles
+it. Calls stop for some seconds before each removal, which on a slow link repeats."""
+FORGET_S = 900.0
+"""After so long without a removal, the next one counts as the first. The backup rejoins after a
+first removal as soon as it has every operation."""
 RETRY_S, MOST_RETRY_S = 0.5, 30.0
 """So soon a backup is asked again, or gets everything anew: later each time that is in vain."""
 
@@ -143,6 +151,8 @@ class Shipping:
         the stream as a learner: a new stream might take a slow link long"""
         self._is_overdue = False
         """the backup has confirmed nothing for a while"""
+        self._removed_at, self._rest_s = -math.inf, 0.0
+        """when this backup left the in-sync set last, and how long it stays out of it at least"""
         self._awaited: tuple[str, float] | None = None
         """the backup that answers wait for, and since when"""
         self.passed_on: dict[tuple[str, int], Entry] = {}
@@ -303,6 +313,8 @@ class Shipping:
             self._change_to(owner)
         self._whole = self.progress.done
         self._require()
+        if new.leaving:  # a peer leaves when its backup and its heir's are in sync
+            self.forgive()
 
     async def _part(self, before: Owner) -> None:
         """Until it knows, or another roster comes."""
@@ -340,8 +352,6 @@ class Shipping:
     def unconfirmed(self) -> None:
         """Remove a backup that has confirmed nothing for a while from the in-sync set, so that
         calls continue without it. It rejoins the set once it has every operation."""
-        if self._is_overdue:
-            return
         self._is_overdue = True
         if self._parting is not None:
             self._parting.cancel()
@@ -360,24 +370,37 @@ class Shipping:
 
     def demote(self) -> None:
         """Have the roster remove the backup from the in-sync set. Unless the backup is overdue,
-        nothing leaves this peer before the backup knows."""
-        if self.synced and self.backup is not None:
-            log.warning(
-                "backup %s: removing this backup from the in-sync set, because it stopped "
-                "confirming operations",
-                self.backup.peer,
-            )
-            self.synced = False
-            if not self._under_way:
-                self._under_way = True
-                self._task = self.mesh.spawn(self._insist(self.backup, *self._next()))
+        nothing leaves this peer before the backup knows. If the next roster may list the backup,
+        a no-op until that roster is here. The caller calls this again."""
+        is_listed = self._is_listed()
+        if not self.synced or self.backup is None or (self.has_all and not is_listed):
+            return
+        now, is_first = self.host.now(), self.host.now() - self._removed_at > FORGET_S
+        rest_s = 0.0 if is_first else min(max(REST_S, 2 * self._rest_s), MOST_REST_S)
+        self._removed_at, self._rest_s = now, rest_s
+        log.warning(
+            "backup %s: removing this backup from the in-sync set%s, because it stopped "
+            "confirming operations",
+            self.backup.peer,
+            f" for at least {duration(rest_s)}" if rest_s else "",
+        )
+        asyncio.get_running_loop().call_later(rest_s + QUIET_S, self._settle)
+        self.synced = False
+        if not self._under_way:
+            self._under_way = True
+            self._task = self.mesh.spawn(self._insist(self.backup, *self._next()))
+        if is_listed:
             self.on_whole()
+        else:  # the keeper has not heard yet that the backup has every operation
+            self._require()
 
     def confirmed(self) -> None:
         """Note that the backup has just confirmed a request."""
         self._is_overdue = False
 
     def _change_to(self, owner: Owner | None) -> None:
+        if owner != self.backup:
+            self._removed_at = -math.inf
         self.backup, self._in_vain, self._is_overdue = owner, 0, False
         self._stop()
         self._begin()
@@ -393,12 +416,15 @@ class Shipping:
     def _require(self) -> None:
         """Nothing leaves before the backup has it where that may be called in sync, or is: it is
         so at the authority before this peer hears of it."""
-        roster = self.host.roster
-        in_sync = roster.in_sync[roster.shards_of(self.host.address)].any()
-        has_it = self.synced or bool(in_sync) or self._parting is not None
+        has_it = self.synced or self._is_listed() or self._parting is not None
         self.progress.required = self.backup is not None and has_it
         self._note_backup()
         self.progress.wake()
+
+    def _is_listed(self) -> bool:
+        """Whether the roster may have the backup promoted."""
+        roster = self.host.roster
+        return bool(roster.in_sync[roster.shards_of(self.host.address)].any())
 
     def _note_backup(self) -> None:
         """Record the end of the time in which answers waited for one backup."""
@@ -535,14 +561,29 @@ class Shipping:
     def _taken(self, end: int) -> None:
         self._under_way = False
         self._confirmed(end)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Send what is due. If the backup has everything and need not rest, it is in sync."""
+        if self._under_way:
+            return
         if self._is_due:
             self._send()
-        elif not self.synced and not self._later and self._dumping is None:
+        elif not (self.synced or self._later or self._dumping is not None or self._rests()):
             # What was answered up to now did not wait for it.
             self.synced, self._whole, self._in_vain = True, self.progress.done, 0
             self._require()
             if not self._queue:
                 self.on_whole()
+
+    def forgive(self) -> None:
+        """Let the backup rejoin the in-sync set as soon as it has everything."""
+        self._removed_at = -math.inf
+        self._settle()
+
+    def _rests(self) -> bool:
+        """Whether the backup stays out of the in-sync set, although it may have everything."""
+        return self.host.now() < self._removed_at + self._rest_s
 
     @property
     def _end(self) -> int:

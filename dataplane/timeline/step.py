@@ -24,6 +24,16 @@ NEAR_S = 0.05
 comes on top."""
 
 
+def _latest(events: Sequence[Event], partition: str) -> int:
+    """Return the generation whose first event is the last: the clocks of several hosts make the
+    numbers, so a later one may be lower."""
+    began: dict[int, float] = {}
+    for e in events:
+        if e.partition == partition:
+            began[e.generation] = min(e.began, began.get(e.generation, e.began))
+    return max(began, key=began.__getitem__, default=0)
+
+
 class Lease(msgspec.Struct, eq=False):
     """Rows that a worker had from `began` to `ended`, or still has if the lease `is_open`.
     `plan`: the lease is a rank's part of a plan. It has the groups of the whole plan and an even
@@ -50,12 +60,15 @@ class Lease(msgspec.Struct, eq=False):
 
 
 class Step:
-    def __init__(self, events: Sequence[Event], partition: str, now: float = 0.0) -> None:
+    def __init__(
+        self, events: Sequence[Event], partition: str, now: float = 0.0, generation: int = 0
+    ) -> None:
         """`events`: all events of the plane, as `merged` returns them. `now`: when they were asked
-        for, on the same clock; else the last of them is now."""
+        for, on the same clock; else the last of them is now. `generation`: of the partition; 0: the
+        latest."""
         self.partition = partition
         self.everything = events
-        generation = max((e.generation for e in events if e.partition == partition), default=0)
+        generation = self.generation = generation or _latest(events, partition)
         self.events = [e for e in events if e.partition == partition and e.generation == generation]
         dropped = any(is_whole_drop(e) for e in self.events)
         latest = max((e.at for e in events if e.kind is not Kind.MISSING), default=0.0)

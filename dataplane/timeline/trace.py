@@ -89,16 +89,13 @@ def encode(events: Sequence[Event], names: Sequence[str], unix_s: float | None =
     """
     found = [Step(events, name) for name in names]
     steps = [(step, explain(step)) for step in found]
-    return _Trace(_chosen(events, names), steps, unix_s).encode()
+    return _Trace(_chosen(events, found), steps, unix_s).encode()
 
 
-def _chosen(events: Sequence[Event], names: Sequence[str]) -> list[Event]:
-    """Return the events of these partitions, and those that belong to no partition and happened
+def _chosen(events: Sequence[Event], steps: Sequence[Step]) -> list[Event]:
+    """Return the events of these steps, and those that belong to no partition and happened
     meanwhile."""
-    latest = dict[str, int]()
-    for e in events:
-        latest[e.partition] = max(e.generation, latest.get(e.partition, 0))
-    wanted = {(name, latest[name]) for name in names if name in latest}
+    wanted = {(step.partition, step.generation) for step in steps}
     mine = [e for e in events if (e.partition, e.generation) in wanted]
     begin = min((e.began for e in mine), default=0.0)
     end = max((e.at for e in mine), default=0.0)

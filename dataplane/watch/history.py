@@ -137,6 +137,8 @@ class History:
         self._now: list[Event] = []
         """events that have not ended, and the peers that are silent"""
         self._extents: dict[str, _Extent] = {}
+        """of each partition's latest generation"""
+        self._generations: dict[tuple[str, int], _Extent] = {}
         self._cut: set[str] = set()
         """partitions that lost earlier events to the limit of events"""
         self._pictures: dict[tuple[str, int], tuple[int, Picture]] = {}
@@ -222,15 +224,21 @@ class History:
         """Drop this many of the earliest events."""
         dropped, self._events = self._events[: int(over)], self._events[int(over) :]
         self._extents.clear()
+        self._generations.clear()
         there = {e.partition for e in self._events}
         self._cut = (self._cut | {e.partition for e in dropped}) & there
 
     def _extend(self, event: Event) -> None:
-        known = self._extents.get(event.partition)
-        if known is None or event.generation > known.generation:
-            self._extents[event.partition] = _Extent(event)
-        elif event.generation == known.generation:
+        key = event.partition, event.generation
+        known = self._generations.get(key)
+        if known is None:
+            known = self._generations[key] = _Extent(event)
+        else:
             known.add(event)
+        # The clocks of several hosts make the numbers, so a later generation may have a lower one.
+        latest = self._extents.setdefault(event.partition, known)
+        if known.begin > latest.begin:
+            self._extents[event.partition] = known
 
     def _draw(self, touched: set[str], now: float) -> None:
         """Draw the newest steps again, of those that have new events or have not ended."""
@@ -250,7 +258,10 @@ class History:
             self._numbers = max(self._numbers, number)
             is_newest = name == named[-1]
             during = self._during(name, extent, is_newest)
-            pictures[key] = number, picture(during, name, now if is_newest else 0.0)
+            pictures[key] = (
+                number,
+                picture(during, name, now if is_newest else 0.0, extent.generation),
+            )
         order = {name: at for at, name in enumerate(named)}
         ordered = sorted(pictures.items(), key=lambda one: order.get(one[0][0], -1))
         self._pictures = dict(ordered[-MAX_STEPS:])

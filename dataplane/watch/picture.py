@@ -148,10 +148,12 @@ def short(name: Name) -> str:
     return text if len(text) <= MAX_LETTERS else text[: MAX_LETTERS - 1] + "…"
 
 
-def picture(events: Sequence[Event], partition: str, now: float = 0.0) -> Picture:
+def picture(
+    events: Sequence[Event], partition: str, now: float = 0.0, generation: int = 0
+) -> Picture:
     """Return the picture of this step. `events`: all events of the plane, the earliest first.
-    `now`: when they were asked for."""
-    step = Step(events, partition, now)
+    `now`: when they were asked for. `generation`: of the partition; 0: the latest."""
+    step = Step(events, partition, now, generation)
     why = explain(step)
     mine, begin, end = step.events, step.begin, max(step.begin, step.end)
     during = [e for e in events if e.at > begin and e.began < end]

@@ -37,6 +37,29 @@ def test_the_first_line_is_the_sentence_of_why() -> None:
     assert (listed.cause, listed.healthy, listed.finished) == ("slow worker", False, True)
 
 
+@pytest.mark.parametrize("before", [1, 3])
+def test_a_step_of_the_same_name_is_the_one_that_began_last(before: int) -> None:
+    """The clock of the peer that declared it first may have been ahead. Its last events may come
+    after those of the next."""
+    old = [
+        msgspec.structs.replace(e, generation=before) if e.partition else e
+        for e in step("step-1", 1_000.0)
+    ]
+    late = msgspec.structs.replace(old.pop(), at=2_001.0)
+    many = max(e.number for e in old)
+    last = [
+        msgspec.structs.replace(e, generation=2 if e.partition else 0)
+        for e in step("step-1", 2_000.0, many, slow_reward=12.0)
+    ]
+    sentence = explain(Step(last, "step-1")).sentence
+    history = seen(old, end(old))
+    history.look(sorted([*last, late], key=lambda e: e.at), None, end(last))
+    assert history.view(end(last) + 1.5, 2.0).sentence.startswith(sentence)
+    assert explain(Step(sorted([*old, *last, late], key=lambda e: e.at), "step-1")).sentence == (
+        sentence
+    )
+
+
 def test_lanes_say_of_each_host_when_it_worked_and_when_it_waited() -> None:
     events = step("step-1", 1_000.0, reward_s=0.8, room_s=2.0, slow_link=100.0)
     shown = picture(events, "step-1")

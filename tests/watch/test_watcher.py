@@ -52,10 +52,10 @@ def test_a_step_is_read_while_a_look_is_under_way(
     number = looking.look().steps[0].number
     drawing, go_on = threading.Event(), threading.Event()
 
-    def slow(events: Sequence[Event], partition: str, now: float) -> Picture:
+    def slow(events: Sequence[Event], partition: str, now: float, generation: int) -> Picture:
         drawing.set()
         go_on.wait(20)
-        return picture(events, partition, now)
+        return picture(events, partition, now, generation)
 
     monkeypatch.setattr(history, "picture", slow)
     monkeypatch.setattr(Told, "events_told", step("step-2", 1_100.0, number=1_000))

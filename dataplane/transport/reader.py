@@ -69,8 +69,6 @@ from dataplane.transport.stream import BulkStream, iovecs
 from dataplane.transport.tickets import held_mac, issue
 from dataplane.wire.records import U8, column
 
-MAX_RENEWALS = 2
-"""Of one read's tickets: an owner that lets every one expire is too slow for it."""
 RUNNERS = 32
 RUNS_PER_READ = 2
 """Connections that one large read uses at once. On loopback with 2 cores 1 and 2 are equally fast
@@ -93,7 +91,6 @@ class Reading:
         self.gone = np.zeros(len(request.copies), bool)
         self.nbytes = 0
         self.left: deque[Slice] = deque()
-        self._renewals = MAX_RENEWALS
         self._streams: set[BulkStream] = set()
         self._lock = threading.Lock()
         self._error: DataplaneError | None = None
@@ -105,15 +102,6 @@ class Reading:
     def next(self) -> Slice | None:
         with self._lock:
             return None if self._error or not self.left else self.left.popleft()
-
-    def renew(self) -> bool:
-        """Whether a fresh ticket may replace one that expired at the owner. A ticket's time runs
-        on the owner's clock, from its arrival; this read's time runs on the reader's clock."""
-        with self._lock:
-            if not self._renewals or time.monotonic() >= self.request.deadline:
-                return False
-            self._renewals -= 1
-            return True
 
     def watch(self, stream: BulkStream) -> None:
         with self._lock:
@@ -216,7 +204,7 @@ class Reads(ABC):
     @abstractmethod
     def _take(self, reading: Reading, part: Slice) -> Slice | None:
         """Brings a slice, and perhaps more of them: the one to go on with. That is this one again
-        where a pooled connection was closed for being idle, or the ticket ran out."""
+        where a pooled connection was closed for being idle."""
 
 
 class TcpReads(Reads):
@@ -248,8 +236,6 @@ class TcpReads(Reads):
             self._ask(connection, part, request)
             while (answer := _answer(connection.stream, deadline)) is not None:
                 answered = True
-                if _is_over(answer) and reading.renew():
-                    return part
                 following = reading.next()
                 # Asked before the bytes are taken, so that the owner never waits for the reader.
                 early = following is not None and len(following.copies) <= EARLY_ITEMS
@@ -315,13 +301,8 @@ class EngineReads(Reads):
         return cut(copies, MAX_HELD_BYTES, MAX_GET_ITEMS)
 
     def _take(self, reading: Reading, part: Slice) -> Slice | None:
-        try:
-            with self._transport.turn(reading.request, self._own) as card:
-                done = self._bring(reading, part, card)
-        except DeadlineExceeded:
-            if reading.stopped or not reading.renew():
-                raise
-            return part
+        with self._transport.turn(reading.request, self._own) as card:
+            done = self._bring(reading, part, card)
         return reading.next() if done else part
 
     def _bring(self, reading: Reading, part: Slice, card: bytes) -> bool:
@@ -408,11 +389,6 @@ def _confirm(stream: BulkStream, nbytes: int, deadline: float) -> None:
             "the owner did not confirm that the ranges stayed allocated until the end of "
             "the transfer: repeat the call"
         )
-
-
-def _is_over(answer: FromOwner) -> bool:
-    """Whether the owner says that the ticket's time is over."""
-    return isinstance(answer, Refused) and answer.code == DeadlineExceeded.__name__
 
 
 def _checking(reading: Reading, stream: BulkStream) -> Callable[[], None]:

@@ -161,9 +161,7 @@ class TransportConformance:
         assert a.pins == 0
         assert (await c.read(a, copies)).nbytes == 4096
 
-    async def test_a_ticket_that_ran_out_at_the_owner_ends_the_read(
-        self, start: StartHost
-    ) -> None:
+    async def test_a_ticket_that_ran_out_at_the_owner_ends_the_read(self, start: StartHost) -> None:
         a, b = await start("a"), await start("b")
         a.fill()
         copies = a.place(np.array([64]), np.array([500_000]))

@@ -4,8 +4,8 @@
 |---|---|
 | the peer's door to bulk transfer; the process that may crash alone | engine, link, worker |
 | the reader: asks the owner for pieces, over TCP or by another engine | reader, slices |
-| the owner: pins the pieces, and sends them or lets an engine move them | owner |
-| their connections, one stream, the same inside TLS | connections, stream, secure_stream |
+| the owner: pins the pieces, and sends them or lets an engine move them | owner, control |
+| one read; connections; one stream, the same inside TLS | reading, connections, *stream |
 | frames and records, proofs and tickets | bulk_frames, tickets |
 | what an engine must be able to do, which there are | seam, registry |
 | the engines; a region as they register it; NCCL's two ranks | engines/ |
@@ -16,7 +16,6 @@ from __future__ import annotations
 from dataplane.transport.bulk_frames import COPY, GONE
 from dataplane.transport.seam import (
     Capabilities,
-    Held,
     ReadOutcome,
     ReadRequest,
     Region,
@@ -31,7 +30,6 @@ __all__ = [
     "COPY",
     "GONE",
     "Capabilities",
-    "Held",
     "ReadOutcome",
     "ReadRequest",
     "Region",

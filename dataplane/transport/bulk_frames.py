@@ -257,7 +257,6 @@ class Finished(Frame, tag=23):
     job: int
     gone: bytes
     nbytes: int
-    seconds: float
     refused: Refused | None = None
 
 

@@ -11,11 +11,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from dataplane.errors import TransportMissing
 from dataplane.transport.bulk_frames import MAX_JOIN_FRAME_BYTES, FromOwner, Greeting
 from dataplane.transport.joining import Joining, answer_of
+from dataplane.transport.reading import Reading
 from dataplane.transport.seam import Remote
 from dataplane.transport.secure_stream import dialling
 from dataplane.transport.stream import BulkStream, unconnected
@@ -27,7 +27,7 @@ IDLE_S = 60.0
 """Less than the owner's patience, so that a pooled connection is rarely found closed."""
 CONNECT_S = 5.0
 CHECK_S = 0.1
-"""A user that waits for a connection notices within this time that it was cancelled."""
+"""A read that waits for a connection notices within this time that it was cancelled."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,22 +50,6 @@ class Connection:
         return nonce_of(self.greeting.challenge, self.sequence - 1)
 
 
-class Watch(Protocol):
-    """A user of a connection, which may be cancelled while it waits here."""
-
-    @property
-    def stopped(self) -> bool: ...
-
-    def watch(self, stream: BulkStream) -> None:
-        """Use the stream from now on: abort it on cancellation."""
-        ...
-
-    def unwatch(self, stream: BulkStream) -> bool:
-        """Stop using the stream. Call this before it is closed, so that no abort meets a reused
-        descriptor."""
-        ...
-
-
 class Connections:
     """The pool. A user of a connection returns or discards it."""
 
@@ -76,23 +60,24 @@ class Connections:
         self._used: defaultdict[Remote, int] = defaultdict(int)
         self._changed = threading.Condition()
 
-    def borrow(self, remote: Remote, deadline: float, user: Watch) -> Connection:
-        """Return a connection for one transfer.
+    def borrow(self, reading: Reading) -> Connection:
+        """Return a connection for one transfer, which the reading watches.
 
         Raises TimeoutError if none is free before the deadline, and OSError if the connection
-        fails or its user was cancelled.
+        fails or the reading was stopped.
         """
+        remote = reading.remote
         with self._changed:
-            self._await_turn(remote, deadline, user)
+            self._await_turn(reading)
             self._expire(time.monotonic() - IDLE_S)
             self._used[remote] += 1
             if self._idle.get(remote):
                 connection = self._idle[remote].pop()
                 connection.clean = False
-                user.watch(connection.stream)
+                reading.watch(connection.stream)
                 return connection
         try:
-            return self._joined(remote, deadline, user)
+            return self._joined(reading)
         except BaseException:
             self._leave(remote)
             raise
@@ -114,10 +99,11 @@ class Connections:
             for connection in self._idle.pop(remote, ()):
                 connection.stream.close()
 
-    def _joined(self, remote: Remote, deadline: float, user: Watch) -> Connection:
+    def _joined(self, reading: Reading) -> Connection:
+        remote, deadline = reading.remote, reading.deadline
         stream, place = unconnected(remote.address, self._stream_of(remote))
         try:
-            user.watch(stream)
+            reading.watch(stream)
             stream.dial(*place, min(deadline, time.monotonic() + CONNECT_S))
             stream.handshake(deadline)
             joining = Joining(remote.address, self._key, _opening(stream, deadline))
@@ -125,7 +111,7 @@ class Connections:
             joining.check(_opening(stream, deadline))
             return Connection(remote, stream, joining.greeting, joining.version)
         except BaseException:
-            user.unwatch(stream)
+            reading.unwatch(stream)
             stream.reset()
             raise
 
@@ -140,14 +126,15 @@ class Connections:
             )
         return BulkStream
 
-    def _await_turn(self, remote: Remote, deadline: float, user: Watch) -> None:
-        while self._used.get(remote, 0) >= PARALLEL and not user.stopped:
+    def _await_turn(self, reading: Reading) -> None:
+        remote, deadline = reading.remote, reading.deadline
+        while self._used.get(remote, 0) >= PARALLEL and not reading.stopped:
             if time.monotonic() >= deadline:
                 raise TimeoutError(
                     f"all {PARALLEL} connections to {remote.address} stayed busy until the deadline"
                 )
             self._changed.wait(min(CHECK_S, max(0.0, deadline - time.monotonic())))
-        if user.stopped:
+        if reading.stopped:
             raise ConnectionAbortedError("the transfer was cancelled")
 
     def _leave(self, remote: Remote) -> None:

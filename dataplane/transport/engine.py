@@ -175,7 +175,6 @@ class BulkEngine:
         if len(parts) == 1 and len(parts[0].copies) == len(copies):
             return await self._read_part(remote, parts[0], deadline, transport)
         tasks: list[asyncio.Task[ReadOutcome]] = []
-        began = asyncio.get_running_loop().time()
         try:
             async with asyncio.TaskGroup() as group:
                 for part in parts:
@@ -187,7 +186,7 @@ class BulkEngine:
         for part, task in zip(parts, tasks, strict=True):
             gone[part.index[task.result().gone]] = True
         nbytes = sum(task.result().nbytes for task in tasks)
-        return ReadOutcome(gone, nbytes, asyncio.get_running_loop().time() - began)
+        return ReadOutcome(gone, nbytes)
 
     def forget(self, remote: Remote) -> None:
         """Close the connections to a peer that is no longer a member."""

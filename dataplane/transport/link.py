@@ -246,7 +246,7 @@ class WorkerLink(asyncio.Protocol):
         self._traffic.jobs_done += 1
         gone = np.frombuffer(finished.gone or bytes(count), bool)
         if not future.done():
-            future.set_result(ReadOutcome(gone, finished.nbytes, finished.seconds))
+            future.set_result(ReadOutcome(gone, finished.nbytes))
 
     def _exited(self) -> None:
         """The process has ended, however: nothing of it touches the arena any more."""

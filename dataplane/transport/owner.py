@@ -58,9 +58,9 @@ from dataplane.transport.bulk_frames import (
     decode_to_owner,
     encode,
 )
+from dataplane.transport.control import PinDesk
 from dataplane.transport.seam import (
     Offsets,
-    PinDesk,
     Records,
     Region,
     RegionKey,
@@ -350,13 +350,13 @@ class Service(ABC):
 
     def serve(self, transfer: Transfer) -> None:
         """Serve a request, up to the confirmation."""
-        pinned = self._desk.pin(ranges_of(transfer.pieces), transfer.deadline)
+        pin, places = self._desk.pin(ranges_of(transfer.pieces), transfer.deadline)
         nbytes = 0
         try:
-            sources = sources_of(self._region, transfer.pieces, pinned.places)
+            sources = sources_of(self._region, transfer.pieces, places)
             nbytes = self._move(transfer, sources)
         finally:
-            self._desk.unpin(pinned.ask, nbytes)
+            self._desk.unpin(pin, nbytes)
 
     @abstractmethod
     def _move(self, transfer: Transfer, sources: Offsets) -> int:
@@ -438,9 +438,8 @@ class EngineService(Service):
 
         there = (sources != GONE) & (pieces["nbytes"] > 0)
         nbytes = np.ascontiguousarray(pieces["nbytes"][there])
-        reader = RegionKey(0, transfer.get.card)
-        request = SendRequest(reader, transfer.get.tag, sources[there], nbytes, deadline, check)
-        self._transport.send(request)
+        get = transfer.get
+        self._transport.send(SendRequest(get.card, get.tag, sources[there], nbytes, check))
 
 
 def _await_release(stream: BulkStream, nbytes: int, deadline: float) -> None:

@@ -15,10 +15,8 @@ from __future__ import annotations
 import hmac
 import logging
 import secrets
-import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
@@ -42,18 +40,17 @@ from dataplane.transport.bulk_frames import (
     MAX_HELD_BYTES,
     FromOwner,
     Get,
-    Refused,
+    Held,
     Release,
     Sending,
     Sent,
-    decode_from_owner,
     encode,
 )
-from dataplane.transport.bulk_frames import Held as HeldFrame
 from dataplane.transport.connections import Connection, Connections
+from dataplane.transport.joining import answer_of
+from dataplane.transport.reading import Reading
 from dataplane.transport.registry import TCP
 from dataplane.transport.seam import (
-    Held,
     Mask,
     Offsets,
     ReadRequest,
@@ -62,7 +59,6 @@ from dataplane.transport.seam import (
     RegionKey,
     Remote,
     Transport,
-    read_cancelled,
 )
 from dataplane.transport.slices import Slice, cut, pieces_of
 from dataplane.transport.stream import BulkStream, iovecs
@@ -83,62 +79,6 @@ could leave both sides sending and nobody receiving."""
 logger = logging.getLogger(__name__)
 
 
-class Reading:
-    """One read in flight: the slices that are left, its streams, and the error that stopped it."""
-
-    def __init__(self, request: ReadRequest) -> None:
-        self.request = request
-        self.gone = np.zeros(len(request.copies), bool)
-        self.nbytes = 0
-        self.left: deque[Slice] = deque()
-        self._streams: set[BulkStream] = set()
-        self._lock = threading.Lock()
-        self._error: DataplaneError | None = None
-
-    @property
-    def stopped(self) -> bool:
-        return self._error is not None
-
-    def next(self) -> Slice | None:
-        with self._lock:
-            return None if self._error or not self.left else self.left.popleft()
-
-    def watch(self, stream: BulkStream) -> None:
-        with self._lock:
-            self._streams.add(stream)
-            if self._error:
-                stream.abort()
-
-    def unwatch(self, stream: BulkStream) -> bool:
-        """Stop using a stream. Return whether other reads may use it."""
-        with self._lock:
-            self._streams.discard(stream)
-            return not self._error
-
-    def arrived(self, part: Slice, gone: Mask, nbytes: int) -> None:
-        with self._lock:
-            self.gone[part.index[gone]] = True
-            self.nbytes += nbytes
-
-    def cancel(self) -> None:
-        """Make the read raise soon."""
-        self.request.cancelled.set()
-        self.stop(read_cancelled())
-
-    def stop(self, error: DataplaneError) -> None:
-        """Stop with an error. The first error counts, because later ones come from the aborted
-        streams."""
-        with self._lock:
-            if self._error is None:
-                self._error = error
-            for stream in self._streams:
-                stream.abort()
-
-    def raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-
 class Reads(ABC):
     """All reads of one worker by one transport, with a pool of connections."""
 
@@ -149,7 +89,7 @@ class Reads(ABC):
 
     def read(self, reading: Reading) -> Mask:
         """Carry out a read. Return which of its copies are gone at the owner."""
-        reading.left.extend(self._cut(reading.request.copies))
+        reading.left.extend(self._cut(reading.copies))
         self._carry_out(reading)
         reading.raise_error()
         return reading.gone
@@ -170,8 +110,7 @@ class Reads(ABC):
     @contextmanager
     def _connection(self, reading: Reading) -> Iterator[Connection]:
         """For one transfer. It is for others too where the body has left it `clean`."""
-        request = reading.request
-        connection = self._connections.borrow(request.remote, request.deadline, reading)
+        connection = self._connections.borrow(reading)
         try:
             yield connection
         finally:
@@ -184,18 +123,18 @@ class Reads(ABC):
         self,
         connection: Connection,
         part: Slice,
-        request: ReadRequest,
+        deadline: float,
         tag: int = 0,
         card: bytes = b"",
     ) -> bytes:
         """Send the request for a slice. Return its nonce."""
         pieces, nonce, name = pieces_of(part.copies).tobytes(), connection.nonce(), self._name
-        expiry_ms = max(1, int((request.deadline - time.monotonic()) * 1000))
-        owner = request.remote.owner
+        expiry_ms = max(1, int((deadline - time.monotonic()) * 1000))
+        owner = connection.remote.owner
         ticket = issue(self._key, owner, expiry_ms, nonce, pieces, name, card)
         get = Get(connection.version, ticket, pieces, part.nbytes, name, tag, card)
         with suppress(ConnectionError):  # then there is no answer
-            connection.stream.send(encode(get), request.deadline)
+            connection.stream.send(encode(get), deadline)
         return nonce
 
     @abstractmethod
@@ -231,22 +170,21 @@ class TcpReads(Reads):
     def _take(self, reading: Reading, part: Slice) -> Slice | None:
         """Slices one after another on one connection."""
         with self._connection(reading) as connection:
-            request = reading.request
-            answered, deadline = connection.sequence > 0, request.deadline
-            self._ask(connection, part, request)
+            answered, deadline = connection.sequence > 0, reading.deadline
+            self._ask(connection, part, deadline)
             while (answer := _answer(connection.stream, deadline)) is not None:
                 answered = True
                 following = reading.next()
                 # Asked before the bytes are taken, so that the owner never waits for the reader.
                 early = following is not None and len(following.copies) <= EARLY_ITEMS
                 if following is not None and early:
-                    self._ask(connection, following, request)
+                    self._ask(connection, following, deadline)
                 self._receive(connection.stream, part, reading, answer)
                 if following is None:
                     connection.clean = True
                     return None
                 if not early:
-                    self._ask(connection, following, request)
+                    self._ask(connection, following, deadline)
                 part = following
             if not answered or reading.stopped:
                 raise ConnectionResetError("the connection was closed before the owner answered")
@@ -255,13 +193,11 @@ class TcpReads(Reads):
     def _receive(
         self, stream: BulkStream, part: Slice, reading: Reading, answer: FromOwner
     ) -> None:
-        if isinstance(answer, Refused):
-            raise answer.error()
         if not isinstance(answer, Sending):
             raise mixed_releases(
                 f"unexpected reply to a request: expected Sending, got {type(answer).__name__}"
             )
-        copies, count, deadline = part.copies, len(part.copies), reading.request.deadline
+        copies, count, deadline = part.copies, len(part.copies), reading.deadline
         if answer.gone and len(answer.gone) != count:
             raise mixed_releases(
                 f"invalid reply to a request: expected flags for {count} pieces, got "
@@ -301,7 +237,7 @@ class EngineReads(Reads):
         return cut(copies, MAX_HELD_BYTES, MAX_GET_ITEMS)
 
     def _take(self, reading: Reading, part: Slice) -> Slice | None:
-        with self._transport.turn(reading.request, self._own) as card:
+        with self._transport.turn(reading.remote, self._own, reading.check) as card:
             done = self._bring(reading, part, card)
         return reading.next() if done else part
 
@@ -309,29 +245,23 @@ class EngineReads(Reads):
         """False where a pooled connection was closed."""
         with self._connection(reading) as connection:
             fresh = connection.sequence == 0
-            held = self._hold(connection, part, reading.request, card)
-            if held is None:
+            tag = 0 if self._transport.capabilities.one_sided else secrets.randbits(48)
+            nonce = self._ask(connection, part, reading.deadline, tag, card)
+            answer = _answer(connection.stream, reading.deadline)
+            if answer is None:
                 if fresh or reading.stopped:
                     raise ConnectionResetError(
                         "the connection was closed before the owner answered"
                     )
                 return False
-            self._move(connection.stream, part, reading, *held)
+            key, sources = self._held(answer, nonce, len(part.copies))
+            self._move(connection.stream, part, reading, key, sources, tag)
             connection.clean = True
             return True
 
-    def _hold(
-        self, connection: Connection, part: Slice, request: ReadRequest, card: bytes
-    ) -> tuple[RegionKey, Offsets, int] | None:
-        """What the owner holds: its region, the offsets there, this transfer's tag."""
-        tag = 0 if self._transport.capabilities.one_sided else secrets.randbits(48)
-        nonce = self._ask(connection, part, request, tag, card)
-        answer = _answer(connection.stream, request.deadline)
-        if answer is None:
-            return None
-        if isinstance(answer, Refused):
-            raise answer.error()
-        if not isinstance(answer, HeldFrame):
+    def _held(self, answer: FromOwner, nonce: bytes, count: int) -> tuple[RegionKey, Offsets]:
+        """What the owner holds: its region, and the offsets there."""
+        if not isinstance(answer, Held):
             raise mixed_releases(
                 f"unexpected reply to a request: expected Held, got {type(answer).__name__}"
             )
@@ -341,8 +271,7 @@ class EngineReads(Reads):
                 "the owner's reply to a request was altered in transit: use "
                 "a trusted network, then repeat the call"
             )
-        sources = column(answer.sources, U8, len(part.copies))
-        return RegionKey(answer.generation, answer.card), sources, tag
+        return RegionKey(answer.generation, answer.card), column(answer.sources, U8, count)
 
     def _move(
         self,
@@ -353,37 +282,30 @@ class EngineReads(Reads):
         sources: Offsets,
         tag: int,
     ) -> None:
-        request = reading.request
         gone: Mask = sources == GONE
         moved = ~gone & (part.copies["nbytes"] > 0)
-        nbytes = int(part.copies["nbytes"][moved].sum())
+        copies, check = part.copies[moved], _checking(reading, stream)
+        nbytes = int(copies["nbytes"].sum())
         if nbytes:
-            held = Held(key, sources[moved], tag, _checking(reading, stream))
-            copies = part.copies[moved]
-            self._transport.read(
-                ReadRequest(
-                    request.job, request.remote, copies, request.deadline, held, request.cancelled
-                )
-            )
-        stream.send(encode(Release(nbytes)), request.deadline)
-        _confirm(stream, nbytes, request.deadline)
+            request = ReadRequest(reading.remote, copies, key, sources[moved], tag, check)
+            self._transport.read(request)
+        stream.send(encode(Release(nbytes)), reading.deadline)
+        _confirm(stream, nbytes, reading.deadline)
         reading.arrived(part, gone, nbytes)
 
 
 def _answer(stream: BulkStream, deadline: float) -> FromOwner | None:
     """None: closed without an answer, as an owner does with idle connections."""
+    frame = None
     with suppress(ConnectionError):
         frame = stream.receive(MAX_GET_FRAME_BYTES, deadline)
-        return None if frame is None else decode_from_owner(frame)
-    return None
+    return None if frame is None else answer_of(frame)
 
 
 def _confirm(stream: BulkStream, nbytes: int, deadline: float) -> None:
     """The owner's word that so many bytes were pinned until now."""
     frame = stream.receive(MAX_GET_FRAME_BYTES, deadline)
-    sent = None if frame is None else decode_from_owner(frame)
-    if isinstance(sent, Refused):
-        raise sent.error()
+    sent = None if frame is None else answer_of(frame)
     if not isinstance(sent, Sent) or sent.nbytes != nbytes:
         raise TransferFailed(
             "the owner did not confirm that the ranges stayed allocated until the end of "
@@ -392,8 +314,8 @@ def _confirm(stream: BulkStream, nbytes: int, deadline: float) -> None:
 
 
 def _checking(reading: Reading, stream: BulkStream) -> Callable[[], None]:
-    """See `Held.check`. The owner says nothing while bytes move, unless it gives up."""
-    deadline = reading.request.deadline
+    """See `ReadRequest.check`. The owner says nothing while bytes move, unless it gives up."""
+    deadline = reading.deadline
 
     def check() -> None:
         reading.raise_error()
@@ -404,18 +326,16 @@ def _checking(reading: Reading, stream: BulkStream) -> Callable[[], None]:
                 frame = stream.receive(MAX_GET_FRAME_BYTES, deadline)
             except OSError as exc:
                 raise _broken(reading, exc) from exc
-            said = None if frame is None else decode_from_owner(frame)
-            if isinstance(said, Refused):
-                raise said.error()
-            if said is None:
+            if frame is None:
                 raise _broken(reading, "the connection was closed")
+            said = answer_of(frame)
             raise _broken(reading, f"unexpected message from the owner: {said!r}")
 
     return check
 
 
 def _late(reading: Reading) -> DataplaneError:
-    remote, nbytes = reading.request.remote, reading.nbytes
+    remote, nbytes = reading.remote, reading.nbytes
     return DeadlineExceeded(
         f"peer {remote.owner.peer!r} at {remote.address} did not send all requested bytes before "
         f"the deadline ({nbytes} bytes arrived): the peer may be suspended, dead, or cut off. "
@@ -426,7 +346,7 @@ def _late(reading: Reading) -> DataplaneError:
 
 
 def _broken(reading: Reading, why: object) -> DataplaneError:
-    remote = reading.request.remote
+    remote = reading.remote
     return TransferFailed(
         f"the transfer from peer {remote.owner.peer!r} at {remote.address} was interrupted: {why}; "
         "repeat the call",
@@ -436,11 +356,11 @@ def _broken(reading: Reading, why: object) -> DataplaneError:
 
 def _typed(exc: BaseException, reading: Reading) -> DataplaneError:
     """The one place where what sockets raise becomes an error of ours."""
-    remote = reading.request.remote
+    remote = reading.remote
     peer = remote.owner.peer
     if isinstance(exc, DataplaneError):
         return exc
-    if isinstance(exc, TimeoutError) and time.monotonic() >= reading.request.deadline:
+    if isinstance(exc, TimeoutError) and time.monotonic() >= reading.deadline:
         return _late(reading)
     if isinstance(exc, (ConnectionRefusedError, TimeoutError)):
         return Unavailable(

@@ -8,18 +8,15 @@ with a subclass of `Transport`, named in the entry point group `dataplane.transp
 
 from __future__ import annotations
 
-import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal, Protocol
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.errors import DeadlineExceeded, TransferFailed
 from dataplane.wire.tables import Owner, PoolHandle
 
 MemoryKind = Literal["host", "cuda"]
@@ -42,15 +39,11 @@ class Capabilities:
     one_sided: bool
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedPool:
+class PlacedPool(NamedTuple):
     """A pool and the offset at which it starts in the region."""
 
     start: int
     handle: PoolHandle
-
-    def holds(self, offset: int, nbytes: int) -> bool:
-        return self.start <= offset and offset + nbytes <= self.start + self.handle.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +87,8 @@ class Remote:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
-    """Ranges that are pinned at their owner for one read.
+class ReadRequest:
+    """COPY records to bring from `remote`, which pins their ranges, into the local region.
 
     - `key`: of the owner's region.
     - `sources`: for each copy, the offset in that region.
@@ -105,6 +98,8 @@ class Held:
       waiting, from any thread.
     """
 
+    remote: Remote
+    copies: Records
     key: RegionKey
     sources: Offsets
     tag: int
@@ -112,50 +107,17 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ReadRequest:
-    """COPY records to bring from `remote` into the local region before `deadline` (monotonic).
-
-    `cancelled` may be set before `read` starts. `check`: as `Held.check`, for waiting before
-    anything is held.
-    """
-
-    job: int
-    remote: Remote
-    copies: Records
-    deadline: float
-    held: Held | None = None
-    cancelled: threading.Event = field(default_factory=threading.Event)
-
-    def check(self) -> None:
-        if self.cancelled.is_set():
-            raise read_cancelled()
-        if time.monotonic() >= self.deadline:
-            raise DeadlineExceeded(
-                "the transfer waited for other transfers until its "
-                "deadline: repeat the call, perhaps with a longer "
-                "timeout="
-            )
-
-
-def read_cancelled() -> TransferFailed:
-    return TransferFailed(
-        "the caller cancelled the read: repeat the call if the values are still needed"
-    )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class SendRequest:
     """What the owner sends in a two-sided transfer: parts of its region, in order.
 
-    `key`: of the reader's region; its card is what `Transport.turn` returned. `tag` and `check`:
-    see `Held`.
+    `card`: of the reader, which `Transport.turn` returned there. `tag` and `check`: see
+    `ReadRequest`.
     """
 
-    key: RegionKey
+    card: bytes
     tag: int
     sources: Offsets
     nbytes: Offsets
-    deadline: float
     check: Callable[[], None]
 
 
@@ -165,28 +127,6 @@ class ReadOutcome:
 
     gone: Mask
     nbytes: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Pinned:
-    """The peer's answer: `places` has an EXTENT per range; `offset` is GONE for a range that is
-    gone."""
-
-    ask: int
-    places: Records
-
-
-class PinDesk(Protocol):
-    """Lets a bulk worker ask its own peer to pin ranges while their bytes are transferred."""
-
-    def pin(self, ranges: Records, deadline: float) -> Pinned:
-        """Wait until the peer has answered. Raises DeadlineExceeded, or the peer's error."""
-        ...
-
-    def unpin(self, ask: int, nbytes: int) -> None:
-        """Release the pin; `nbytes` were sent under it."""
-        ...
 
 
 class Transport(ABC):
@@ -212,13 +152,15 @@ class Transport(ABC):
 
         When it returns or raises, nothing of this request may write into the region any more. If
         that cannot be guaranteed, it must not return: the peer then ends the worker. Call
-        `Held.check` while waiting. Raises TransferFailed, Unavailable and DeadlineExceeded.
+        `request.check` while waiting. Raises TransferFailed, Unavailable and DeadlineExceeded.
         """
 
-    def turn(self, request: ReadRequest, own: RegionKey) -> AbstractContextManager[bytes]:
-        """Return a context manager for one transfer. It is entered before the owner holds the
-        ranges, and left after the owner has confirmed the transfer. For a two-sided transfer it
-        yields the card that the owner sends with.
+    def turn(
+        self, remote: Remote, own: RegionKey, check: Callable[[], None]
+    ) -> AbstractContextManager[bytes]:
+        """Return a context manager for one transfer from `remote`. It is entered before the owner
+        holds the ranges, and left after the owner has confirmed the transfer. For a two-sided
+        transfer it yields the card that the owner sends with. `check`: see `ReadRequest`.
 
         An engine that cannot tell transfers apart admits one transfer at a time. `read` is called
         at most once, inside the context and in the same thread.

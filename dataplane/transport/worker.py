@@ -15,19 +15,15 @@ import itertools
 import logging
 import mmap
 import os
-import queue
 import signal
 import socket
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import BinaryIO
 
 import numpy as np
 
 from dataplane.errors import (
     DataplaneError,
-    DeadlineExceeded,
     InternalError,
     LimitExceeded,
     ProtocolError,
@@ -40,34 +36,22 @@ from dataplane.transport.bulk_frames import (
     Configure,
     Finished,
     Forget,
-    Frame,
     PinAnswer,
-    PinAsked,
     Read,
     Ready,
     Refused,
     ToWorker,
-    Unpin,
-    decode_to_worker,
-    encode,
 )
+from dataplane.transport.control import ControlChannel, PinDesk
 from dataplane.transport.owner import EngineService, RangeServer, Service, TcpService
-from dataplane.transport.reader import EngineReads, Reading, Reads, TcpReads
+from dataplane.transport.reader import EngineReads, Reads, TcpReads
+from dataplane.transport.reading import Reading
 from dataplane.transport.registry import TCP, load
-from dataplane.transport.seam import (
-    Mask,
-    Pinned,
-    PlacedPool,
-    ReadRequest,
-    Records,
-    Region,
-    Remote,
-)
+from dataplane.transport.seam import PlacedPool, Records, Region, Remote
 from dataplane.transport.secure_stream import door
 from dataplane.transport.stream import BulkStream
 from dataplane.transport.witness import leave_witness
-from dataplane.wire.frames import HEADER_BYTES, body_length
-from dataplane.wire.records import EXTENT, column
+from dataplane.wire.records import column
 
 JOBS = 32
 """under way at once"""
@@ -77,73 +61,11 @@ _MIXED = "This can happen if dataplane was reinstalled while the peer was runnin
 logger = logging.getLogger(__name__)
 
 
-class ControlChannel:
-    """The socketpair to the peer. One thread reads, any thread sends."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._reader: BinaryIO = sock.makefile("rb")
-        self._lock = threading.Lock()
-
-    def send(self, frame: Frame) -> None:
-        data = encode(frame)
-        with self._lock:
-            self._sock.sendall(data)
-
-    def receive(self) -> ToWorker | None:
-        """Return the next operation, or None if the peer closed the socketpair or died."""
-        try:
-            header = self._reader.read(HEADER_BYTES)
-            if len(header) < HEADER_BYTES:
-                return None
-            length = body_length(header)
-            body = self._reader.read(length)
-        except ConnectionResetError:  # it died with something of ours unread
-            return None
-        return decode_to_worker(body) if len(body) == length else None
-
-
-class PeerDesk:
-    """Asks the peer to pin ranges; see `seam.PinDesk`."""
-
-    def __init__(self, control: ControlChannel) -> None:
-        self._control = control
-        self._asks = itertools.count(1)
-        self._waiting: dict[int, queue.SimpleQueue[PinAnswer]] = {}
-
-    def pin(self, ranges: Records, deadline: float) -> Pinned:
-        ask = next(self._asks)
-        answers = self._waiting[ask] = queue.SimpleQueue()
-        self._control.send(PinAsked(ask, ranges.tobytes()))
-        try:
-            answer = answers.get(timeout=max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
-            # The answer may still be on its way: the peer takes frames in order, so this undoes it.
-            self.unpin(ask, 0)
-            raise DeadlineExceeded(
-                "the peer that owns the values did not pin them before the deadline: "
-                "repeat the call"
-            ) from None
-        finally:
-            del self._waiting[ask]
-        if answer.refused is not None:
-            raise answer.refused.error()
-        return Pinned(ask, column(answer.places, EXTENT, len(ranges)))
-
-    def unpin(self, ask: int, nbytes: int) -> None:
-        self._control.send(Unpin(ask, nbytes))
-
-    def answered(self, answer: PinAnswer) -> None:
-        waiting = self._waiting.get(answer.ask)
-        if waiting is not None:
-            waiting.put(answer)
-
-
 class Worker:
     """Runs operations until the peer is gone."""
 
     def __init__(
-        self, control: ControlChannel, region: Region, desk: PeerDesk, reads: dict[str, Reads]
+        self, control: ControlChannel, region: Region, desk: PinDesk, reads: dict[str, Reads]
     ) -> None:
         self._control = control
         self._region = region
@@ -177,38 +99,33 @@ class Worker:
     def _start(self, frame: Read) -> None:
         copies = column(frame.copies, COPY)
         deadline = time.monotonic() + frame.timeout_ms / 1000
-        reading = Reading(ReadRequest(frame.job, _remote(frame), copies, deadline))
+        reading = Reading(_remote(frame), copies, deadline)
         self._live[frame.job] = reading
-        self._jobs.submit(self._read, frame.transport, reading)
+        self._jobs.submit(self._read, frame.job, frame.transport, reading)
 
-    def _read(self, transport: str, reading: Reading) -> None:
-        request, began = reading.request, time.monotonic()
+    def _read(self, job: int, transport: str, reading: Reading) -> None:
         try:
-            check_destinations(self._region, request.copies)
+            check_destinations(self._region, reading.copies)
             if transport not in self._reads:
                 raise TransportMissing(
                     "the reading peer's bulk worker does not support transport "
                     f"{transport}: start all peers with the same --transport"
                 )
             gone = self._reads[transport].read(reading)
-            finished = _finished(request, gone, time.monotonic() - began)
+            nbytes = int(reading.copies["nbytes"][~gone].sum())
+            finished = Finished(job, gone.tobytes() if gone.any() else b"", nbytes)
         except DataplaneError as exc:
-            finished = Finished(request.job, b"", 0, 0.0, Refused.of(exc))
+            finished = Finished(job, b"", 0, Refused.of(exc))
         except BaseException as exc:
-            logger.exception("bulk: transfer job %d failed", request.job)
+            logger.exception("bulk: transfer job %d failed", job)
             bug = InternalError(f"the bulk worker failed: {exc!r}; see the peer's log")
-            finished = Finished(request.job, b"", 0, 0.0, Refused.of(bug))
-        del self._live[request.job]
+            finished = Finished(job, b"", 0, Refused.of(bug))
+        del self._live[job]
         self._control.send(finished)
 
 
 def _remote(frame: Read | Forget) -> Remote:
     return Remote(frame.owner, frame.address, frame.fingerprint)
-
-
-def _finished(request: ReadRequest, gone: Mask, seconds: float) -> Finished:
-    nbytes = int(request.copies["nbytes"][~gone].sum())
-    return Finished(request.job, gone.tobytes() if gone.any() else b"", nbytes, seconds)
 
 
 def check_destinations(region: Region, copies: Records) -> None:
@@ -239,7 +156,7 @@ def run(control_fd: int, arena_fd: int, arena_bytes: int, listen_fd: int) -> Non
         leave_witness(listener, first, keeps_not=(control_fd, arena_fd))
     # held here: the region is its address
     arena = None if first.pools else mmap.mmap(arena_fd, arena_bytes)
-    region, desk = _region(first, arena, arena_fd, arena_bytes), PeerDesk(control)
+    region, desk = _region(first, arena, arena_fd, arena_bytes), PinDesk(control)
     reads: dict[str, Reads] = {}
     services: dict[str, Service] = {}
     if arena is not None:  # TCP moves only mapped memory
@@ -271,7 +188,7 @@ def _region(first: Configure, arena: mmap.mmap | None, arena_fd: int, arena_byte
 
 
 def _engine(
-    name: str, first: Configure, region: Region, desk: PeerDesk
+    name: str, first: Configure, region: Region, desk: PinDesk
 ) -> tuple[EngineReads, EngineService]:
     """Both sides of an engine that the worker runs beside TCP."""
     found = load(name)

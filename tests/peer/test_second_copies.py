@@ -66,7 +66,7 @@ class Engine:
         for copy in copies[~gone]:
             dest, text = int(copy["dest"]), b"%64d" % copy["range"]
             self.arena[dest : dest + VALUE_BYTES] = text
-        return ReadOutcome(gone, int(copies["nbytes"][~gone].sum()), 0.0)
+        return ReadOutcome(gone, int(copies["nbytes"][~gone].sum()))
 
 
 def says_which_are_gone(gone: bytes | bytearray) -> Any:

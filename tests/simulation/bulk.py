@@ -67,7 +67,7 @@ class SimulatedEngine:
             if not answer.done() and not network.is_cut(self.machine, machine):
                 gone = np.asarray(places["offset"] == GONE, np.bool_)
                 self._copy(owner, copies[~gone], places[~gone])
-                outcome = ReadOutcome(gone, nbytes, 0.0)
+                outcome = ReadOutcome(gone, nbytes)
                 loop.call_on(self.machine, network.delay(), finish, outcome)
             owner.pulls.unpin(pin)
 

@@ -19,10 +19,11 @@ from dataplane.transport.bulk_frames import (
     encode,
 )
 from dataplane.transport.connections import Connections
+from dataplane.transport.control import PinDesk
 from dataplane.transport.owner import EngineService, RangeServer, TcpService
+from dataplane.transport.reading import Reading
 from dataplane.transport.seam import (
     Capabilities,
-    Pinned,
     ReadRequest,
     Records,
     Region,
@@ -42,17 +43,17 @@ OWNER = Owner("a", 7)
 NBYTES = 4096
 
 
-class SlowDesk:
+class SlowDesk(PinDesk):
     """Pins when the ticket is over, and no sooner."""
 
     def __init__(self) -> None:
         self.held: list[int] = []
 
-    def pin(self, ranges: Records, deadline: float) -> Pinned:
+    def pin(self, ranges: Records, deadline: float) -> tuple[int, Records]:
         while time.monotonic() <= deadline:
             time.sleep(0.001)
         self.held.append(1)
-        return Pinned(1, np.array([(0, NBYTES)], EXTENT))
+        return 1, np.array([(0, NBYTES)], EXTENT)
 
     def unpin(self, ask: int, nbytes: int) -> None:
         assert nbytes == 0
@@ -70,17 +71,6 @@ class Engine(Transport):
     def read(self, request: ReadRequest) -> None: ...
 
     def forget(self, remote: Remote) -> None: ...
-
-
-class Asking:
-    """Whoever borrows a connection, and is never told to stop."""
-
-    stopped = False
-
-    def watch(self, stream: BulkStream) -> None: ...
-
-    def unwatch(self, stream: BulkStream) -> bool:
-        return True
 
 
 class Served:
@@ -114,7 +104,7 @@ def test_a_ticket_that_runs_out_between_pin_and_first_byte_is_refused(
     served: Served, transport: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     deadline = time.monotonic() + 30
-    connection = Connections(KEY).borrow(served.remote, deadline, Asking())
+    connection = Connections(KEY).borrow(Reading(served.remote, np.zeros(0, COPY), deadline))
     pieces = pieces_of(np.array([(0, 1, 0, NBYTES, 0)], COPY)).tobytes()
     ticket = issue(KEY, OWNER, 50, connection.nonce(), pieces, transport)
     connection.stream.send(encode(Get(1, ticket, pieces, NBYTES, transport)), deadline)

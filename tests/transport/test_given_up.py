@@ -14,25 +14,15 @@ import pytest
 from dataplane.testing.hosts import KEY
 from dataplane.transport.bulk_frames import MAX_GET_BYTES, Get, encode
 from dataplane.transport.connections import Connection, Connections
+from dataplane.transport.reading import Reading
 from dataplane.transport.seam import Remote
 from dataplane.transport.slices import pieces_of
-from dataplane.transport.stream import BulkStream, iovecs
+from dataplane.transport.stream import iovecs
 from dataplane.transport.tickets import issue
 
 StartHost = Callable[..., Awaitable[Any]]  # a Host of conftest
 ZERO_WINDOW_PROBE = "04"
 """The kernel's name for the timer of a sender that waits for room at the other side, proc(5)."""
-
-
-class Transfer:
-    """Whoever borrows a connection, and is never told to stop."""
-
-    stopped = False
-
-    def watch(self, stream: BulkStream) -> None: ...
-
-    def unwatch(self, stream: BulkStream) -> bool:
-        return True
 
 
 def ask(connection: Connection, remote: Remote, copies: np.ndarray) -> None:
@@ -66,8 +56,8 @@ async def test_a_pin_comes_back_soon_after_a_reader_with_a_full_window_gave_up(
 ) -> None:
     a = await start_host("a", MAX_GET_BYTES)
     copies = a.place(np.zeros(1), np.full(1, MAX_GET_BYTES))
-    connections, deadline = Connections(KEY), time.monotonic() + 60
-    connection = await asyncio.to_thread(connections.borrow, a.remote, deadline, Transfer())
+    connections, reading = Connections(KEY), Reading(a.remote, copies, time.monotonic() + 60)
+    connection = await asyncio.to_thread(connections.borrow, reading)
     await asyncio.to_thread(ask, connection, a.remote, copies)
     async with asyncio.timeout(30):
         while not waits_for_room(int(a.remote.address.rsplit(":", 1)[1])):

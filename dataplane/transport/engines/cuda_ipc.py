@@ -12,15 +12,16 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
-from dataplane.errors import TransportMissing, mixed_releases
-from dataplane.gpu.device import Copy, Device, Pool, PoolHandle
-from dataplane.gpu.registry import device_of
+from dataplane.errors import TransportMissing
+from dataplane.gpu.device import Device, Pool, PoolHandle
+from dataplane.transport.engines.region import OpenRegion, Stretch, Stretches, mapped
 from dataplane.transport.seam import (
     Capabilities,
     PlacedPool,
@@ -36,32 +37,38 @@ from dataplane.wire.tables import Owner
 NAME = "cuda_ipc"
 CHECK_S = 0.1
 FINISH_S = 10.0
-Opened = tuple[PlacedPool, Pool]
 
 
 class Card(msgspec.Struct, array_like=True):
-    """The card of a region. host: where these handles are valid. pools: where each starts in the
-    region."""
+    """The card of a region. host: where these handles are valid."""
 
     host: str
-    pools: list[tuple[int, PoolHandle]]
+    pools: list[PlacedPool]
 
 
 _cards = msgspec.msgpack.Decoder(Card)
 
 
-class _Theirs:
-    """Pools of one owner, opened by a device of ours each; open for as long as a read uses them."""
+class _OwnersPools:
+    """Pools of one owner as devices of ours map them. They are unmapped when the owner is forgotten
+    and the last read that uses them has ended: with the last reference to this."""
 
     def __init__(self) -> None:
-        self.pools: dict[tuple[bytes, str], Pool] = {}
-        self.users = 0
-        self.gone = False
+        self._lock = threading.Lock()
+        self._pools: dict[tuple[bytes, str], Pool] = {}
+        weakref.finalize(self, _close, self._pools)
 
-    def close(self) -> None:
-        for pool in self.pools.values():
-            pool.close()
-        self.pools.clear()
+    def open(self, handle: PoolHandle, device: Device) -> Pool:
+        with self._lock:
+            key = handle.raw, device.identity
+            if key not in self._pools:
+                self._pools[key] = mapped(device, handle)
+            return self._pools[key]
+
+
+def _close(pools: dict[tuple[bytes, str], Pool]) -> None:
+    for pool in pools.values():
+        pool.close()
 
 
 class CudaIpcTransport(Transport):
@@ -70,104 +77,59 @@ class CudaIpcTransport(Transport):
     def __init__(self, owner: Owner) -> None:
         super().__init__(owner)
         self._lock = threading.Lock()
-        self._placed: tuple[PlacedPool, ...] = ()
-        self._mine: list[tuple[PlacedPool, Device, Pool]] = []
-        self._theirs: dict[Owner, _Theirs] = {}
+        self._opened: OpenRegion | None = None
+        self._theirs: dict[Owner, _OwnersPools] = {}
 
     def register(self, region: Region) -> RegionKey:
-        if not region.pools:
-            raise TransportMissing(
-                f"transport {NAME} moves only GPU memory, but this arena is in host memory: "
-                "choose another --transport",
-                transport=NAME,
-            )
-        self._placed = region.pools
-        card = Card(this_host(), [(pool.start, pool.handle) for pool in region.pools])
+        """The pools are opened when there is something to read, because that takes device
+        memory."""
+        self._region = region
+        card = Card(this_host(), list(region.pools))
         return RegionKey(secrets.randbits(48), msgspec.msgpack.encode(card))
 
     def read(self, request: ReadRequest) -> None:
-        held = request.held
-        assert held is not None
-        card = _card(held.key)
-        copies = request.copies
-        places = zip(
-            copies["dest"].tolist(), held.sources.tolist(), copies["nbytes"].tolist(), strict=True
-        )
-        asked: dict[Device, list[Copy]] = {}
-        looked = time.monotonic()
-
-        def look() -> None:
-            nonlocal looked
-            if time.monotonic() - looked > CHECK_S or request.cancelled.is_set():
-                held.check()
-                looked = time.monotonic()
-
-        with self._using(request.remote.owner) as theirs:
-            for dest, source, nbytes in places:
-                device, target = self._target(dest, nbytes)
-                address = self._source(theirs, card, device, source, nbytes)
-                asked.setdefault(device, []).append((target, address, nbytes, 0))
-            for device, some in asked.items():
-                try:
-                    device.carry_out(some, look)
-                except BaseException:
-                    # Until the device is done something may still be written.
-                    while not device.finish(FINISH_S):
-                        pass
-                    raise
-
-    def _target(self, dest: int, nbytes: int) -> tuple[Device, int]:
-        """Which device writes there, and the address."""
+        placed = _pools_in(request.key.card)
         with self._lock:
-            if not self._mine:
-                self._mine = [_own(placed) for placed in self._placed]
-        for placed, device, pool in self._mine:
-            if placed.holds(dest, nbytes):
-                return device, pool.address + dest - placed.start
-        raise mixed_releases(
-            f"the transfer would write {nbytes} bytes at offset {dest}, outside this peer's "
-            "device arenas"
-        )
-
-    def _source(self, theirs: _Theirs, card: Card, device: Device, source: int, nbytes: int) -> int:
-        """The address of these bytes of the owner as this device reaches them."""
-        for start, handle in card.pools:
-            if PlacedPool(start, handle).holds(source, nbytes):
-                pool = self._open(theirs, handle, device)
-                return pool.address + source - start
-        raise mixed_releases(
-            f"the transfer would read {nbytes} bytes at offset {source}, outside the owner's "
-            "device arenas"
-        )
-
-    def _open(self, theirs: _Theirs, handle: PoolHandle, device: Device) -> Pool:
-        with self._lock:
-            key = handle.raw, device.identity
-            if key not in theirs.pools:
-                same = handle.device == device.identity
-                theirs.pools[key] = device.open(handle) if same else device.reach(handle)
-            return theirs.pools[key]
-
-    @contextmanager
-    def _using(self, owner: Owner) -> Iterator[_Theirs]:
-        with self._lock:
-            theirs = self._theirs.setdefault(owner, _Theirs())
-            theirs.users += 1
-        try:
-            yield theirs
-        finally:
-            with self._lock:
-                theirs.users -= 1
-                if theirs.gone and not theirs.users:
-                    theirs.close()
+            self._opened = self._opened or OpenRegion(self._region)
+            own = self._opened
+            pools = self._theirs.get(request.remote.owner)
+            if pools is None:
+                pools = self._theirs[request.remote.owner] = _OwnersPools()
+        theirs = Stretches([Stretch(pool.start, 0, pool.handle.nbytes) for pool in placed])
+        dest, nbytes = request.copies["dest"], request.copies["nbytes"]
+        targets = own.stretches.descriptors(dest, nbytes)[:, 0].tolist()
+        inside = theirs.descriptors(request.sources, nbytes)[:, 0].tolist()
+        sources, sizes = theirs.which(request.sources).tolist(), nbytes.tolist()
+        readers = own.stretches.which(dest)
+        for reader in np.unique(readers).tolist():
+            device, asked = own.devices[reader], []
+            for at in np.flatnonzero(readers == reader).tolist():
+                pool = pools.open(placed[sources[at]].handle, device)
+                asked.append((targets[at], pool.address + inside[at], sizes[at], 0))
+            try:
+                device.carry_out(asked, _now_and_then(request))
+            except BaseException:
+                # Until the device is done something may still be written.
+                while not device.finish(FINISH_S):
+                    pass
+                raise
 
     def forget(self, remote: Remote) -> None:
         with self._lock:
-            theirs = self._theirs.pop(remote.owner, None)
-            if theirs is not None:
-                theirs.gone = True
-                if not theirs.users:
-                    theirs.close()
+            self._theirs.pop(remote.owner, None)
+
+
+def _now_and_then(request: ReadRequest) -> Callable[[], None]:
+    """The request's check, which costs a system call, every CHECK_S."""
+    looked = time.monotonic()
+
+    def look() -> None:
+        nonlocal looked
+        if time.monotonic() - looked > CHECK_S:
+            request.check()
+            looked = time.monotonic()
+
+    return look
 
 
 def this_host() -> str:
@@ -177,8 +139,9 @@ def this_host() -> str:
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
-def _card(key: RegionKey) -> Card:
-    card = decoded(_cards, key.card, f"a {NAME} memory description")
+def _pools_in(data: bytes) -> list[PlacedPool]:
+    """The pools of an owner's card, in the order of their places."""
+    card = decoded(_cards, data, f"a {NAME} memory description")
     if card.host != this_host():
         raise TransportMissing(
             f"transport {NAME} cannot reach the owner of the values, which is on another host or "
@@ -186,9 +149,4 @@ def _card(key: RegionKey) -> Card:
             "--transport",
             transport=NAME,
         )
-    return card
-
-
-def _own(placed: PlacedPool) -> tuple[PlacedPool, Device, Pool]:
-    device = device_of(placed.handle)
-    return placed, device, device.open(placed.handle)
+    return sorted(card.pools, key=lambda pool: pool.start)

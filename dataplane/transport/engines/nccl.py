@@ -99,7 +99,8 @@ class NcclTransport(Transport):
         self._lock = threading.Lock()
         self._session = secrets.randbits(48)
         self._lines: OrderedDict[Owner, _Line] = OrderedDict()
-        self._reading: dict[int, _Line] = {}
+        self._in_turn = threading.local()
+        """`line`: of the transfer that this thread has the turn for"""
         self._sending: OrderedDict[int, _Sending] = OrderedDict()
         self._opened: tuple[OpenRegion, Ranks] | None = None
 
@@ -122,12 +123,12 @@ class NcclTransport(Transport):
     # the reader
 
     @contextmanager
-    def turn(self, request: ReadRequest, own: RegionKey) -> Iterator[bytes]:
+    def turn(self, remote: Remote, own: RegionKey, check: Callable[[], None]) -> Iterator[bytes]:
         _, ranks = self._open()
-        line = self._line(request.remote.owner, ranks)
+        line = self._line(remote.owner, ranks)
         while not line.turn.acquire(timeout=CHECK_S):
-            request.check()
-        self._reading[request.job] = line
+            check()
+        self._in_turn.line = line
         try:
             if line.pair is None:
                 line.number += 1
@@ -145,18 +146,17 @@ class NcclTransport(Transport):
             line.drop()
             raise
         finally:
-            del self._reading[request.job]
+            del self._in_turn.line
             line.turn.release()
 
     def read(self, request: ReadRequest) -> None:
-        held, line = request.held, self._reading[request.job]
-        assert held is not None
-        self._check_apart(_card(held.key))
+        line: _Line = self._in_turn.line
+        self._check_apart(_card(request.key.card))
         try:
             if line.pair is None:
-                line.pair = joined(line.ranks, line.unique_id, 0, held.check)
+                line.pair = joined(line.ranks, line.unique_id, 0, request.check)
             line.pair.receive(self._stretches(request.copies["dest"], request.copies["nbytes"]))
-            wait(line.pair, held.check)
+            wait(line.pair, request.check)
         except BaseException:
             line.drop()  # nothing of it is written any more
             raise
@@ -178,7 +178,7 @@ class NcclTransport(Transport):
     # the owner
 
     def send(self, request: SendRequest) -> None:
-        card = _card(request.key)
+        card = _card(request.card)
         self._check_apart(card)
         sending = self._pair(card, request.check)
         try:
@@ -245,5 +245,5 @@ class NcclTransport(Transport):
             pair.abort()
 
 
-def _card(key: RegionKey) -> Card:
-    return decoded(_cards, key.card, f"an {NAME} memory description")
+def _card(card: bytes) -> Card:
+    return decoded(_cards, card, f"an {NAME} memory description")

@@ -40,7 +40,6 @@ from dataplane.transport.engines.cuda_ipc import this_host
 from dataplane.transport.engines.region import OpenRegion, Stretch, Stretches
 from dataplane.transport.seam import (
     Capabilities,
-    Held,
     ReadRequest,
     Region,
     RegionKey,
@@ -146,17 +145,13 @@ class NixlTransport(Transport):
         return RegionKey(self._generation, msgspec.msgpack.encode(card))
 
     def read(self, request: ReadRequest) -> None:
-        held = request.held
-        assert held is not None
-        card = decoded(_cards, held.key.card, "a nixl memory description")
-        pieces = _pieces(request, held, self._own.stretches, Stretches(card.stretches))
+        card = decoded(_cards, request.key.card, "a nixl memory description")
+        pieces = _pieces(request, self._own.stretches, Stretches(card.stretches))
         threads = self._threads(card, len(pieces))
-        check = _one_at_a_time(held.check)
+        check = _one_at_a_time(request.check)
         reads = []
         for number, thread in enumerate(threads):
-            some = pieces[number :: len(threads)]
-            generation = held.key.generation
-            read = NixlRead(request, some, generation, card.metadata, card.memory, check)
+            read = NixlRead(request, card, pieces[number :: len(threads)], check)
             reads.append(read)
             thread.submit(read)
         for read in reads:
@@ -232,10 +227,10 @@ def _one_at_a_time(check: Callable[[], None]) -> Callable[[], None]:
     return checked
 
 
-def _pieces(request: ReadRequest, held: Held, own: Stretches, theirs: Stretches) -> list[Piece]:
+def _pieces(request: ReadRequest, own: Stretches, theirs: Stretches) -> list[Piece]:
     """Neighbours are joined."""
     copies = request.copies.copy()
-    copies["start"] = held.sources
+    copies["start"] = request.sources
     apart = np.zeros(len(copies) - 1, bool)
     for name, stretches in (("start", theirs), ("dest", own)):
         places = copies[name]
@@ -294,24 +289,15 @@ def _imported() -> Any:
 class NixlRead:
     """A read in flight: the pieces that are left, and the one that is posted.
 
-    generation, metadata, memory: the owner's region, its agent, and its kind of memory for NIXL.
-    check: as `Held.check`.
+    card: of the owner's region. check: as `request.check`, for both threads.
     """
 
     def __init__(
-        self,
-        request: ReadRequest,
-        pieces: Iterable[Piece],
-        generation: int,
-        metadata: bytes,
-        memory: str,
-        check: Callable[[], None],
+        self, request: ReadRequest, card: Card, pieces: Iterable[Piece], check: Callable[[], None]
     ) -> None:
-        self.request = request
+        self.remote, self.generation = request.remote, request.key.generation
+        self.card = card
         self.pieces = deque(pieces)
-        self.generation = generation
-        self.metadata = metadata
-        self.memory = memory
         self.handle: Any = None
         self.error: DataplaneError | None = None
         self.done = threading.Event()
@@ -435,7 +421,7 @@ class NixlReads(threading.Thread):
     def _post(self, read: NixlRead) -> bool:
         local, remote = read.pieces.popleft()
         name = self._loaded(read)
-        sides = (local, self._memory), (remote, read.memory)
+        sides = (local, self._memory), (remote, read.card.memory)
         descriptors = (self._agent.get_xfer_descs(*side) for side in sides)
         read.handle = self._agent.initialize_xfer("READ", *descriptors, name, b"", [BACKEND])
         return self._poll(read, self._agent.transfer(read.handle))
@@ -453,7 +439,7 @@ class NixlReads(threading.Thread):
         return True
 
     def _failed(self, read: NixlRead, why: str) -> DataplaneError:
-        owner = read.request.remote.owner
+        owner = read.remote.owner
         self._unload(owner, read.generation)
         logger.warning("nixl: read from peer %r failed: %s", owner.peer, why)
         return TransferFailed(
@@ -464,12 +450,12 @@ class NixlReads(threading.Thread):
 
     def _loaded(self, read: NixlRead) -> str:
         """The remote agent of this generation; the oldest of too many is let go."""
-        remote, generation = read.request.remote, read.generation
+        remote, generation = read.remote, read.generation
         known = self._known.setdefault(remote.owner, OrderedDict())
         if generation not in known:
             while len(known) > SPARE_LIVES:
                 self._unload(remote.owner, next(iter(known)))
-            known[generation] = self._load(remote, read.metadata)
+            known[generation] = self._load(remote, read.card.metadata)
         known.move_to_end(generation)
         return known[generation]
 

@@ -89,8 +89,7 @@ class OpenRegion:
     def _opened(self, start: int, handle: PoolHandle) -> Stretch:
         if self._by_one and self.devices:
             device = self.devices[0]
-            same = handle.device == device.identity
-            pool = device.open(handle) if same else device.reach(handle)
+            pool = mapped(device, handle)
         else:
             device = device_of(handle)
             pool = device.open(handle)
@@ -102,3 +101,8 @@ class OpenRegion:
         """Prepare this thread for an engine that finds the devices' contexts by itself."""
         for device in reversed(self.devices):
             device.bind()
+
+
+def mapped(device: Device, handle: PoolHandle) -> Pool:
+    """Map a pool of this device, or of another one whose memory it can access."""
+    return device.open(handle) if handle.device == device.identity else device.reach(handle)

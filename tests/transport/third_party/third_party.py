@@ -85,12 +85,10 @@ class Shelf(Transport):
         return RegionKey(secrets.randbits(48), card)
 
     def read(self, request: ReadRequest) -> None:
-        held = request.held
-        assert held is not None
-        theirs = self._opened(held.key)
+        theirs = self._opened(request.key)
         dests, sizes = request.copies["dest"].tolist(), request.copies["nbytes"].tolist()
-        for source, dest, nbytes in zip(held.sources.tolist(), dests, sizes, strict=True):
-            held.check()
+        for source, dest, nbytes in zip(request.sources.tolist(), dests, sizes, strict=True):
+            request.check()
             self._mine[dest : dest + nbytes] = theirs[source : source + nbytes]
 
     def _opened(self, key: RegionKey) -> Bytes:
@@ -134,20 +132,18 @@ class Post(Transport):
                 self._came.notify_all()
 
     def read(self, request: ReadRequest) -> None:
-        held = request.held
-        assert held is not None
         with self._came:
-            while held.tag not in self._calls:
-                held.check()
+            while request.tag not in self._calls:
+                request.check()
                 self._came.wait(0.05)
-            call = self._calls.pop(held.tag)
+            call = self._calls.pop(request.tag)
         vectors = iovecs(self._base + request.copies["dest"], request.copies["nbytes"])
         with call.sock:
-            call.all_of(call.receive_some, vectors, held.check)
+            call.all_of(call.receive_some, vectors, request.check)
 
     def send(self, request: SendRequest) -> None:
         sock = socket.socket(socket.AF_UNIX)
-        sock.connect(request.key.card)
+        sock.connect(request.card)
         call = UnixStream(sock)
         with sock:
             sock.sendall(request.tag.to_bytes(8, "little"))

@@ -9,35 +9,23 @@ except for small ranges, which are gathered first.
 from __future__ import annotations
 
 import ctypes
-import errno
 import functools
-import mmap
 import os
 import socket
 import ssl
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import numpy as np
-
 from dataplane.errors import ProtocolError
 from dataplane.transport.seam import Records
-from dataplane.transport.stream import IOV_MAX, BulkStream, Expired, advance
+from dataplane.transport.stream import BulkStream, Expired
 from dataplane.transport.tickets import check_certificate
 
 SEND_BYTES = 256 << 10
 """In one call, so that the deadline is looked at in between."""
-RUN_BYTES = 256 << 10
-"""Small ranges are gathered up to this."""
-DIRECT_BYTES = 64 << 10
-"""A range this long is worth calls of its own: several TLS records."""
-
-_libc = ctypes.CDLL(None, use_errno=True)
-for _call in (_libc.pwritev, _libc.preadv):
-    _call.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
-    _call.restype = ctypes.c_ssize_t
+RUN_BYTES = 128 << 10
+"""Small ranges are gathered up to this: each call of OpenSSL makes TLS records of its own."""
 
 _view_of = ctypes.pythonapi.PyMemoryView_FromMemory
 _view_of.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
@@ -83,28 +71,23 @@ class SecureStream(BulkStream):
 
     def send_from(self, vectors: Records, deadline: float) -> None:
         begun = False
-        for run in _runs(vectors):
-            data = _memory(run) if len(run) == 1 else self._gathered(run)
+        for parts in _runs(vectors):
+            data = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
             self._send(data, deadline, begun)
             begun = True
 
     def receive_into(self, vectors: Records, deadline: float) -> None:
         begun = False
-        for run in _runs(vectors):
-            room = _memory(run) if len(run) == 1 else self._staging.view[: int(run["length"].sum())]
-            self._fill(room, deadline, begun)
+        for parts in _runs(vectors):
+            if len(parts) == 1:
+                self._fill(parts[0], deadline, begun)
+            else:
+                gathered = memoryview(bytearray(sum(map(len, parts))))
+                self._fill(gathered, deadline, begun)
+                for part in parts:
+                    part[:] = gathered[: len(part)]
+                    gathered = gathered[len(part) :]
             begun = True
-            if len(run) > 1:
-                self._staging.move(_libc.preadv, run)
-
-    def _gathered(self, run: Records) -> memoryview:
-        nbytes = int(run["length"].sum())
-        self._staging.move(_libc.pwritev, run)
-        return self._staging.view[:nbytes]
-
-    @functools.cached_property
-    def _staging(self) -> _Staging:
-        return _Staging()
 
     def _shut(self, how: int) -> None:
         # Not SSLSocket's own: that first forgets TLS, and another thread would go on in the clear.
@@ -173,47 +156,14 @@ def _context(side: int) -> ssl.SSLContext:
     return context
 
 
-def _memory(run: Records) -> memoryview:
-    """What the one vector of a run points at."""
-    view: memoryview = _view_of(int(run["base"][0]), int(run["length"][0]), _WRITABLE)
-    return view
-
-
-class _Staging:
-    """RUN_BYTES of memory that are a file as well: one pwritev gathers a thousand ranges there, one
-    preadv scatters them, without a Python call for each."""
-
-    def __init__(self) -> None:
-        self._fd = os.memfd_create("bulk-staging", os.MFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._fd)
-        os.ftruncate(self._fd, RUN_BYTES)
-        self.view = memoryview(mmap.mmap(self._fd, RUN_BYTES))
-
-    def move(self, call: Callable[..., int], vectors: Records) -> None:
-        """Copy from or to the memory of the vectors, and consume them."""
-        at = 0
-        while len(vectors):
-            moved = call(self._fd, vectors.ctypes.data, min(len(vectors), IOV_MAX), at)
-            if moved <= 0:
-                code = ctypes.get_errno() if moved else errno.EIO  # a call that moves 0 sets none
-                raise OSError(
-                    code,
-                    f"could not copy values through the TLS staging buffer: {os.strerror(code)}",
-                )
-            at += moved
-            vectors = advance(vectors, moved)
-
-
-def _runs(vectors: Records) -> Iterator[Records]:
-    """The vectors in order: each large one alone, small ones in groups that fit into a staging."""
-    ends = np.cumsum(vectors["length"])
-    large = vectors["length"] >= DIRECT_BYTES
-    begin = done = 0
-    while begin < len(vectors):
-        end = begin + 1
-        if not large[begin]:
-            fitting = int(np.searchsorted(ends, np.uint64(done + RUN_BYTES), side="right"))
-            alone = large[begin:fitting].nonzero()[0]
-            end = begin + int(alone[0]) if len(alone) else fitting
-        yield vectors[begin:end]
-        begin, done = end, int(ends[end - 1])
+def _runs(vectors: Records) -> Iterator[list[memoryview]]:
+    """The memory of the vectors, in order: in groups of up to RUN_BYTES, or one larger one."""
+    run, nbytes = list[memoryview](), 0
+    for base, length in vectors.tolist():
+        if run and nbytes + length > RUN_BYTES:
+            yield run
+            run, nbytes = [], 0
+        run.append(_view_of(base, length, _WRITABLE))
+        nbytes += length
+    if run:
+        yield run

@@ -200,7 +200,7 @@ class BulkStream:
                 raise EOFError("the connection was closed")
             if moved > 0:
                 moved_before = True
-                vectors = advance(vectors, moved)
+                vectors = _advance(vectors, moved)
 
     def _arm(self, timeout_option: int, deadline: float) -> bool:
         """Whether there is time left, to which the next call is limited."""
@@ -233,7 +233,7 @@ def _iovec_of(held: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> Records:
     return vector
 
 
-def advance(vectors: Records, moved: int) -> Records:
+def _advance(vectors: Records, moved: int) -> Records:
     """Return what is left of the vectors after `moved` bytes. Changes the one that is partly
     done."""
     ends = np.cumsum(vectors["length"][:IOV_MAX])

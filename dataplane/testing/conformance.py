@@ -261,7 +261,7 @@ class TransportConformance:
             a.signal(signal.SIGKILL)
             await until(lambda life=life: a.engine.stats()["restarts"] == life)  # type: ignore[misc]
             await until(lambda: a.engine.stats()["works"])
-            b.engine.forget(a.remote)
+            b.engine.forget(a.owner)
 
     async def test_reads_leave_no_descriptor_and_no_thread_open(self, start: StartHost) -> None:
         a, b = await start("a", 4 * MIB), await start("b", 4 * MIB)

@@ -11,6 +11,7 @@ Lengths are checked before anything is stored. Data per piece are raw columns.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import msgspec
@@ -219,11 +220,9 @@ class PinAnswer(Frame, tag=13):
 
 
 class Forget(Frame, tag=14):
-    """The peer at this address is no longer a member."""
+    """This peer is no longer a member."""
 
     owner: Owner
-    address: str
-    fingerprint: str = ""
 
 
 # from a worker to its peer
@@ -265,14 +264,8 @@ FromOwner = Greeting | Joined | Sending | Sent | Refused | Held | Watched
 ToWorker = Configure | Read | Cancel | PinAnswer | Forget
 FromWorker = Ready | PinAsked | Unpin | Finished
 
-_FRAME = "a frame of bulk transfer"
-
 _encoder = msgspec.msgpack.Encoder()
-_join = msgspec.msgpack.Decoder(Join)
-_to_owner: msgspec.msgpack.Decoder[ToOwner] = msgspec.msgpack.Decoder(ToOwner)
-_from_owner: msgspec.msgpack.Decoder[FromOwner] = msgspec.msgpack.Decoder(FromOwner)
-_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
-_from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
+_FRAME = "a frame of bulk transfer"
 
 
 def encode(body: Frame) -> bytearray:
@@ -283,22 +276,14 @@ def encode(body: Frame) -> bytearray:
     return frame
 
 
-def decode_join(body: bytes) -> Join:
-    return decoded(_join, body, _FRAME)
-
-
-def decode_to_owner(body: bytes) -> ToOwner:
-    """Decode a frame that a reader may send to an owner."""
-    return decoded(_to_owner, body, _FRAME)
-
-
-def decode_from_owner(body: bytes) -> FromOwner:
-    return decoded(_from_owner, body, _FRAME)
-
-
-def decode_to_worker(body: bytes) -> ToWorker:
-    return decoded(_to_worker, body, _FRAME)
-
-
-def decode_from_worker(body: bytes | memoryview) -> FromWorker:
-    return decoded(_from_worker, body, _FRAME)
+decode_join = functools.partial(decoded, msgspec.msgpack.Decoder(Join), what=_FRAME)
+decode_to_owner = functools.partial(decoded, msgspec.msgpack.Decoder[ToOwner](ToOwner), what=_FRAME)
+decode_from_owner = functools.partial(
+    decoded, msgspec.msgpack.Decoder[FromOwner](FromOwner), what=_FRAME
+)
+decode_to_worker = functools.partial(
+    decoded, msgspec.msgpack.Decoder[ToWorker](ToWorker), what=_FRAME
+)
+decode_from_worker = functools.partial(
+    decoded, msgspec.msgpack.Decoder[FromWorker](FromWorker), what=_FRAME
+)

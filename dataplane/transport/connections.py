@@ -20,6 +20,7 @@ from dataplane.transport.seam import Remote
 from dataplane.transport.secure_stream import dialling
 from dataplane.transport.stream import BulkStream, unconnected
 from dataplane.transport.tickets import nonce_of
+from dataplane.wire.tables import Owner
 
 PARALLEL = 4
 """Connections to one peer that may be in use at once."""
@@ -93,11 +94,12 @@ class Connections:
         connection.stream.reset()
         self._leave(connection.remote)
 
-    def forget(self, remote: Remote) -> None:
+    def forget(self, owner: Owner) -> None:
         """Close idle connections to a peer. Those in use end by themselves."""
         with self._changed:
-            for connection in self._idle.pop(remote, ()):
-                connection.stream.close()
+            for remote in [remote for remote in self._idle if remote.owner == owner]:
+                for connection in self._idle.pop(remote):
+                    connection.stream.close()
 
     def _joined(self, reading: Reading) -> Connection:
         remote, deadline = reading.remote, reading.deadline

@@ -188,10 +188,10 @@ class BulkEngine:
         nbytes = sum(task.result().nbytes for task in tasks)
         return ReadOutcome(gone, nbytes)
 
-    def forget(self, remote: Remote) -> None:
+    def forget(self, owner: Owner) -> None:
         """Close the connections to a peer that is no longer a member."""
         if self._link is not None and self._link.usable:
-            self._link.forget(remote)
+            self._link.forget(owner)
 
     def stats(self) -> dict[str, Any]:
         """Figures since the start: bytes, jobs, pins."""

@@ -40,6 +40,7 @@ from dataplane.transport.bulk_frames import (
 from dataplane.transport.seam import ReadOutcome, Records, Remote
 from dataplane.wire.frames import FrameReader
 from dataplane.wire.records import EXTENT, RANGE, column
+from dataplane.wire.tables import Owner
 
 Pinning = tuple[int, Records]
 Pin = Callable[[Records], Pinning | Awaitable[Pinning]]
@@ -153,8 +154,8 @@ class WorkerLink(asyncio.Protocol):
     def cancel(self, job: int) -> None:
         self._send(Cancel(job))
 
-    def forget(self, remote: Remote) -> None:
-        self._send(Forget(remote.owner, remote.address, remote.fingerprint))
+    def forget(self, owner: Owner) -> None:
+        self._send(Forget(owner))
 
     def kill(self) -> None:
         """Kill the process. `ended` says when it has exited."""

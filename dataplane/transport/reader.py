@@ -57,13 +57,13 @@ from dataplane.transport.seam import (
     Records,
     Region,
     RegionKey,
-    Remote,
     Transport,
 )
 from dataplane.transport.slices import Slice, cut, pieces_of
 from dataplane.transport.stream import BulkStream, iovecs
 from dataplane.transport.tickets import held_mac, issue
 from dataplane.wire.records import U8, column
+from dataplane.wire.tables import Owner
 
 RUNNERS = 32
 RUNS_PER_READ = 2
@@ -94,9 +94,9 @@ class Reads(ABC):
         reading.raise_error()
         return reading.gone
 
-    def forget(self, remote: Remote) -> None:
+    def forget(self, owner: Owner) -> None:
         """See `Transport.forget`."""
-        self._connections.forget(remote)
+        self._connections.forget(owner)
 
     def _carry_out(self, reading: Reading) -> None:
         """Takes slices until none is left or the read stopped. Never raises."""
@@ -229,9 +229,9 @@ class EngineReads(Reads):
         self._transport = transport
         self._own = own
 
-    def forget(self, remote: Remote) -> None:
-        super().forget(remote)
-        self._transport.forget(remote)
+    def forget(self, owner: Owner) -> None:
+        super().forget(owner)
+        self._transport.forget(owner)
 
     def _cut(self, copies: Records) -> Iterator[Slice]:
         return cut(copies, MAX_HELD_BYTES, MAX_GET_ITEMS)

@@ -178,5 +178,5 @@ class Transport(ABC):
         poll during reads override this method."""
 
     @abstractmethod
-    def forget(self, remote: Remote) -> None:
+    def forget(self, owner: Owner) -> None:
         """Drop the connections, keys and descriptors of a lost peer."""

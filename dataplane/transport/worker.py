@@ -87,9 +87,9 @@ class Worker:
                     reading.cancel()
             case PinAnswer():
                 self._desk.answered(frame)
-            case Forget():
+            case Forget(owner=owner):
                 for reads in self._reads.values():
-                    reads.forget(_remote(frame))
+                    reads.forget(owner)
             case Configure():
                 raise ProtocolError(
                     "unexpected Configure message: this bulk worker is already configured. "
@@ -99,7 +99,7 @@ class Worker:
     def _start(self, frame: Read) -> None:
         copies = column(frame.copies, COPY)
         deadline = time.monotonic() + frame.timeout_ms / 1000
-        reading = Reading(_remote(frame), copies, deadline)
+        reading = Reading(Remote(frame.owner, frame.address, frame.fingerprint), copies, deadline)
         self._live[frame.job] = reading
         self._jobs.submit(self._read, frame.job, frame.transport, reading)
 
@@ -122,10 +122,6 @@ class Worker:
             finished = Finished(job, b"", 0, Refused.of(bug))
         del self._live[job]
         self._control.send(finished)
-
-
-def _remote(frame: Read | Forget) -> Remote:
-    return Remote(frame.owner, frame.address, frame.fingerprint)
 
 
 def check_destinations(region: Region, copies: Records) -> None:

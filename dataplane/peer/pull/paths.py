@@ -116,7 +116,6 @@ class Paths:
         self._moves = moves
         self._paths: dict[Owner, Path] = {}
         self._trying: dict[Owner, asyncio.Task[None]] = {}
-        self._remotes: dict[Owner, Remote] = {}
 
     def use(self, engine: BulkEngine, runs: list[str]) -> None:
         """Set the engine that copies the bytes from now on."""
@@ -135,7 +134,6 @@ class Paths:
         owner = source.owner
         path = self._paths.get(owner)
         if path is None or self._now() >= path.again_s:
-            self._remotes[owner] = source
             if owner not in self._trying:
                 self._trying[owner] = self.mesh.spawn(self._try(source, staged, number))
                 self._trying[owner].add_done_callback(lambda _: self._trying.pop(owner, None))
@@ -158,7 +156,7 @@ class Paths:
             path, _ = await self.tried(source, staged, number)
         except DataplaneError as exc:
             path = Path(self.plain, f"the transport test failed: {exc.message}", settled=False)
-        if source.owner in self._remotes:  # else it went meanwhile
+        if self.sampling.host.roster.has(source.owner):  # else it went meanwhile
             self._set(source.owner, path)
 
     async def tried(
@@ -222,9 +220,8 @@ class Paths:
     def gone(self, owner: Owner) -> None:
         """Handle a process that is no longer a member."""
         self._paths.pop(owner, None)
-        remote = self._remotes.pop(owner, None)
-        if remote is not None and self.engine is not None:
-            self.engine.forget(remote)
+        if self.engine is not None:
+            self.engine.forget(owner)
 
 
 def chosen(plain: str, trials: dict[str, Trial], required: bool = False) -> Path:

@@ -28,7 +28,6 @@ from dataplane.transport.seam import (
     ReadRequest,
     Region,
     RegionKey,
-    Remote,
     Transport,
 )
 from dataplane.wire.frames import decoded
@@ -114,9 +113,9 @@ class CudaIpcTransport(Transport):
                     pass
                 raise
 
-    def forget(self, remote: Remote) -> None:
+    def forget(self, owner: Owner) -> None:
         with self._lock:
-            self._theirs.pop(remote.owner, None)
+            self._theirs.pop(owner, None)
 
 
 def _now_and_then(request: ReadRequest) -> Callable[[], None]:

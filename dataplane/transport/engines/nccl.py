@@ -233,10 +233,10 @@ class NcclTransport(Transport):
         rows: list[Any] = self._open()[0].stretches.descriptors(offsets, nbytes)[:, :2].tolist()
         return [(address, length) for address, length in rows]
 
-    def forget(self, remote: Remote) -> None:
+    def forget(self, owner: Owner) -> None:
         with self._lock:
-            line = self._lines.pop(remote.owner, None)
-            gone = [key for key, one in self._sending.items() if one.reader == remote.owner]
+            line = self._lines.pop(owner, None)
+            gone = [key for key, one in self._sending.items() if one.reader == owner]
             pairs = [self._sending.pop(key).pair for key in gone]
         if line is not None and line.turn.acquire(blocking=False):
             line.drop()  # else its read ends with the connection

@@ -163,9 +163,9 @@ class NixlTransport(Transport):
     def holding(self, count: int) -> None:
         self._reads.holding(count)
 
-    def forget(self, remote: Remote) -> None:
+    def forget(self, owner: Owner) -> None:
         for reads in self._all():
-            reads.forget(remote)
+            reads.forget(owner)
 
     def _all(self) -> list[NixlReads]:
         return [self._reads] if self._beside is None else [self._reads, self._beside]
@@ -329,7 +329,7 @@ class NixlReads(threading.Thread):
         self._memory = memory
         self._agent: Any = None
         self.ready = False
-        self._arrivals: queue.SimpleQueue[NixlRead | Remote | None] = queue.SimpleQueue()
+        self._arrivals: queue.SimpleQueue[NixlRead | Owner | None] = queue.SimpleQueue()
         self._reads: list[NixlRead] = []
         self._known: dict[Owner, OrderedDict[int, str]] = {}
         self._holds = 0
@@ -345,8 +345,8 @@ class NixlReads(threading.Thread):
         self._answers_until = time.monotonic() + LINGER_S
         self._arrivals.put(None)
 
-    def forget(self, remote: Remote) -> None:
-        self._arrivals.put(remote)
+    def forget(self, owner: Owner) -> None:
+        self._arrivals.put(owner)
 
     # the thread
 
@@ -393,12 +393,12 @@ class NixlReads(threading.Thread):
             return False
         if isinstance(arrived, NixlRead):
             self._reads.append(arrived)
-        elif isinstance(arrived, Remote):
-            for generation in list(self._known.get(arrived.owner, ())):
-                self._unload(arrived.owner, generation)
+        elif isinstance(arrived, Owner):
+            for generation in list(self._known.get(arrived, ())):
+                self._unload(arrived, generation)
         return True
 
-    def _at_once(self) -> NixlRead | Remote | None:
+    def _at_once(self) -> NixlRead | Owner | None:
         return self._arrivals.get_nowait()
 
     def _advance(self, read: NixlRead) -> bool:

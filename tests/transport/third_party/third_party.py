@@ -23,7 +23,6 @@ from dataplane.transport import (
     ReadRequest,
     Region,
     RegionKey,
-    Remote,
     SendRequest,
     Transport,
 )
@@ -103,7 +102,7 @@ class Shelf(Transport):
             os.close(opened)
         return self._theirs[key.generation]
 
-    def forget(self, remote: Remote) -> None:
+    def forget(self, owner: Owner) -> None:
         self._theirs.clear()
 
 
@@ -150,7 +149,7 @@ class Post(Transport):
             vectors = iovecs(self._base + request.sources, request.nbytes)
             call.all_of(call.send_some, vectors, request.check)
 
-    def forget(self, remote: Remote) -> None:
+    def forget(self, owner: Owner) -> None:
         pass
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hmac
 import logging
 import secrets
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -314,24 +315,34 @@ def _confirm(stream: BulkStream, nbytes: int, deadline: float) -> None:
 
 
 def _checking(reading: Reading, stream: BulkStream) -> Callable[[], None]:
-    """See `ReadRequest.check`. The owner says nothing while bytes move, unless it gives up."""
-    deadline = reading.deadline
+    """See `ReadRequest.check`. The owner says nothing while bytes move, unless it gives up; what it
+    says to one thread stops the read, and so reaches all."""
+    lock = threading.Lock()
 
     def check() -> None:
-        reading.raise_error()
-        if time.monotonic() >= deadline:
-            raise _late(reading)
-        if stream.readable(0):
-            try:
-                frame = stream.receive(MAX_GET_FRAME_BYTES, deadline)
-            except OSError as exc:
-                raise _broken(reading, exc) from exc
-            if frame is None:
-                raise _broken(reading, "the connection was closed")
-            said = answer_of(frame)
-            raise _broken(reading, f"unexpected message from the owner: {said!r}")
+        with lock:
+            reading.raise_error()
+            if time.monotonic() >= reading.deadline:
+                raise _late(reading)
+            if stream.readable(0):
+                reading.stop(_said(reading, stream))
+            reading.raise_error()
 
     return check
+
+
+def _said(reading: Reading, stream: BulkStream) -> DataplaneError:
+    """Why the owner ended the transfer."""
+    try:
+        frame = stream.receive(MAX_GET_FRAME_BYTES, reading.deadline)
+        if frame is None:
+            return _broken(reading, "the connection was closed")
+        said = answer_of(frame)
+    except OSError as exc:
+        return _broken(reading, exc)
+    except DataplaneError as exc:
+        return exc
+    return _broken(reading, f"unexpected message from the owner: {said!r}")
 
 
 def _late(reading: Reading) -> DataplaneError:

@@ -13,7 +13,8 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import msgspec
@@ -115,63 +116,34 @@ class Ranks(Protocol):
         ...
 
 
-_joins = threading.BoundedSemaphore(JOINS)
+_joins = ThreadPoolExecutor(JOINS, "join")
+"""A library's own call cannot be interrupted."""
 
 
 def joined(ranks: Ranks, unique_id: bytes, rank: int, check: Callable[[], None]) -> Communicator:
     """`Ranks.join` as long as `check` does not raise. A pair that forms later is aborted."""
-    while not _joins.acquire(timeout=CHECK_S):
-        check()
-    attempt = _Attempt(ranks, unique_id, rank)
+    attempt = _joins.submit(ranks.join, unique_id, rank)
     try:
-        while not attempt.over.wait(CHECK_S):
+        while not futures.wait({attempt}, CHECK_S).done:
             check()
     except BaseException:
-        attempt.give_up()
+        ranks.forget(unique_id)
+        if not attempt.cancel():
+            attempt.add_done_callback(_abort)
         raise
-    return attempt.outcome()
-
-
-class _Attempt:
-    """One join, in a thread: a library's own call cannot be interrupted."""
-
-    def __init__(self, ranks: Ranks, unique_id: bytes, rank: int) -> None:
-        self._forget = partial(ranks.forget, unique_id)
-        self.over = threading.Event()
-        self._lock = threading.Lock()
-        self._given_up = False
-        self._made: Communicator | None = None
-        self._error: BaseException | None = None
-        arguments = ranks, unique_id, rank
-        threading.Thread(target=self._run, args=arguments, name="join", daemon=True).start()
-
-    def _run(self, ranks: Ranks, unique_id: bytes, rank: int) -> None:
-        try:
-            self._made = ranks.join(unique_id, rank)
-        except BaseException as exc:
-            self._error = exc
-        finally:
-            _joins.release()
-        with self._lock:
-            self.over.set()
-            if self._given_up and self._made is not None:
-                self._made.abort()
-
-    def give_up(self) -> None:
-        self._forget()
-        with self._lock:
-            self._given_up = True
-            if self.over.is_set() and self._made is not None:
-                self._made.abort()
-
-    def outcome(self) -> Communicator:
-        if self._made is not None:
-            return self._made
-        if isinstance(self._error, DataplaneError):
-            raise self._error
+    try:
+        return attempt.result()
+    except DataplaneError:
+        raise
+    except Exception as exc:
         raise TransferFailed(
-            f"the two ranks could not create an NCCL communicator: {self._error!r}; repeat the call"
-        )
+            f"the two ranks could not create an NCCL communicator: {exc!r}; repeat the call"
+        ) from exc
+
+
+def _abort(attempt: futures.Future[Communicator]) -> None:
+    if attempt.exception() is None:
+        attempt.result().abort()
 
 
 def wait(communicator: Communicator, check: Callable[[], None]) -> None:

@@ -148,10 +148,9 @@ class NixlTransport(Transport):
         card = decoded(_cards, request.key.card, "a nixl memory description")
         pieces = _pieces(request, self._own.stretches, Stretches(card.stretches))
         threads = self._threads(card, len(pieces))
-        check = _one_at_a_time(request.check)
         reads = []
         for number, thread in enumerate(threads):
-            read = NixlRead(request, card, pieces[number :: len(threads)], check)
+            read = NixlRead(request, card, pieces[number :: len(threads)])
             reads.append(read)
             thread.submit(read)
         for read in reads:
@@ -208,23 +207,6 @@ def _host() -> str:
         return this_host()
     except OSError:
         return ""
-
-
-def _one_at_a_time(check: Callable[[], None]) -> Callable[[], None]:
-    """For two threads: what one was told the other is told too, and not asked for again."""
-    lock, told = threading.Lock(), list[DataplaneError]()
-
-    def checked() -> None:
-        with lock:
-            if not told:
-                try:
-                    check()
-                except DataplaneError as exc:
-                    told.append(exc)
-            if told:
-                raise told[0]
-
-    return checked
 
 
 def _pieces(request: ReadRequest, own: Stretches, theirs: Stretches) -> list[Piece]:
@@ -289,19 +271,17 @@ def _imported() -> Any:
 class NixlRead:
     """A read in flight: the pieces that are left, and the one that is posted.
 
-    card: of the owner's region. check: as `request.check`, for both threads.
+    card: of the owner's region.
     """
 
-    def __init__(
-        self, request: ReadRequest, card: Card, pieces: Iterable[Piece], check: Callable[[], None]
-    ) -> None:
+    def __init__(self, request: ReadRequest, card: Card, pieces: Iterable[Piece]) -> None:
         self.remote, self.generation = request.remote, request.key.generation
         self.card = card
         self.pieces = deque(pieces)
         self.handle: Any = None
         self.error: DataplaneError | None = None
         self.done = threading.Event()
-        self._check = check
+        self._check = request.check
         self._checked = time.monotonic()
 
     def check(self) -> None:

@@ -14,15 +14,17 @@ import time
 from typing import Any
 
 import msgpack
+import numpy as np
 import pytest
 
 from dataplane import VersionMismatch
 from dataplane.client.session import handshake
 from dataplane.testing import hosts
 from dataplane.transport import joining
+from dataplane.transport.bulk_frames import COPY
 from dataplane.transport.connections import Connections
+from dataplane.transport.reading import Reading
 from dataplane.transport.seam import Remote
-from dataplane.transport.stream import BulkStream
 from dataplane.transport.tickets import plane_key, proof
 from dataplane.wire.limits import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN
 from dataplane.wire.messages import Hello
@@ -113,24 +115,12 @@ def receive(sock: socket.socket) -> Any:
     return msgpack.unpackb(sock.recv(struct.unpack("<I", header)[0], socket.MSG_WAITALL))
 
 
-class Transfer:
-    """Whoever borrows a connection, and is never told to stop."""
-
-    stopped = False
-
-    def watch(self, stream: BulkStream) -> None: ...
-
-    def unwatch(self, stream: BulkStream) -> bool:
-        return True
-
-
 def joins(versions: tuple[int, int]) -> tuple[int, list[Any]]:
     """The version of a connection to such an owner, and the `Join` that it was sent."""
     owner, pool = OwnersPort(versions), Connections(KEY)
     try:
-        connection = pool.borrow(
-            Remote(Owner("a", 1), owner.address), time.monotonic() + 20, Transfer()
-        )
+        remote = Remote(Owner("a", 1), owner.address)
+        connection = pool.borrow(Reading(remote, np.zeros(0, COPY), time.monotonic() + 20))
         pool.discard(connection)
     finally:
         owner.close()

@@ -15,11 +15,9 @@ from __future__ import annotations
 
 from dataplane.transport.bulk_frames import COPY, GONE
 from dataplane.transport.seam import (
-    Capabilities,
     ReadOutcome,
     ReadRequest,
     Region,
-    RegionKey,
     Remote,
     SendRequest,
     Transport,
@@ -29,11 +27,9 @@ from dataplane.transport.tickets import plane_key
 __all__ = [
     "COPY",
     "GONE",
-    "Capabilities",
     "ReadOutcome",
     "ReadRequest",
     "Region",
-    "RegionKey",
     "Remote",
     "SendRequest",
     "Transport",

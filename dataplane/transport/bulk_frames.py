@@ -130,7 +130,6 @@ class Held(Frame, tag=9):
     """
 
     sources: bytes
-    generation: int
     card: bytes
     mac: bytes
 

@@ -63,7 +63,6 @@ from dataplane.transport.seam import (
     Offsets,
     Records,
     Region,
-    RegionKey,
     SendRequest,
     Transport,
 )
@@ -382,7 +381,7 @@ class TcpService(Service):
 
 
 class EngineService(Service):
-    """Pins the ranges while an engine moves their bytes. own: the key of the region that the
+    """Pins the ranges while an engine moves their bytes. own: the card of the region that the
     engine registered.
 
     The pin ends when the reader releases it on the same connection, which confirms the read;
@@ -392,7 +391,7 @@ class EngineService(Service):
     most_bytes = MAX_HELD_BYTES
 
     def __init__(
-        self, transport: Transport, own: RegionKey, region: Region, desk: PinDesk, key: bytes
+        self, transport: Transport, own: bytes, region: Region, desk: PinDesk, key: bytes
     ) -> None:
         super().__init__(region, desk)
         self._transport = transport
@@ -406,7 +405,7 @@ class EngineService(Service):
         self._count(1)
         try:
             stream.send(encode(self._held(transfer.nonce, sources)), deadline)
-            if not self._transport.capabilities.one_sided:
+            if not self._transport.one_sided:
                 self._send(transfer, sources)
             nbytes = int(transfer.pieces["nbytes"][sources != GONE].sum())
             _await_release(stream, nbytes, deadline)
@@ -421,9 +420,8 @@ class EngineService(Service):
             self._transport.holding(self._under_way)
 
     def _held(self, nonce: bytes, sources: Offsets) -> Held:
-        own, raw = self._own, sources.tobytes()
-        mac = held_mac(self._key, nonce, own.generation, own.card, raw)
-        return Held(raw, own.generation, own.card, mac)
+        raw = sources.tobytes()
+        return Held(raw, self._own, held_mac(self._key, nonce, self._own, raw))
 
     def _send(self, transfer: Transfer, sources: Offsets) -> None:
         stream, pieces, deadline = transfer.stream, transfer.pieces, transfer.deadline

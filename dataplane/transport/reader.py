@@ -57,7 +57,6 @@ from dataplane.transport.seam import (
     ReadRequest,
     Records,
     Region,
-    RegionKey,
     Transport,
 )
 from dataplane.transport.slices import Slice, cut, pieces_of
@@ -220,13 +219,13 @@ class TcpReads(Reads):
 class EngineReads(Reads):
     """Reads through one engine, while the owner holds the ranges.
 
-    own: the key of the local region that the engine registered. While the engine moves bytes,
+    own: the card of the local region that the engine registered. While the engine moves bytes,
     the connection is watched, so that the death of the owner is noticed even if the engine does
     not notice it.
     """
 
-    def __init__(self, transport: Transport, own: RegionKey, key: bytes) -> None:
-        super().__init__(transport.capabilities.name, key)
+    def __init__(self, transport: Transport, own: bytes, key: bytes) -> None:
+        super().__init__(transport.name, key)
         self._transport = transport
         self._own = own
 
@@ -246,7 +245,7 @@ class EngineReads(Reads):
         """False where a pooled connection was closed."""
         with self._connection(reading) as connection:
             fresh = connection.sequence == 0
-            tag = 0 if self._transport.capabilities.one_sided else secrets.randbits(48)
+            tag = 0 if self._transport.one_sided else secrets.randbits(48)
             nonce = self._ask(connection, part, reading.deadline, tag, card)
             answer = _answer(connection.stream, reading.deadline)
             if answer is None:
@@ -255,31 +254,32 @@ class EngineReads(Reads):
                         "the connection was closed before the owner answered"
                     )
                 return False
-            key, sources = self._held(answer, nonce, len(part.copies))
-            self._move(connection.stream, part, reading, key, sources, tag)
+            held = self._held(answer, nonce)
+            sources = column(held.sources, U8, len(part.copies))
+            self._move(connection.stream, part, reading, held.card, sources, tag)
             connection.clean = True
             return True
 
-    def _held(self, answer: FromOwner, nonce: bytes, count: int) -> tuple[RegionKey, Offsets]:
-        """What the owner holds: its region, and the offsets there."""
+    def _held(self, answer: FromOwner, nonce: bytes) -> Held:
+        """What the owner holds, checked that it says so itself."""
         if not isinstance(answer, Held):
             raise mixed_releases(
                 f"unexpected reply to a request: expected Held, got {type(answer).__name__}"
             )
-        mac = held_mac(self._key, nonce, answer.generation, answer.card, answer.sources)
+        mac = held_mac(self._key, nonce, answer.card, answer.sources)
         if not hmac.compare_digest(mac, answer.mac):
             raise TicketRefused(
                 "the owner's reply to a request was altered in transit: use "
                 "a trusted network, then repeat the call"
             )
-        return RegionKey(answer.generation, answer.card), column(answer.sources, U8, count)
+        return answer
 
     def _move(
         self,
         stream: BulkStream,
         part: Slice,
         reading: Reading,
-        key: RegionKey,
+        card: bytes,
         sources: Offsets,
         tag: int,
     ) -> None:
@@ -288,7 +288,7 @@ class EngineReads(Reads):
         copies, check = part.copies[moved], _checking(reading, stream)
         nbytes = int(copies["nbytes"].sum())
         if nbytes:
-            request = ReadRequest(reading.remote, copies, key, sources[moved], tag, check)
+            request = ReadRequest(reading.remote, copies, card, sources[moved], tag, check)
             self._transport.read(request)
         stream.send(encode(Release(nbytes)), reading.deadline)
         _confirm(stream, nbytes, reading.deadline)

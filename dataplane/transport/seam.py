@@ -25,20 +25,6 @@ Offsets = npt.NDArray[np.uint64]
 Mask = npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True)
-class Capabilities:
-    """What a transport can do, so that callers need not know its name.
-
-    - `memory`: kinds of regions that it registers, on either side.
-    - `one_sided`: it reads remote memory by offset. Otherwise the owner sends, see
-      `Transport.send`.
-    """
-
-    name: str
-    memory: frozenset[MemoryKind]
-    one_sided: bool
-
-
 class PlacedPool(NamedTuple):
     """A pool and the offset at which it starts in the region."""
 
@@ -61,20 +47,6 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
-class RegionKey:
-    """What others need to reach a registered region.
-
-    - `generation`: differs for every registration, so a reader notices that the owner's worker has
-      restarted.
-    - `card`: the engine's own data, at most MAX_CARD_BYTES. Readers get it authenticated, with
-      every reply.
-    """
-
-    generation: int
-    card: bytes = b""
-
-
-@dataclass(frozen=True, slots=True)
 class Remote:
     """One incarnation of a peer, and the `host:port` where its bulk worker listens.
 
@@ -90,7 +62,7 @@ class Remote:
 class ReadRequest:
     """COPY records to bring from `remote`, which pins their ranges, into the local region.
 
-    - `key`: of the owner's region.
+    - `card`: of the owner's region.
     - `sources`: for each copy, the offset in that region.
     - `tag`: identifies this transfer on both sides of a two-sided one.
     - `check`: raises TransferFailed or DeadlineExceeded if the bytes are no longer needed: the job
@@ -100,7 +72,7 @@ class ReadRequest:
 
     remote: Remote
     copies: Records
-    key: RegionKey
+    card: bytes
     sources: Offsets
     tag: int
     check: Callable[[], None]
@@ -135,16 +107,27 @@ class Transport(ABC):
     A bulk worker creates it as `cls(owner)`, where `owner` is the worker's peer. Raises
     TransportMissing if something that the transport needs is not installed or does not work on this
     host; the message says what. A transport is never closed: it ends with its process.
+
+    - `name`: as users choose it.
+    - `memory`: kinds of regions that it registers, on either side.
+    - `one_sided`: it reads remote memory by offset. Otherwise the owner sends, see `send`.
     """
 
-    capabilities: ClassVar[Capabilities]
+    name: ClassVar[str]
+    memory: ClassVar[frozenset[MemoryKind]]
+    one_sided: ClassVar[bool] = True
 
     def __init__(self, owner: Owner) -> None:
         self.owner = owner
 
     @abstractmethod
-    def register(self, region: Region) -> RegionKey:
-        """Make the region readable for other peers and a destination for `read`. Called once."""
+    def register(self, region: Region) -> bytes:
+        """Make the region readable for other peers and a destination for `read`. Called once.
+
+        Return the region's card: what others need to reach it, at most MAX_CARD_BYTES. Readers get
+        it authenticated, with every reply. It differs for every registration, so a reader notices
+        that the owner's worker has restarted.
+        """
 
     @abstractmethod
     def read(self, request: ReadRequest) -> None:
@@ -156,7 +139,7 @@ class Transport(ABC):
         """
 
     def turn(
-        self, remote: Remote, own: RegionKey, check: Callable[[], None]
+        self, remote: Remote, own: bytes, check: Callable[[], None]
     ) -> AbstractContextManager[bytes]:
         """Return a context manager for one transfer from `remote`. It is entered before the owner
         holds the ranges, and left after the owner has confirmed the transfer. For a two-sided
@@ -165,12 +148,12 @@ class Transport(ABC):
         An engine that cannot tell transfers apart admits one transfer at a time. `read` is called
         at most once, inside the context and in the same thread.
         """
-        return nullcontext(b"" if self.capabilities.one_sided else own.card)
+        return nullcontext(b"" if self.one_sided else own)
 
     def send(self, request: SendRequest) -> None:
         """Send the owner's part of a two-sided transfer. Returns when the bytes may be reused."""
         raise NotImplementedError(
-            f"transport {self.capabilities.name} is one-sided and has no send(): call read()"
+            f"transport {self.name} is one-sided and has no send(): call read()"
         )
 
     def holding(self, count: int) -> None:  # noqa: B027

@@ -99,9 +99,9 @@ def verify(key: bytes, get: Get, owner: Owner, nonce: bytes) -> None:
         )
 
 
-def held_mac(key: bytes, nonce: bytes, generation: int, card: bytes, sources: bytes) -> bytes:
+def held_mac(key: bytes, nonce: bytes, card: bytes, sources: bytes) -> bytes:
     """The owner's proof that a card and offsets are its own, for this request."""
-    signed = msgspec.msgpack.encode((_HELD_CONTEXT, nonce, generation, card, sources))
+    signed = msgspec.msgpack.encode((_HELD_CONTEXT, nonce, card, sources))
     return hmac.digest(key, signed, "sha256")
 
 

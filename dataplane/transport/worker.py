@@ -188,10 +188,10 @@ def _engine(
 ) -> tuple[EngineReads, EngineService]:
     """Both sides of an engine that the worker runs beside TCP."""
     found = load(name)
-    if region.kind not in found.capabilities.memory:
+    if region.kind not in found.memory:
         raise TransportMissing(
             f"transport {name} moves only "
-            f"{joined(sorted(found.capabilities.memory))} memory, but this arena is "
+            f"{joined(sorted(found.memory))} memory, but this arena is "
             f"in {region.kind} memory: choose another --transport",
             transport=name,
         )

@@ -29,9 +29,6 @@ ALTERED: dict[str, Altering] = {
         held, sources=np.array([4096], "<u8").tobytes()
     ),
     "the region's card": lambda held: msgspec.structs.replace(held, card=b"another" + held.card),
-    "the region's generation": lambda held: msgspec.structs.replace(
-        held, generation=held.generation + 1
-    ),
 }
 
 

@@ -23,11 +23,9 @@ from dataplane.transport.control import PinDesk
 from dataplane.transport.owner import EngineService, RangeServer, TcpService
 from dataplane.transport.reading import Reading
 from dataplane.transport.seam import (
-    Capabilities,
     ReadRequest,
     Records,
     Region,
-    RegionKey,
     Remote,
     Transport,
 )
@@ -63,10 +61,11 @@ class SlowDesk(PinDesk):
 class Engine(Transport):
     """One that never comes to move a byte."""
 
-    capabilities = Capabilities("engine", frozenset({"host"}), True)
+    name = "engine"
+    memory = frozenset({"host"})
 
-    def register(self, region: Region) -> RegionKey:
-        return RegionKey(1, b"card")
+    def register(self, region: Region) -> bytes:
+        return b"card"
 
     def read(self, request: ReadRequest) -> None: ...
 

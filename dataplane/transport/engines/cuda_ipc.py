@@ -9,7 +9,6 @@ Nothing here is specific to CUDA: any kind of device that can open pools is read
 from __future__ import annotations
 
 import os
-import secrets
 import threading
 import time
 import weakref
@@ -23,11 +22,9 @@ from dataplane.errors import TransportMissing
 from dataplane.gpu.device import Device, Pool, PoolHandle
 from dataplane.transport.engines.region import OpenRegion, Stretch, Stretches, mapped
 from dataplane.transport.seam import (
-    Capabilities,
     PlacedPool,
     ReadRequest,
     Region,
-    RegionKey,
     Transport,
 )
 from dataplane.wire.frames import decoded
@@ -71,7 +68,8 @@ def _close(pools: dict[tuple[bytes, str], Pool]) -> None:
 
 
 class CudaIpcTransport(Transport):
-    capabilities = Capabilities(NAME, frozenset({"cuda"}), one_sided=True)
+    name = NAME
+    memory = frozenset({"cuda"})
 
     def __init__(self, owner: Owner) -> None:
         super().__init__(owner)
@@ -79,15 +77,14 @@ class CudaIpcTransport(Transport):
         self._opened: OpenRegion | None = None
         self._theirs: dict[Owner, _OwnersPools] = {}
 
-    def register(self, region: Region) -> RegionKey:
+    def register(self, region: Region) -> bytes:
         """The pools are opened when there is something to read, because that takes device
         memory."""
         self._region = region
-        card = Card(this_host(), list(region.pools))
-        return RegionKey(secrets.randbits(48), msgspec.msgpack.encode(card))
+        return msgspec.msgpack.encode(Card(this_host(), list(region.pools)))
 
     def read(self, request: ReadRequest) -> None:
-        placed = _pools_in(request.key.card)
+        placed = _pools_in(request.card)
         with self._lock:
             self._opened = self._opened or OpenRegion(self._region)
             own = self._opened

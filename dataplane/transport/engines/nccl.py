@@ -32,11 +32,9 @@ from dataplane.transport.engines.communicators import (
 from dataplane.transport.engines.cuda_ipc import this_host
 from dataplane.transport.engines.region import OpenRegion
 from dataplane.transport.seam import (
-    Capabilities,
     Offsets,
     ReadRequest,
     Region,
-    RegionKey,
     Remote,
     SendRequest,
     Transport,
@@ -92,7 +90,9 @@ class _Sending:
 
 
 class NcclTransport(Transport):
-    capabilities = Capabilities(NAME, frozenset({"cuda"}), one_sided=False)
+    name = NAME
+    memory = frozenset({"cuda"})
+    one_sided = False
 
     def __init__(self, owner: Owner) -> None:
         super().__init__(owner)
@@ -104,14 +104,14 @@ class NcclTransport(Transport):
         self._sending: OrderedDict[int, _Sending] = OrderedDict()
         self._opened: tuple[OpenRegion, Ranks] | None = None
 
-    def register(self, region: Region) -> RegionKey:
+    def register(self, region: Region) -> bytes:
         """Look for NCCL. The device is opened when there is something to move, because that uses
         device memory."""
         first = region.pools[0].handle
         self._region = region
         self._shares = first.kind == CUDA and shares_gpus()
         self._card = Card(this_host(), first.device)
-        return RegionKey(secrets.randbits(48), msgspec.msgpack.encode(self._card))
+        return msgspec.msgpack.encode(self._card)
 
     def _open(self) -> tuple[OpenRegion, Ranks]:
         with self._lock:
@@ -123,7 +123,7 @@ class NcclTransport(Transport):
     # the reader
 
     @contextmanager
-    def turn(self, remote: Remote, own: RegionKey, check: Callable[[], None]) -> Iterator[bytes]:
+    def turn(self, remote: Remote, own: bytes, check: Callable[[], None]) -> Iterator[bytes]:
         _, ranks = self._open()
         line = self._line(remote.owner, ranks)
         while not line.turn.acquire(timeout=CHECK_S):
@@ -151,7 +151,7 @@ class NcclTransport(Transport):
 
     def read(self, request: ReadRequest) -> None:
         line: _Line = self._in_turn.line
-        self._check_apart(_card(request.key.card))
+        self._check_apart(_card(request.card))
         try:
             if line.pair is None:
                 line.pair = joined(line.ranks, line.unique_id, 0, request.check)

@@ -39,10 +39,8 @@ from dataplane.transport.bulk_frames import MAX_GET_ITEMS
 from dataplane.transport.engines.cuda_ipc import this_host
 from dataplane.transport.engines.region import OpenRegion, Stretch, Stretches
 from dataplane.transport.seam import (
-    Capabilities,
     ReadRequest,
     Region,
-    RegionKey,
     Remote,
     Transport,
 )
@@ -111,25 +109,21 @@ _cards = msgspec.msgpack.Decoder(Card)
 class NixlTransport(Transport):
     """The transport of this module."""
 
-    capabilities = Capabilities(
-        name="nixl",
-        memory=frozenset({"host", "cuda"}),
-        one_sided=True,
-    )
+    name = "nixl"
+    memory = frozenset({"host", "cuda"})
 
     def __init__(self, owner: Owner) -> None:
         super().__init__(owner)
-        self._generation = secrets.randbits(48)
-        self._name = f"{owner.peer}-{self._generation:x}"
+        self._agent_name = f"{owner.peer}-{secrets.randbits(48):x}"
         self._host = _host()
         self._beside: NixlReads | None = None
         self._lock = threading.Lock()
 
-    def register(self, region: Region) -> RegionKey:
+    def register(self, region: Region) -> bytes:
         self._own = OpenRegion(region)
         self._memory = GPU_MEMORY if self._own.on_gpu else HOST_MEMORY
         self._own.bind()  # before there is an agent: where no GPU is current UCX leaves it out
-        self._agent = _agent(self._name)
+        self._agent = _agent(self._agent_name)
         self._register(self._agent)
         try:
             metadata = self._agent.get_agent_metadata()
@@ -142,10 +136,10 @@ class NixlTransport(Transport):
         self._reads.start()
         host = "" if region.pools else self._host  # only host memory is copied by processors
         card = Card(metadata, list(self._own.stretches.all), self._own.on_gpu, host)
-        return RegionKey(self._generation, msgspec.msgpack.encode(card))
+        return msgspec.msgpack.encode(card)
 
     def read(self, request: ReadRequest) -> None:
-        card = decoded(_cards, request.key.card, "a nixl memory description")
+        card = decoded(_cards, request.card, "a nixl memory description")
         pieces = _pieces(request, self._own.stretches, Stretches(card.stretches))
         threads = self._threads(card, len(pieces))
         reads = []
@@ -186,7 +180,7 @@ class NixlTransport(Transport):
 
     def _another(self) -> Any:
         self._own.bind()
-        agent = _agent(f"{self._name}-second")
+        agent = _agent(f"{self._agent_name}-second")
         self._register(agent)
         return agent
 
@@ -275,7 +269,7 @@ class NixlRead:
     """
 
     def __init__(self, request: ReadRequest, card: Card, pieces: Iterable[Piece]) -> None:
-        self.remote, self.generation = request.remote, request.key.generation
+        self.remote = request.remote
         self.card = card
         self.pieces = deque(pieces)
         self.handle: Any = None
@@ -311,7 +305,7 @@ class NixlReads(threading.Thread):
         self.ready = False
         self._arrivals: queue.SimpleQueue[NixlRead | Owner | None] = queue.SimpleQueue()
         self._reads: list[NixlRead] = []
-        self._known: dict[Owner, OrderedDict[int, str]] = {}
+        self._known: dict[Owner, OrderedDict[bytes, str]] = {}
         self._holds = 0
         self._answers_until = 0.0
 
@@ -374,8 +368,8 @@ class NixlReads(threading.Thread):
         if isinstance(arrived, NixlRead):
             self._reads.append(arrived)
         elif isinstance(arrived, Owner):
-            for generation in list(self._known.get(arrived, ())):
-                self._unload(arrived, generation)
+            for metadata in list(self._known.get(arrived, ())):
+                self._unload(arrived, metadata)
         return True
 
     def _at_once(self) -> NixlRead | Owner | None:
@@ -420,7 +414,7 @@ class NixlReads(threading.Thread):
 
     def _failed(self, read: NixlRead, why: str) -> DataplaneError:
         owner = read.remote.owner
-        self._unload(owner, read.generation)
+        self._unload(owner, read.card.metadata)
         logger.warning("nixl: read from peer %r failed: %s", owner.peer, why)
         return TransferFailed(
             f"the transfer from peer {owner.peer!r} over nixl was interrupted: {why}; repeat the "
@@ -429,15 +423,15 @@ class NixlReads(threading.Thread):
         )
 
     def _loaded(self, read: NixlRead) -> str:
-        """The remote agent of this generation; the oldest of too many is let go."""
-        remote, generation = read.remote, read.generation
+        """The remote agent with this metadata; the oldest of too many is let go."""
+        remote, metadata = read.remote, read.card.metadata
         known = self._known.setdefault(remote.owner, OrderedDict())
-        if generation not in known:
+        if metadata not in known:
             while len(known) > SPARE_LIVES:
                 self._unload(remote.owner, next(iter(known)))
-            known[generation] = self._load(remote, read.card.metadata)
-        known.move_to_end(generation)
-        return known[generation]
+            known[metadata] = self._load(remote, metadata)
+        known.move_to_end(metadata)
+        return known[metadata]
 
     def _load(self, remote: Remote, metadata: bytes) -> str:
         try:
@@ -450,9 +444,9 @@ class NixlReads(threading.Thread):
             ) from exc
         return name.decode() if isinstance(name, bytes) else str(name)
 
-    def _unload(self, owner: Owner, generation: int) -> None:
+    def _unload(self, owner: Owner, metadata: bytes) -> None:
         known = self._known.get(owner, OrderedDict())
-        loaded = known.pop(generation, None)
+        loaded = known.pop(metadata, None)
         if not known:
             self._known.pop(owner, None)
         if loaded is not None:

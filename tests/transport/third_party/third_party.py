@@ -19,10 +19,8 @@ import numpy as np
 
 from dataplane.errors import TransferFailed
 from dataplane.transport import (
-    Capabilities,
     ReadRequest,
     Region,
-    RegionKey,
     SendRequest,
     Transport,
 )
@@ -75,39 +73,41 @@ class UnixStream:
 
 
 class Shelf(Transport):
-    capabilities = Capabilities("shelf", HOST, one_sided=True)
+    name = "shelf"
+    memory = HOST
 
-    def register(self, region: Region) -> RegionKey:
+    def register(self, region: Region) -> bytes:
         self._mine = mapped(region)
-        self._theirs: dict[int, Bytes] = {}
-        card = json.dumps([os.getpid(), region.fd, region.nbytes]).encode()
-        return RegionKey(secrets.randbits(48), card)
+        self._theirs: dict[bytes, Bytes] = {}
+        return json.dumps([os.getpid(), region.fd, region.nbytes]).encode()
 
     def read(self, request: ReadRequest) -> None:
-        theirs = self._opened(request.key)
+        theirs = self._opened(request.card)
         dests, sizes = request.copies["dest"].tolist(), request.copies["nbytes"].tolist()
         for source, dest, nbytes in zip(request.sources.tolist(), dests, sizes, strict=True):
             request.check()
             self._mine[dest : dest + nbytes] = theirs[source : source + nbytes]
 
-    def _opened(self, key: RegionKey) -> Bytes:
-        if key.generation not in self._theirs:
-            pid, fd, nbytes = json.loads(key.card)
+    def _opened(self, card: bytes) -> Bytes:
+        if card not in self._theirs:
+            pid, fd, nbytes = json.loads(card)
             try:
                 opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY)
             except OSError as exc:
                 raise TransferFailed(f"the owner is gone: {exc}; it may be retried") from exc
             view = mmap.mmap(opened, nbytes, prot=mmap.PROT_READ)
-            self._theirs[key.generation] = np.frombuffer(view, np.uint8)
+            self._theirs[card] = np.frombuffer(view, np.uint8)
             os.close(opened)
-        return self._theirs[key.generation]
+        return self._theirs[card]
 
     def forget(self, owner: Owner) -> None:
         self._theirs.clear()
 
 
 class Post(Transport):
-    capabilities = Capabilities("post", HOST, one_sided=False)
+    name = "post"
+    memory = HOST
+    one_sided = False
 
     def __init__(self, owner: Owner) -> None:
         super().__init__(owner)
@@ -117,10 +117,10 @@ class Post(Transport):
         self._came = threading.Condition()
         self._calls: dict[int, UnixStream] = {}
 
-    def register(self, region: Region) -> RegionKey:
+    def register(self, region: Region) -> bytes:
         self._base = np.uint64(region.address)
         threading.Thread(target=self._accept, daemon=True).start()
-        return RegionKey(secrets.randbits(48), bytes(self._door.getsockname()))
+        return bytes(self._door.getsockname())
 
     def _accept(self) -> None:
         while True:

@@ -14,7 +14,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import msgspec
@@ -116,20 +115,31 @@ class Ranks(Protocol):
         ...
 
 
-_joins = ThreadPoolExecutor(JOINS, "join")
-"""A library's own call cannot be interrupted."""
+_joins = threading.BoundedSemaphore(JOINS)
 
 
 def joined(ranks: Ranks, unique_id: bytes, rank: int, check: Callable[[], None]) -> Communicator:
     """`Ranks.join` as long as `check` does not raise. A pair that forms later is aborted."""
-    attempt = _joins.submit(ranks.join, unique_id, rank)
+    while not _joins.acquire(timeout=CHECK_S):
+        check()
+    attempt: futures.Future[Communicator] = futures.Future()
+
+    def join() -> None:
+        try:
+            attempt.set_result(ranks.join(unique_id, rank))
+        except BaseException as exc:
+            attempt.set_exception(exc)
+        finally:
+            _joins.release()
+
+    # A thread of its own, because a library's call cannot be interrupted.
+    threading.Thread(target=join, name="join", daemon=True).start()
     try:
         while not futures.wait({attempt}, CHECK_S).done:
             check()
     except BaseException:
         ranks.forget(unique_id)
-        if not attempt.cancel():
-            attempt.add_done_callback(_abort)
+        attempt.add_done_callback(_abort)
         raise
     try:
         return attempt.result()

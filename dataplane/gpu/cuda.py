@@ -315,10 +315,6 @@ class _CudaPool(Pool):
         device._made.add(self)
         self.address, self.nbytes, self.handle = address, handle.nbytes, handle
 
-    def view(self, offset: int, nbytes: int, keep: object = None) -> Any:
-        check_inside(self, offset, nbytes)
-        return CudaView(self, self.address + offset, "|u1", (nbytes,), keep)
-
     def array(
         self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...], keep: object = None
     ) -> Any:

@@ -50,19 +50,13 @@ class Pool(ABC):
     handle: PoolHandle
 
     @abstractmethod
-    def view(self, offset: int, nbytes: int, keep: object = None) -> Any:
-        """Return bytes of the pool as a uint8 array of the device, without a copy.
-
-        The view keeps `keep` alive. Raises ProtocolError if the bytes are not inside the pool.
-        """
-
-    @abstractmethod
     def array(
         self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...], keep: object = None
     ) -> Any:
-        """Return part of the pool as an array of this dtype and shape; see `view`. If the device's
-        arrays do not support the dtype (bfloat16, fp8), the array has unsigned integers of the same
-        width."""
+        """Return part of the pool as an array of this dtype and shape, without a copy. If the
+        device's arrays do not support the dtype (bfloat16, fp8), the array has unsigned integers of
+        the same width. The array keeps `keep` alive. Raises ProtocolError if the bytes are not
+        inside the pool."""
 
     @abstractmethod
     def close(self) -> None:

@@ -152,7 +152,7 @@ class DirectCopies:
     def _pin(self, pieces: list[int], device: Device) -> bool:
         """Page-lock these pieces of the arena. Called with the lock."""
         if self._mapped is None:
-            self._mapped = self._reads.base_array(self._reads.pin(0))
+            self._mapped = np.asarray(self._reads.pin(0))
         first = int(self._mapped.__array_interface__["data"][0])
         try:
             for piece in pieces:

@@ -71,7 +71,9 @@ def _no_arena() -> PeerLost:
 class Pin:
     """What the peer pins for one reply. It is released when the last view of that reply is gone.
 
-    It is no buffer, so numpy refuses to make views writable.
+    `np.asarray(pin)` is the arena as read-only uint8, whose base is the pin:
+    `np.ndarray(shape, dtype, buffer=base, offset=offset)` makes views that keep it. A pin is no
+    buffer, so numpy refuses to make views writable.
     """
 
     __slots__ = ("__weakref__", "_gone", "_mapping", "number")
@@ -116,13 +118,6 @@ class ReadMap:
     def close(self) -> None:
         """Release the arena. It stays mapped as long as views exist."""
         self._mapping = None
-
-    def base_array(self, pin: Pin) -> ByteArray:
-        """The arena as a read-only uint8 array whose base is the pin.
-
-        `np.ndarray(shape, dtype, buffer=base, offset=offset)` makes views that keep the pin.
-        """
-        return np.asarray(pin)
 
 
 class _Writable:

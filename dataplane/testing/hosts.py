@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import mmap
 import os
 import signal
@@ -14,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import TransferFailed
-from dataplane.gpu.device import Device
+from dataplane.gpu.device import Device, Pool
 from dataplane.transport import COPY, GONE, ReadOutcome, Remote, plane_key
 from dataplane.transport.engine import BulkEngine
 from dataplane.transport.registry import TCP
@@ -47,10 +48,11 @@ class Host:
         self.map = mmap.mmap(self.fd, arena_bytes)
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self.map, np.uint8)
         self.device = device
+        self.pool: Pool | None = None
         pools = []
         if device is not None:
-            pool = device.allocate(arena_bytes)
-            self.bytes = np.asarray(pool.view(0, arena_bytes))
+            pool = self.pool = device.allocate(arena_bytes)
+            self.bytes = _mapped(pool.address, arena_bytes)
             pools.append(pool.handle)
         self.extents: Records = np.zeros(1 << 17, EXTENT)
         self.generations = np.zeros(1 << 17, np.uint32)
@@ -117,6 +119,7 @@ class Host:
 
     def close(self) -> None:
         del self.bytes
+        self.pool = None
         if self.device is not None:
             self.device.close()
         self.map.close()
@@ -181,3 +184,11 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0.001)
+
+
+def _mapped(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
+    """Memory of a device that this process can read and write."""
+    memory: npt.NDArray[np.uint8] = np.ctypeslib.as_array(
+        (ctypes.c_uint8 * nbytes).from_address(address)
+    )
+    return memory

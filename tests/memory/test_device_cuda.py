@@ -216,7 +216,7 @@ def test_views_are_as_the_array_interface_of_cuda_describes_them(runtime: Runtim
         (pool.address + 64, False),
     )
     with pytest.raises(ProtocolError):
-        pool.view(8000, 500)
+        pool.array(8000, np.dtype(np.uint8), (500,))
 
 
 def test_what_the_driver_refuses_is_said_as_missing(runtime: Runtime) -> None:

@@ -48,7 +48,7 @@ def test_a_pin_goes_exactly_when_its_last_view_dies(arena: Arena) -> None:
     pin = reads.pin(5)
     gone: list[int] = []
     weakref.finalize(pin, gone.append, 5)
-    base = reads.base_array(pin)
+    base = np.asarray(pin)
     assert base.base is pin
     assert repr(pin) == "<Pin 5>"
     del pin
@@ -64,7 +64,7 @@ def test_a_pin_goes_exactly_when_its_last_view_dies(arena: Arena) -> None:
 def test_views_show_the_arena_and_can_never_be_written(arena: Arena) -> None:
     arena.view[64:72] = np.array([1.5, 2.5], np.float32).tobytes()
     reads = ReadMap(arena.ro_fd, arena.size_bytes)
-    base = reads.base_array(reads.pin(1))
+    base = np.asarray(reads.pin(1))
     seen = view(base, 64, 2)
     assert seen.tolist() == [1.5, 2.5]
     for array in (base, seen, seen[:1], seen.view(np.int32)):
@@ -79,7 +79,7 @@ def test_views_outlive_the_map_they_came_from(arena: Arena) -> None:
     arena.view[0:4] = b"abcd"
     before = mapped_bytes()
     reads = ReadMap(arena.ro_fd, arena.size_bytes)
-    seen = reads.base_array(reads.pin(1))[:4]
+    seen = np.asarray(reads.pin(1))[:4]
     assert mapped_bytes() == before + arena.size_bytes
     del reads
     assert seen.tobytes() == b"abcd"
@@ -184,7 +184,7 @@ def test_every_mapping_asks_for_huge_pages(arena: Arena) -> None:
     if not os.path.exists("/sys/kernel/mm/transparent_hugepage"):
         pytest.skip("this kernel has no transparent huge pages")
     reads, writes = ReadMap(arena.ro_fd, arena.size_bytes), WriteMaps(arena.rw_fd)
-    held = reads.base_array(reads.pin(1)), writes.view(0, PAGE)
+    held = np.asarray(reads.pin(1)), writes.view(0, PAGE)
     flags, of_arena = [], False
     with open("/proc/self/smaps") as maps:
         for line in maps:

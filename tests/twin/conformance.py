@@ -23,6 +23,7 @@ from dataplane.gpu import registry
 from dataplane.gpu.device import Device, Pool, PoolHandle
 
 MIB = 1 << 20
+U1 = np.dtype(np.uint8)
 PATIENCE_S = 30.0
 
 
@@ -134,11 +135,11 @@ class DeviceConformance:
     def test_views_are_made_of_the_pool_and_of_nothing_else(self, device: Device) -> None:
         pool = device.allocate(MIB)
         kept = _Kept()
-        view = pool.view(MIB - 64, 64, kept)
+        view = pool.array(MIB - 64, U1, (64,), kept)
         assert view is not None
         for offset, nbytes in ((MIB - 63, 64), (-1, 1), (0, -1), (MIB + 1, 0)):
             with pytest.raises(ProtocolError, match="outside the device arena"):
-                pool.view(offset, nbytes)
+                pool.array(offset, U1, (nbytes,))
         del view
         pool.close()
 

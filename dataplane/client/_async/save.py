@@ -12,6 +12,8 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from dataplane import progress
 from dataplane.client._async.attaching import attach, define
 from dataplane.client._async.backend import offload
@@ -215,7 +217,7 @@ class _Checkpoint:
         generation = await attach(handle, self.deadline)
         body = Save(handle.name, generation, groups, rows, nbytes)
         found = await ask(session, body, SaveDone, self._limit())
-        arena = session.reads.base_array(session.pinned(found.pin))
+        arena = np.asarray(session.pinned(found.pin))
         await filing(lambda: files.write(found, arena))
         return found.units, found.ended_groups
 

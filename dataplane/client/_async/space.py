@@ -216,7 +216,7 @@ def share(
     candidates: the chunks that the client asked the peer about. granted: those to write now."""
     known = column(reserved.known, RANGE, len(candidates))
     places = column(reserved.places, EXTENT, len(candidates))
-    arena, here = session.reads.base_array(session.reads.pin(0)), {*granted}
+    arena, here = np.asarray(session.reads.pin(0)), {*granted}
     names, living = ids_of(known).tolist(), known["generation"].tolist()
     for chunk, name, lives, extent in zip(candidates, names, living, places.tolist(), strict=True):
         if lives and chunk in here and extent[1] == chunk.space:

@@ -15,6 +15,8 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from dataplane import progress
 from dataplane.client._sync.attaching import attach, define
 from dataplane.client._sync.backend import offload
@@ -218,7 +220,7 @@ class _Checkpoint:
         generation = attach(handle, self.deadline)
         body = Save(handle.name, generation, groups, rows, nbytes)
         found = ask(session, body, SaveDone, self._limit())
-        arena = session.reads.base_array(session.pinned(found.pin))
+        arena = np.asarray(session.pinned(found.pin))
         filing(lambda: files.write(found, arena))
         return found.units, found.ended_groups
 

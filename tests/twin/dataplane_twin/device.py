@@ -265,15 +265,12 @@ class _TwinPool(Pool):
         self._map = mmap.mmap(fd, handle.nbytes)
         self.address = int(np.frombuffer(self._map, np.uint8).ctypes.data)
 
-    def view(self, offset: int, nbytes: int, keep: object = None) -> Any:
-        check_inside(self, offset, nbytes)
-        return np.asarray(_TwinView(self, self.address + offset, nbytes, keep))
-
     def array(
         self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...], keep: object = None
     ) -> Any:
         nbytes = dtype.itemsize * math.prod(shape)
-        view = self.view(offset, nbytes, keep)
+        check_inside(self, offset, nbytes)
+        view = np.asarray(_TwinView(self, self.address + offset, nbytes, keep))
         return TwinArray(self._device, view.view(dtype).reshape(shape), 0, keep)
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ lane: all rows that are left must be ready for that.
 from __future__ import annotations
 
 import itertools
+from bisect import insort
 from collections.abc import Container, Iterator
 
 import msgspec
@@ -26,7 +27,7 @@ from dataplane.errors import (
 )
 from dataplane.metadata.shard import plans, rows_out, takes
 from dataplane.metadata.shard.blocks import LEASED, PENDING
-from dataplane.metadata.shard.by_age import ByAge
+from dataplane.metadata.shard.permits import by_age
 from dataplane.metadata.shard.stages import Counts, Units
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.shard.takes import NEAR_TURNS, PullCredit, Reservation
@@ -84,7 +85,8 @@ class ClaimQueue:
     def __init__(self, store: Store, stage: str) -> None:
         self.store = store
         self.stage = stage
-        self._lanes: dict[Lane, ByAge[WaitingClaim]] = {}
+        self._lanes: dict[Lane, list[WaitingClaim]] = {}
+        """the oldest claim first"""
         self._claims: dict[int, WaitingClaim] = {}
         self._joining: dict[int, WaitingClaim] = {}
         """of them, those who ask for a part in the plan"""
@@ -98,7 +100,8 @@ class ClaimQueue:
         return len(self._claims)
 
     def __iter__(self) -> Iterator[WaitingClaim]:
-        return iter(list(self._claims.values()))
+        """The oldest first."""
+        return iter(sorted(self._claims.values(), key=by_age))
 
     def __contains__(self, number: int) -> bool:
         return number in self._claims
@@ -137,20 +140,19 @@ class ClaimQueue:
         has.
         """
         self._check(claim)
-        want = claim.want
+        want, before = claim.want, self._claims.get(claim.number)
+        if before is not None:
+            self.withdraw(claim.number)
+            if before.lane == claim.lane:
+                claim.since, claim.let_by = min(claim.since, before.since), before.let_by
         if claim.asked.plan is not None:
             self._claims[claim.number] = self._joining[claim.number] = claim
             return
-        before = self._claims.get(claim.number)
-        if before is not None and before.lane != claim.lane:
-            self.withdraw(claim.number)
         if claim.lane not in self._lanes:
             self._units(want).want(want.where, True)
-            self._lanes[claim.lane] = ByAge()
-        elif before is not None:
-            claim.let_by = before.let_by
+            self._lanes[claim.lane] = []
         self._claims[claim.number] = claim
-        self._lanes[claim.lane].add(claim)
+        insort(self._lanes[claim.lane], claim, key=by_age)
 
     def _units(self, want: Want) -> Units:
         return self.store.stage(self.stage).units(want.unit)
@@ -163,7 +165,7 @@ class ClaimQueue:
         if self._joining.pop(number, None) is not None:
             return True
         lane = self._lanes[claim.lane]
-        lane.remove(number)
+        lane.remove(claim)
         if not lane:
             del self._lanes[claim.lane]
             self._units(claim.want).want(claim.want.where, False)
@@ -174,7 +176,7 @@ class ClaimQueue:
         claim = self._claims.get(number)
         if claim is None or claim.asked.plan is not None:
             return 0
-        return self._lanes[claim.lane].before(number)
+        return self._lanes[claim.lane].index(claim)
 
     def reason(self, number: int) -> Reason:
         """Why a claim waits, derived from counts alone."""
@@ -239,7 +241,7 @@ class ClaimQueue:
     def _next(self, now: float, keep: bool, broken: Container[int]) -> Outcome | None:
         """What becomes of the first who can be met."""
         kept: list[Reservation] = []
-        heads = [queue.oldest for queue in self._lanes.values()]
+        heads = [queue[0] for queue in self._lanes.values()]
         if broken:
             firsts = (self._first(queue, broken) for queue in self._lanes.values())
             heads = [head for head in firsts if head is not None]
@@ -252,7 +254,7 @@ class ClaimQueue:
         return None
 
     @staticmethod
-    def _first(queue: ByAge[WaitingClaim], broken: Container[int]) -> WaitingClaim | None:
+    def _first(queue: list[WaitingClaim], broken: Container[int]) -> WaitingClaim | None:
         return next((claim for claim in queue if claim.number not in broken), None)
 
     def _joined(self, now: float, failures: list[Exception]) -> list[Outcome]:
@@ -386,7 +388,7 @@ class ClaimQueue:
     def _near(
         self,
         head: WaitingClaim,
-        queue: ByAge[WaitingClaim],
+        queue: list[WaitingClaim],
         counts: Counts,
         broken: Container[int],
     ) -> WaitingClaim | None:

@@ -10,6 +10,7 @@ keep their slots. That bounds the lag in any order of completion.
 from __future__ import annotations
 
 import heapq
+from bisect import insort
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -23,7 +24,6 @@ from dataplane.errors import (
     counted,
 )
 from dataplane.metadata.shard.blocks import ACKED, Group
-from dataplane.metadata.shard.by_age import ByAge
 from dataplane.wire.events import Reason
 from dataplane.wire.messages import Admit, Admitted
 
@@ -352,36 +352,51 @@ class WaitingAdmit:
         return self.asked.number
 
 
+def by_age(call: Any) -> tuple[float, int]:
+    """Sort waiting calls by when they were made, and by number where that is equal."""
+    return call.since, call.number
+
+
 class AdmitQueue:
     """The calls of admit that wait at a shard, the oldest first, like claims in `ClaimQueue`."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self._waiting: ByAge[WaitingAdmit] = ByAge()
+        self._calls: dict[int, WaitingAdmit] = {}
+        self._line: list[WaitingAdmit] = []
+        """the same calls, the oldest first"""
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._line)
 
     def __iter__(self) -> Iterator[WaitingAdmit]:
-        return iter(list(self._waiting))
+        return iter(list(self._line))
 
     def __contains__(self, number: int) -> bool:
-        return number in self._waiting
+        return number in self._calls
 
     def add(self, one: WaitingAdmit) -> None:
         """Queue a call by its age. A call with the same number is replaced and keeps its age."""
-        self._waiting.add(one)
+        before = self._calls.get(one.number)
+        if before is not None:
+            self.withdraw(one.number)
+            one.since = min(one.since, before.since)
+        self._calls[one.number] = one
+        insort(self._line, one, key=by_age)
 
     def get(self, number: int) -> WaitingAdmit | None:
-        return self._waiting.get(number)
+        return self._calls.get(number)
 
     def withdraw(self, number: int) -> bool:
         """Withdraw a call. Return whether it waited here."""
-        return self._waiting.remove(number) is not None
+        one = self._calls.pop(number, None)
+        if one is not None:
+            self._line.remove(one)
+        return one is not None
 
     def before(self, number: int) -> int:
         """How many calls are ahead of a waiting one."""
-        return self._waiting.before(number) if number in self._waiting else 0
+        return self._line.index(self._calls[number]) if number in self._calls else 0
 
     def serve(
         self, now: float, keep: bool
@@ -405,10 +420,10 @@ class AdmitQueue:
             except Exception as exc:
                 broken[asked.number] = exc
                 continue
-            self._waiting.remove(asked.number)
+            self.withdraw(asked.number)
             yield one, outcome
         for failure in broken.values():
             raise failure
 
     def _first(self, broken: Container[int]) -> WaitingAdmit | None:
-        return next((one for one in self._waiting if one.number not in broken), None)
+        return next((one for one in self._line if one.number not in broken), None)

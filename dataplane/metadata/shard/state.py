@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
+from operator import neg
 from typing import NamedTuple
 
 import msgspec
@@ -294,72 +295,57 @@ class State:
         """Hold the chunks of a message that is being applied, until `settled`, so that none is
         freed while it moves from one block to another."""
         if arrived.known:
-            self._use(arrived.known, (0,) * len(arrived.known))
+            self._count_rows(arrived.known, (1,) * len(arrived.known))
 
     def settled(self, arrived: ValuesIn) -> None:
         """End the application of a message: its chunks are used, or released."""
         for chunk in arrived.pieces.chunks + arrived.unused:
-            if not chunk.uses and chunk.number:  # no row takes it
+            if not chunk.live_rows and chunk.number:  # no row takes it
                 self._release(chunk)
         if arrived.known:
             for chunk in arrived.known:  # the shard had a reference, and needs no other
                 self._release(chunk)
-            self._let_go(arrived.known, (0,) * len(arrived.known))
+            self._count_rows(arrived.known, (-1,) * len(arrived.known))
 
-    def _count_uses(self, before: Pieces, after: Pieces) -> None:
-        """The values of a block change. What no block uses any more is let go."""
+    def _count_values(self, before: Pieces, after: Pieces) -> None:
+        """The values of a block change. What no row uses any more is released."""
         old, new = before.chunks, after.chunks
         had, has = before.shape.used, after.shape.used
         many = len(old)
         if new[:many] == old and has[:many] == had:  # most often, values are added
-            self._use(new[many:], has[many:])
+            self._count_rows(new[many:], has[many:])
             return
         if not new:
-            self._let_go(old, had)
+            self._count_rows(old, map(neg, had))
             return
-        left = dict(zip(old, had, strict=True))
-        for chunk, rows in zip(new, has, strict=True):
-            mine = left.pop(chunk, None)
-            if mine is None:
-                self._use([chunk], [rows])
-            elif mine != rows:
-                self._count_rows(chunk, rows - mine)
-        self._let_go(left, left.values())
+        more = dict(zip(new, has, strict=True))
+        for chunk, rows in zip(old, had, strict=True):
+            more[chunk] = more.get(chunk, 0) - rows
+        self._count_rows(more, more.values())
 
-    def _use(self, chunks: Iterable[Chunk], rows: Iterable[int]) -> None:
-        """Count one more block that uses each chunk. rows: how many of the block's rows do, per
-        chunk."""
-        for chunk, many in zip(chunks, rows, strict=True):
-            uses = chunk.uses
-            chunk.uses = uses + 1
-            if uses:
-                self._count_rows(chunk, many)
-                continue
-            chunk.live_rows = many
-            if chunk.inline:
-                self.inline_bytes += len(chunk.inline)
-            if chunk.number:
-                self._name(chunk)
-
-    def _let_go(self, chunks: Iterable[Chunk], rows: Iterable[int]) -> None:
-        """Count one block fewer that uses each chunk. rows: as for `_use`."""
-        for chunk, many in zip(chunks, rows, strict=True):
-            chunk.uses = uses = chunk.uses - 1
-            if uses:
-                self._count_rows(chunk, -many)
-                continue
-            if chunk.inline:
-                self.inline_bytes -= len(chunk.inline)
-            if chunk.number:
-                self._unname(chunk)
-                self._release(chunk)
-
-    def _count_rows(self, chunk: Chunk, more: int) -> None:
-        """Add `more`, which may be negative, to the live rows of a chunk that stays in use."""
-        before = chunk.dead_bytes if chunk.number else 0
-        chunk.live_rows += more
-        if chunk.number:
-            self._add_dead(chunk.owner, chunk.dead_bytes - before)
+    def _count_rows(self, chunks: Iterable[Chunk], more: Iterable[int]) -> None:
+        """Add so many rows, which may be negative, to those that have a value in each chunk. The
+        first one makes the chunk known, and the last one releases it."""
+        for chunk, many in zip(chunks, more, strict=True):
+            was = chunk.live_rows
+            now = was + many
+            if not was:
+                chunk.live_rows = now
+                if chunk.inline:
+                    self.inline_bytes += len(chunk.inline)
+                if chunk.number:
+                    self._name(chunk)
+            elif not now:
+                if chunk.inline:
+                    self.inline_bytes -= len(chunk.inline)
+                if chunk.number:
+                    self._unname(chunk)
+                    self._release(chunk)
+                chunk.live_rows = 0
+            else:
+                dead, chunk.live_rows = chunk.dead_bytes, now
+                if chunk.number:
+                    self._add_dead(chunk.owner, chunk.dead_bytes - dead)
 
     def _release(self, chunk: Chunk) -> None:
         """Collect a reference that went."""
@@ -553,7 +539,7 @@ class State:
         self.index.add(block)
         self.used_bytes += block.nbytes
         self._note_fields(values.fields)
-        self._count_uses(_NO_VALUES, values)
+        self._count_values(_NO_VALUES, values)
         for stage in self.stages.values():
             stage.rows.add(many)
         if group is not None:
@@ -596,7 +582,7 @@ class State:
         if self.images is not None:
             self.images.keep_block(block)
         self.used_bytes += values.nbytes - block.values.nbytes
-        self._count_uses(block.values, values)
+        self._count_values(block.values, values)
         block.values = values
 
     def end_progress(
@@ -708,7 +694,7 @@ class State:
             self.used_bytes -= block.nbytes
             del self.blocks[block.number]
             self.blocks = self.blocks or {}  # an emptied dict keeps its size
-            self._count_uses(block.values, _NO_VALUES)
+            self._count_values(block.values, _NO_VALUES)
             block.values, block.live = _NO_VALUES, 0
             return
         self.change(block, block.values.without(bits))

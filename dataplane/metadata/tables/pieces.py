@@ -32,9 +32,9 @@ class Chunk(msgspec.Struct, gc=False, eq=False):
     """What a shard knows of a chunk. Compares and hashes by identity.
 
     owner, number: where its bytes are, and its name there. An inline chunk is at INLINE and has no
-    number; its bytes are `inline`, which of a chunk in a pool are its lengths. uses: blocks
-    whose rows use it. live_rows: rows of these blocks that have a value in it, which may be more
-    than `rows` where several have the same value.
+    number; its bytes are `inline`, which of a chunk in a pool are its lengths. live_rows:
+    rows that have a value in it, which may be more than `rows` where several have the same value. A
+    chunk is used while there are any. Each hold of a message counts as one more row.
     """
 
     owner: Owner
@@ -43,7 +43,6 @@ class Chunk(msgspec.Struct, gc=False, eq=False):
     nbytes: int
     layout: bytes = b""
     inline: bytes = b""
-    uses: int = 0
     live_rows: int = 0
 
     @property

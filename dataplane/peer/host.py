@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -25,7 +25,6 @@ from dataplane.memory.arena import Arena
 from dataplane.memory.lent import Lent
 from dataplane.memory.space import Space
 from dataplane.metadata.roster.roster import Flags, Heirs, Roster
-from dataplane.metadata.shard.leases import Numbers
 from dataplane.metadata.shard.reasons import Notices
 from dataplane.metadata.shard.second_copies import Copies
 from dataplane.metadata.shard.stages import Stage
@@ -245,7 +244,8 @@ class Host:
     roster: Roster
     arena: Arena
     space: Space
-    numbers: Numbers
+    numbers: Iterator[int]
+    """of leases, claims and permits; changes have numbers of their own"""
     founding: tuple[int, int]
     """epoch of the first roster: equal seeds give equal ones"""
     lent: Lent = field(default_factory=Lent)

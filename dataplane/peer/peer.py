@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import secrets
 
 from dataplane.errors import DataplaneError
@@ -16,7 +17,6 @@ from dataplane.launch.values import MIN_BYTES, Spill
 from dataplane.memory.arena import arena_beside
 from dataplane.memory.spill import SpillFile
 from dataplane.metadata.roster.roster import Roster, canonical
-from dataplane.metadata.shard.leases import Numbers
 from dataplane.peer.door.client_door import Door
 from dataplane.peer.door.undelivered import Undelivered
 from dataplane.peer.host import Host
@@ -101,7 +101,9 @@ class Peer:
             roster=roster,
             arena=arena,
             space=self.pools.memory(arena.size_bytes),
-            numbers=Numbers.of_new_peer(),
+            # Two of a thousand incarnations with a million numbers each overlap with a probability
+            # of 2e-7, and only numbers in use at the same time would be confused.
+            numbers=itertools.count(secrets.randbits(62) + 1),
             founding=roster.epoch,
         )
         self.host.space.waste_bytes = self._waste

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from itertools import chain, islice
 
@@ -10,7 +11,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from dataplane.metadata.shard.journal import dump
-from dataplane.metadata.shard.leases import Numbers
 from dataplane.metadata.shard.store import Store
 from dataplane.wire.journal import Op, encode
 from dataplane.wire.tables import Definition
@@ -24,7 +24,7 @@ class JournalMachine(StoreMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.numbers = Numbers()
+        self.numbers = itertools.count(1)
         self.ops: list[Op] = []
         self.store: Store = self.empty()
         self.store.emit = self.ops.append

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,6 @@ from dataplane.errors import (
     Unavailable,
 )
 from dataplane.metadata.roster.roster import Roster
-from dataplane.metadata.shard.leases import Numbers
 from dataplane.metadata.shard.reasons import Notices
 from dataplane.peer.host import CallContext, Caller, call_context
 from dataplane.peer.net import router as router_module
@@ -68,7 +68,7 @@ class Asker:
             incarnation=1,
             owner=Owner(HERE, 1),
             caller=lambda session=0: Caller(HERE, 1, session),
-            numbers=Numbers(),
+            numbers=itertools.count(1),
             solo=False,
             silent=False,
             roster=self.roster,

@@ -13,7 +13,6 @@ import pytest
 from dataplane.errors import ProtocolError, StaleEpoch
 from dataplane.metadata.roster.authority import Authority
 from dataplane.metadata.roster.roster import Heirs, Roster
-from dataplane.metadata.shard.leases import Numbers
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Caller, Entry
 from dataplane.peer.shards.appends import PIECE_S
@@ -50,7 +49,7 @@ class Backup:
             owner=BACKUP,
             address=BACKUP.peer,
             roster=roster,
-            numbers=Numbers(),
+            numbers=itertools.count(1),
             now=lambda: 0.0,
             heirs=Heirs(),
             lose=lambda shards: self.lost.update(shards),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,6 @@ from dataplane.errors import StaleEpoch
 from dataplane.memory.arena import Arena
 from dataplane.memory.space import Space
 from dataplane.metadata.roster.roster import Roster
-from dataplane.metadata.shard.leases import Numbers
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.shards.partitions import Partitions
@@ -48,7 +48,7 @@ def test_whether_a_generation_was_lost_or_dropped_hangs_on_no_clock() -> None:
     seeds = ["tcp://10.0.0.1:7101", "tcp://10.0.0.2:7101"]
     first = dataclasses.replace(Roster.from_seeds(seeds), incarnations=(1, 2))
     arena = Arena.create(1 << 20, "test")
-    host = Host("plane", "a", 1, seeds[0], first, arena, Space(1 << 20), Numbers(), (1, 1))
+    host = Host("plane", "a", 1, seeds[0], first, arena, Space(1 << 20), itertools.count(1), (1, 1))
     ahead, behind, now = 4 * 10**18, 10**18, 2 * 10**18
 
     def reason(generation: int) -> Any:

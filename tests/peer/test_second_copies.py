@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Awaitable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,6 @@ from dataplane.memory.lent import Lent
 from dataplane.memory.space import PULLER, Space
 from dataplane.metadata.roster.authority import Authority
 from dataplane.metadata.roster.roster import Roster
-from dataplane.metadata.shard.leases import Numbers
 from dataplane.metadata.shard.reasons import Notices
 from dataplane.metadata.shard.second_copies import Copies
 from dataplane.peer.host import CallContext, Caller, Entry, call_context
@@ -97,7 +97,7 @@ class Peer:
             owner=HERE,
             address=HERE.peer,
             roster=made.roster,
-            numbers=Numbers(),
+            numbers=itertools.count(1),
             notices=Notices(),
             events=Ring(),
             entries={},

@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 from dataplane.errors import DataplaneError
-from dataplane.metadata.roster.authority import Authority
+from dataplane.metadata.roster.authority import Authority, hosts_of
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables import answers
@@ -191,7 +191,9 @@ class Run:
 
         def moving(authority: Authority, address: str, backup: str) -> Any:
             roster = authority.roster
-            able = {roster.members[at] for at in authority._hosts(roster)} - roster.leaving
+            able = {
+                roster.members[at] for at in hosts_of(roster, authority._keeper)
+            } - roster.leaving
             for ledger in run.ledgers:
                 if roster.home(ledger.partition) == address:
                     ledger.handed_over, ledger.heir = run.loop.now, backup

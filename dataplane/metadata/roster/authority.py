@@ -238,7 +238,7 @@ class Authority:
                 "peer %s: declared lost, but no backup was in sync, so its shards start empty",
                 address,
             )
-            hosts = [h for h in self._hosts(roster) if h != at] or rest[:1]
+            hosts = [h for h in hosts_of(roster, self._keeper) if h != at] or rest[:1]
             primaries[mine] = proposed(roster.members, hosts)[mine]
             lost[mine] += 1
         backups[mine | (backups == at)] = NO_BACKUP
@@ -309,15 +309,12 @@ class Authority:
 
     # who hosts, who backs up
 
-    def _hosts(self, roster: Roster) -> list[int]:
-        return hosts_of(roster, self._keeper)
-
     def _with_backups(self, roster: Roster, heard: str = "") -> Roster:
         """A backup for every host that has none in sync, and for the one that was `heard` under
         this roster, where its backup leaves. Among the peers that were seen; not one that has just
         come, where others are there: without shards it has no backup itself, and would inherit from
         a peer that leaves what nobody else has then."""
-        hosts = self._hosts(roster)
+        hosts = hosts_of(roster, self._keeper)
         seen = [h for h in hosts if roster.incarnations[h]]
         serving = dict.fromkeys(np.unique(roster.primaries).tolist())
         settled = [h for h in seen if h in serving]

@@ -1,4 +1,4 @@
-"""Before-images: blocks, groups, lanes, leases and tombstones as they were when a dump started.
+"""Before-images: blocks, groups, lanes and tombstones as they were when a dump started.
 
 A dump is sent in pieces while the store continues to change. A change first saves the image of
 what it changes, if the dump has not sent that yet. The dump then sends the image. Images exist
@@ -16,7 +16,6 @@ from dataplane.metadata.tables.remembered import Part
 from dataplane.wire.tables import Owner
 
 if TYPE_CHECKING:
-    from dataplane.metadata.shard.leases import Lease
     from dataplane.metadata.shard.stages import Entry, Lane
 
 _copy_block: Callable[[Block], Block] = Block.__copy__  # type: ignore[attr-defined]
@@ -39,7 +38,6 @@ class BeforeImages:
         self._groups: dict[int, Group] = {}
         self._lanes: dict[Lane, list[Entry]] = {}
         self._entries: dict[Entry, int] = {}
-        self._leases: dict[int, list[int]] = {}
         self.names: dict[Chunk, tuple[Owner, int]] = {}
         """of chunks that have moved since: where they were"""
         self._tombstones: dict[int, Part] = {}
@@ -66,10 +64,6 @@ class BeforeImages:
         while entry is not None:
             self._entries.setdefault(entry, entry.bits)
             entry = entry.before
-
-    def keep_lease(self, lease: Lease) -> None:
-        if lease.number not in self._leases:
-            self._leases[lease.number] = list(lease.left)
 
     def keep_chunk(self, chunk: Chunk) -> None:
         self.names.setdefault(chunk, (chunk.owner, chunk.number))
@@ -111,10 +105,6 @@ class BeforeImages:
         """The tombstones as they were. The caller keeps the parts, so that their ids stay valid."""
         for part in parts:
             yield self._tombstones.pop(id(part), part)
-
-    def left(self, lease: Lease) -> list[int]:
-        """What was left of a lease."""
-        return self._leases.get(lease.number, lease.left)
 
 
 def _copied(block: Block) -> Block:

@@ -55,7 +55,7 @@ def lost(state: State, owner: Owner) -> int:
     state.happened_to(parts, Record(Kind.LOST, by=owner.peer))
     state.remove(parts)
     state.remove_groups(still_open)
-    state.forget_owner(owner)
+    state.released.pop(owner, None)
     state.answers.forget(owner)
     state.tell(Lost(owner))
     return len(keys) // KEY_BYTES

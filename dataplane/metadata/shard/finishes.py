@@ -225,8 +225,6 @@ def _end(
             state.permits.acked(state, groups)
         state.free_acked(rows)
     if outcome != "keep":
-        if state.images is not None:
-            state.images.keep_lease(lease)
         for part in asked:
             lease.left[part.number] &= ~part.bits
         if lease.is_done:

@@ -455,7 +455,7 @@ def dump(store: Store, many: int | None = None) -> Generator[Op, None, None]:
     applied, with its full time.
 
     They describe the store at the first `next()`, whatever happens to it before the last one.
-    The first step references what exists, and copies nothing.
+    The first step references what exists, and copies only which rows are left of leases.
     """
     many = many or PIECE_ROWS
     assert many <= MAX_ROWS_PER_MESSAGE
@@ -474,7 +474,7 @@ def _told(store: Store, images: BeforeImages, many: int) -> Iterator[Op]:
     first: list[Op] = [Declared(one.name, list(one.fields)) for one in stages]
     first += _permits_told(store)
     groups, blocks = list(store.groups.values()), list(store.blocks.values())
-    leases = list(store.leases)
+    leases = [(lease, list(lease.left)) for lease in store.leases]
     buried = store.tombstones.parts()
     last: list[Op] = [op for plan in store.leases.plans for op in _plan_told(plan)]
     last += [*_losses_told(store), _summary_told(store)]
@@ -492,8 +492,8 @@ def _told(store: Store, images: BeforeImages, many: int) -> Iterator[Op]:
             yield Ready(stage.name, [(block.number, bytes_of(bits)) for block, bits in ready])
         for ready in images.lane(stage.groups.plain, many):
             yield Ready(stage.name, groups=b"".join([group.key for group, _ in ready]))
-    for lease in leases:
-        yield _lease_told(lease, images.left(lease))
+    for lease, left in leases:
+        yield _lease_told(lease, left)
     for part in images.tombstones(buried):
         for gone in _pieces(list(part.items()), many):
             yield Remembered(b"".join([key for key, _ in gone]), bytes(freed for _, freed in gone))

@@ -7,11 +7,10 @@ has members instead of a holder, with numbers of their own.
 
 from __future__ import annotations
 
-import secrets
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, count
+from itertools import accumulate
 
 import msgspec
 
@@ -27,25 +26,6 @@ RETRY_KEY_S = 120.0
 deadlines of two calls, and a pause between them."""
 MAX_RETRY_KEYS = 131_072
 """Finished calls of one partition that are remembered, even if more come within that time."""
-
-
-class Numbers:
-    """Numbers of the leases, claims and permits of one peer. Changes have numbers of their own.
-
-    A peer counts from a random start among 2⁶². Two of a thousand incarnations with a million
-    numbers each overlap with a probability of 2e-7, and only numbers in use at the same time
-    would be confused.
-    """
-
-    def __init__(self, first: int = 1) -> None:
-        self._coming = count(first)
-
-    @classmethod
-    def of_new_peer(cls) -> Numbers:
-        return cls(secrets.randbits(62) + 1)
-
-    def __next__(self) -> int:
-        return next(self._coming)
 
 
 class Part:

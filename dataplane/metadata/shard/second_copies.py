@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dataplane.errors import counted, mixed_releases
+from dataplane.metadata.tables.incoming import check_owners
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.journal import Given, Op
 from dataplane.wire.messages import Finish, Put
@@ -124,22 +124,16 @@ def named_by(op: Op) -> list[Named]:
     """The chunks that an operation or a message names. It holds one reference to each."""
     if not isinstance(op, Given | Finish | Restore | Put):
         return []
-    by_owner: dict[int, list[Chunk]] = {}
+    check_owners(op.values)
+    by_owner: dict[Owner, list[Chunk]] = {}
     for chunk in op.values.chunks:
-        if chunk.number < 0 or chunk.nbytes < 0:
-            raise mixed_releases(
-                f"invalid chunk {chunk.number} of {chunk.nbytes} bytes: expected a non-negative "
-                "number and size"
-            )
-        by_owner.setdefault(chunk.owner, []).append(chunk)
-    found = []
-    for number, chunks in by_owner.items():
-        if not 0 <= number < len(op.values.owners):
-            raise mixed_releases(
-                f"invalid owner index {number} for a chunk: the record lists "
-                f"{counted(len(op.values.owners), 'owner')}"
-            )
-        if (owner := op.values.owners[number]) != INLINE:
-            nbytes = np.array([chunk.nbytes for chunk in chunks], U8)
-            found.append((owner, _ranges(chunk.number for chunk in chunks), nbytes))
-    return found
+        by_owner.setdefault(op.values.owners[chunk.owner], []).append(chunk)
+    by_owner.pop(INLINE, None)
+    return [
+        (
+            owner,
+            _ranges(chunk.number for chunk in chunks),
+            np.array([chunk.nbytes for chunk in chunks], U8),
+        )
+        for owner, chunks in by_owner.items()
+    ]

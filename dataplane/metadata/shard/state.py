@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
+from itertools import count
 from operator import neg
 from typing import NamedTuple
 
@@ -18,7 +19,6 @@ from dataplane.errors import (
     LimitExceeded,
     StageUndefined,
     did_you_mean,
-    mixed_releases,
 )
 from dataplane.metadata.shard.before_images import BeforeImages
 from dataplane.metadata.shard.blocks import (
@@ -35,7 +35,7 @@ from dataplane.metadata.shard.blocks import (
     progress_in,
 )
 from dataplane.metadata.shard.index import KeyIndex
-from dataplane.metadata.shard.leases import Lease, Leases, Numbers, Part
+from dataplane.metadata.shard.leases import Lease, Leases, Part
 from dataplane.metadata.shard.permits import Permits
 from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.tables.answers import Answers
@@ -86,7 +86,7 @@ class State:
     emit: receives the record of each change, at once, after it succeeded; it must not raise.
     None: nothing is recorded. A record contains what was decided, but not what follows from
     records. note: receives a record of each event, for people; it must not raise. None at a
-    backup. numbers: the same object for all stores of a peer.
+    backup. numbers: of leases; the same for all stores of a peer.
     """
 
     def __init__(
@@ -94,13 +94,13 @@ class State:
         partition: str,
         definition: Definition,
         generation: int,
-        numbers: Numbers | None = None,
+        numbers: Iterator[int] | None = None,
         emit: Callable[[Op], None] | None = None,
     ) -> None:
         self.partition = partition
         self.declared = self.definition = definition
         self.generation = generation
-        self.numbers = numbers or Numbers()
+        self.numbers = numbers or count(1)
         self.emit = emit
         self.note: Note | None = None
         self.index = KeyIndex()
@@ -347,6 +347,15 @@ class State:
                 if chunk.number:
                     self._add_dead(chunk.owner, chunk.dead_bytes - dead)
 
+    def rename(self, chunk: Chunk, owner: Owner, number: int) -> None:
+        """Give a chunk another owner and number. The old reference is collected as freed."""
+        if self.images is not None:
+            self.images.keep_chunk(chunk)
+        self._unname(chunk)
+        self._release(chunk)
+        chunk.owner, chunk.number = owner, number
+        self._name(chunk)
+
     def _release(self, chunk: Chunk) -> None:
         """Collect a reference that went."""
         self.released.setdefault(chunk.owner, []).append(chunk.number)
@@ -457,33 +466,6 @@ class State:
         """The approximate bytes of chunks at this owner that belong to rows which no longer use
         them."""
         return self._dead_bytes.get(owner, 0)
-
-    def forget_owner(self, owner: Owner) -> None:
-        """Discard collected references to chunks of a peer that is gone."""
-        self.released.pop(owner, None)
-
-    def move_chunks(self, old: Owner, numbers: Mapping[int, int], new: Owner) -> list[int]:
-        """Move chunks from one owner to another. Return which were moved. The old references are
-        collected as freed. Raises ProtocolError, and moves none, if a new one is in use already."""
-        here = [(c, there) for n, there in numbers.items() if (c := self.chunk(old, n)) is not None]
-        for _, there in here:
-            if there < 1:
-                raise mixed_releases(f"invalid chunk number {there}: expected 1 or more")
-            if self.chunk(new, there) is not None:
-                raise mixed_releases(
-                    f"received chunk {there} of peer {new.peer}, but the partition already has a "
-                    "chunk with this number"
-                )
-        moved = []
-        for chunk, there in here:
-            if self.images is not None:
-                self.images.keep_chunk(chunk)
-            self._unname(chunk)
-            self._release(chunk)
-            moved.append(chunk.number)
-            chunk.owner, chunk.number = new, there
-            self._name(chunk)
-        return moved
 
     # rows come
 

@@ -333,11 +333,22 @@ class Store(State):
                 f"cannot move {len(ids)} chunks to {len(there)} new ones: expected one distinct "
                 "new chunk per old chunk"
             )
-        moved = set(self.move_chunks(old, dict(zip(ids, there, strict=True)), new))
+        moving = [self.chunk(old, number) for number in ids]
+        for chunk, number in zip(moving, there, strict=True):
+            if chunk is not None and number < 1:
+                raise mixed_releases(f"invalid chunk number {number}: expected 1 or more")
+            if chunk is not None and self.chunk(new, number) is not None:
+                raise mixed_releases(
+                    f"received chunk {number} of peer {new.peer}, but the partition already has a "
+                    "chunk with this number"
+                )
+        for chunk, number in zip(moving, there, strict=True):
+            if chunk is not None:
+                self.rename(chunk, new, number)
         if self.emit is not None:
             here, now = (one.astype(RANGE).tobytes() for one in (ranges, new_ranges))
             self.emit(Relocated(old, here, new, now))
-        return np.array([number in moved for number in ids], U4)
+        return np.array([chunk is not None for chunk in moving], U4)
 
     def holdings(self) -> list[tuple[Owner, Array, Array]]:
         """Every current reference: per owner RANGE records and a u4 count for each."""

@@ -17,7 +17,7 @@ from fractions import Fraction
 import msgspec
 import numpy as np
 
-from dataplane.errors import FrameTooLarge, counted, mixed_releases
+from dataplane.errors import FrameTooLarge, counted
 from dataplane.metadata.shard import rows_out, weights
 from dataplane.metadata.shard.blocks import Block, Group, Reader, Rows, first_parts
 from dataplane.metadata.shard.stages import Lane, Part, Picked, Stage
@@ -128,10 +128,6 @@ def take(
     are not for this claim. claim: its number, by which the lease is found again.
     """
     stage = state.stage(name)
-    if want.unit not in ("rows", "groups"):
-        raise mixed_releases(
-            f"invalid unit {want.unit!r:.40} of a claim: expected 'rows' or 'groups'"
-        )
     units, by_count = stage.units(want.unit), want.budget_tag is None
     lane, ready = units.lane(want.where), units.ready(want.where)
     least = max(1, min(want.minimum, want.count)) if by_count and not sealed else 1

@@ -173,7 +173,7 @@ class Peer:
             host,
             self.sessions,
             undelivered.take_back,
-            grants.let_go,
+            lambda session, pins: room.unpin(session.id, pins),
             lambda: self.janitor.is_over(),
         )
         self.door.on_claimed = self.claims.answered

@@ -9,7 +9,6 @@ confirms. A repeated claim gets the same reply until the client has used its lea
 from __future__ import annotations
 
 import asyncio
-import heapq
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -69,7 +68,6 @@ class Leases:
         """unpin: releases pins of a session."""
         self._unpin = unpin
         self._leases: dict[int, Lease] = {}
-        self._deadlines: list[tuple[float, int]] = []
         self._looked_at: float | None = None
         self._leaving: dict[asyncio.Future[Any], Part] = {}
         """processes that take part in a plan no more, until its shard knows: to that they do as
@@ -88,7 +86,6 @@ class Leases:
         lease = self._leases.get(number)
         if lease is not None:
             lease.deadline = deadline
-            heapq.heappush(self._deadlines, (deadline, number))
 
     def look(self, now: float) -> None:
         """Move the hard limits by the time in which this peer did not run."""
@@ -96,21 +93,15 @@ class Leases:
         self._looked_at = now
         if stalled_s <= STALL_S:
             return
-        self._deadlines = [(deadline + stalled_s, n) for deadline, n in self._deadlines]
-        for number in {number for _, number in self._deadlines}:
-            lease = self._leases.get(number)
-            if lease is not None and lease.deadline is not None:
+        for lease in self._leases.values():
+            if lease.deadline is not None:
                 lease.deadline += stalled_s
 
     def overdue(self, now: float) -> list[Lease]:
-        """Those whose hard limit has passed, each once."""
+        """Those whose hard limit has passed."""
         self.look(now)
-        passed = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            lease = self._leases.get(heapq.heappop(self._deadlines)[1])
-            if lease is not None and lease.deadline is not None and lease.deadline <= now:
-                passed.append(lease)
-        return passed
+        every = self._leases.values()
+        return [one for one in every if one.deadline is not None and one.deadline <= now]
 
     def of(self, session: Session, number: int, now: float) -> Lease:
         """LeaseExpired unless this session holds it, and its time is not up."""

@@ -170,11 +170,8 @@ class Grants:
         return Done()
 
     def unpin(self, session: Session, request: Request, body: Unpin) -> Body:
-        self.let_go(session, body.pins)
+        self.room.unpin(session.id, body.pins)
         return Done()
-
-    def let_go(self, session: Session, pins: list[int]) -> None:
-        self.room.unpin(session.id, pins)
 
     def commit(
         self,

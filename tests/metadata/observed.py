@@ -45,7 +45,7 @@ def observed(store: Store) -> dict[str, Any]:
         },
         "stages": {name: _stage(store, name) for name in state.stages},
         "leases": {lease.number: _lease(lease) for lease in state.leases},
-        "plans": {plan.lease.number: _plan(plan) for plan in state.leases.plans},
+        "plans": {plan.lease.number: _plan(plan) for plan in state.leases.plans.values()},
         "tombstones": [one for part in state.tombstones.parts() for one in part.items()],
         "fields": sorted(rows_out.known(store, list(state.fields))),
         "phase": store.phase,

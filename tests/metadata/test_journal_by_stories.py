@@ -286,7 +286,7 @@ class Story:
         self.store.join(self.stage, shape, rank, holder, self.now, next(self.claims))
 
     def do_end_of_a_part(self) -> None:
-        members = [m for plan in self.store.leases.plans for m in plan.members.values()]
+        members = [m for plan in self.store.leases.plans.values() for m in plan.members.values()]
         if not members:
             return
         member = self.any.choice(members)

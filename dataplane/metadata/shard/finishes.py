@@ -45,7 +45,7 @@ def lease_of(state: State, number: int) -> Lease:
         return member.plan.lease
     if lease is None:
         raise LeaseExpired(
-            state.leases.why_ended(number)
+            state.leases.over.get(number)
             or (
                 "this lease has ended: it was acked, released or dropped, or it timed out and its "
                 "rows were returned to the stage. An earlier attempt of this call may have taken "
@@ -90,7 +90,7 @@ def _key(*words: str, index: bytes = b"") -> int:
 def reject_retry(state: State, asked: Finish, call: int | None) -> None:
     """Raise LeaseExpired with `repeated` if this call was already applied. The client's peer then
     confirms the call."""
-    if call is not None and state.leases.has_retry_key(call):
+    if call is not None and call in state.leases.retry_keys:
         raise LeaseExpired(
             f"an earlier {asked.outcome} of these rows of lease {asked.lease} has already taken "
             "effect: continue",

@@ -289,7 +289,7 @@ def _holders(state: State, counted: Callable[[Lease], int], now: float) -> list[
     held: dict[tuple[int, str], tuple[int, float]] = {}
     for lease in state.leases:
         if many := counted(lease):
-            plan = None if lease.holder else state.leases.plan(lease.stage.name)
+            plan = None if lease.holder else state.leases.plans.get(lease.stage.name)
             working = [] if plan is None else plan.working
             one = working[0].holder if working else lease.holder, lease.stage.name
             rows, age = held.get(one, (0, 0.0))
@@ -364,7 +364,7 @@ def open_groups(state: State) -> list[dict[str, Any]]:
 
 
 def _stage_stats(state: State, stage: Stage) -> dict[str, Any]:
-    rows, groups, plan = stage.rows, stage.groups, state.leases.plan(stage.name)
+    rows, groups, plan = stage.rows, stage.groups, state.leases.plans.get(stage.name)
     return {
         "fields": list(stage.fields),
         "ready_rows": rows.counts[READY],

@@ -146,7 +146,7 @@ def _leased(store: Store, op: Leased, now: float) -> None:
 
 
 def _joined(store: Store, op: Joined, now: float) -> None:
-    leases, plan = store.leases, store.leases.plan(op.stage)
+    leases, plan = store.leases, store.leases.plans.get(op.stage)
     _new_lease(store, op.member)
     lease = finishes.lease_of(store, op.lease) if plan is None else plan.lease
     shape = op.shape if plan is None else plan.shape
@@ -159,7 +159,7 @@ def _joined(store: Store, op: Joined, now: float) -> None:
         for weights in op.rows.weights.values() if op.rows is not None else ():
             column(weights, _F8, lease.count)
         plan = Plan(lease, shape, op.rows or plans.plan_rows(lease, shape))
-        leases.add_plan(plan)
+        leases.plans[op.stage] = plan
     who = op.rank, op.holder, op.claim
     plan.members[op.member] = Member(op.member, plan, *who, now, op.acked)
 
@@ -391,7 +391,7 @@ def _summary(store: Store, op: Summary, now: float) -> None:
         store.producers.note(session, rows, None)
     store.producers.add(op.put_rows - store.producers.rows)
     for key in column(op.done, U8).tolist():
-        store.leases.add_retry_key(key, now)
+        store.leases.retry_keys.add(key, now)
 
 
 # checks
@@ -476,7 +476,7 @@ def _told(store: Store, images: BeforeImages, many: int) -> Iterator[Op]:
     groups, blocks = list(store.groups.values()), list(store.blocks.values())
     leases = [(lease, list(lease.left)) for lease in store.leases]
     buried = store.tombstones.parts()
-    last: list[Op] = [op for plan in store.leases.plans for op in _plan_told(plan)]
+    last: list[Op] = [op for plan in store.leases.plans.values() for op in _plan_told(plan)]
     last += [*_losses_told(store), _summary_told(store)]
 
     yield from first
@@ -525,7 +525,7 @@ def _summary_told(store: Store) -> Summary:
         },
         store.producers.rows,
         [(session, rows) for session, rows, _ in reversed(store.producers.latest(0.0))],
-        np.array(store.leases.retry_keys, U8).tobytes(),
+        np.array(list(store.leases.retry_keys), U8).tobytes(),
     )
 
 

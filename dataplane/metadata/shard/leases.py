@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import msgspec
@@ -172,11 +172,11 @@ class Leases:
     def __init__(self) -> None:
         self._leases: dict[int, Lease] = {}
         self._by_claim: dict[int, Lease] = {}
-        self._over: OrderedDict[int, str] = OrderedDict()
+        self.over: OrderedDict[int, str] = OrderedDict()
         """members of plans that ended before their time, with why they did"""
-        self._plans: dict[str, Plan] = {}
+        self.plans: dict[str, Plan] = {}
         """by stage"""
-        self._retry_keys = RetryKeys()
+        self.retry_keys = RetryKeys()
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -204,38 +204,15 @@ class Leases:
         """A holder's leases, oldest first."""
         return [one for one in self._leases.values() if one.holder == holder]
 
-    # repeated calls
-
-    @property
-    def retry_keys(self) -> list[int]:
-        """The keys of the last calls that ended rows, oldest first."""
-        return list(self._retry_keys)
-
-    def add_retry_key(self, key: int, now: float) -> None:
-        """Note that the call of this key was applied."""
-        self._retry_keys.add(key, now)
-
-    def has_retry_key(self, key: int) -> bool:
-        """Whether the call of this key was applied recently."""
-        return key in self._retry_keys
-
     # plans
-
-    def plan(self, stage: str) -> Plan | None:
-        """The plan of a stage."""
-        return self._plans.get(stage)
-
-    @property
-    def plans(self) -> Iterable[Plan]:
-        return self._plans.values()
 
     @property
     def members(self) -> Iterator[Member]:
         """The members of all plans."""
-        return (one for plan in self._plans.values() for one in plan.members.values())
+        return (one for plan in self.plans.values() for one in plan.members.values())
 
     def member(self, number: int) -> Member | None:
-        for plan in self._plans.values():
+        for plan in self.plans.values():
             if number in plan.members:
                 return plan.members[number]
         return None
@@ -253,20 +230,13 @@ class Leases:
         }
         return list(found.values())
 
-    def add_plan(self, plan: Plan) -> None:
-        self._plans[plan.lease.stage.name] = plan
-
     def end_plan(self, plan: Plan, why: str = "") -> None:
         """End a plan; the caller ends its lease. why: the reason for its members."""
-        del self._plans[plan.lease.stage.name]
+        del self.plans[plan.lease.stage.name]
         if why:
-            self._over |= dict.fromkeys(plan.members, why)
-            while len(self._over) > MAX_OVER:
-                self._over.popitem(last=False)
-
-    def why_ended(self, number: int) -> str:
-        """Why the plan of a member ended early; "" for all others."""
-        return self._over.get(number, "")
+            self.over |= dict.fromkeys(plan.members, why)
+            while len(self.over) > MAX_OVER:
+                self.over.popitem(last=False)
 
     @property
     def holders(self) -> set[int]:

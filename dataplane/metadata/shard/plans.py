@@ -59,7 +59,7 @@ def check(shape: Shape, rank: int) -> None:
 
 def may_join(state: State, stage: str) -> bool:
     """Whether a plan exists, or all rows that the stage has left are ready for one."""
-    if state.leases.plan(stage) is not None:
+    if state.leases.plans.get(stage) is not None:
         return True
     rows = state.stage(stage).rows.count()
     return state.sealed and rows.ready == rows.outstanding > 0
@@ -79,7 +79,7 @@ def join(
     check(shape, rank)
     if not may_join(state, stage.name):
         return None
-    plan = state.leases.plan(stage.name)
+    plan = state.leases.plans.get(stage.name)
     if plan is None:
         plan = _begin(state, stage, shape, now)
     if plan.shape != shape:
@@ -119,7 +119,7 @@ def part(member: Member) -> Claimed:
 
 def waits_for(state: State, stage: str, rank: int, now: float) -> str:
     """Why a rank must wait, if rows are not the reason."""
-    plan = state.leases.plan(stage)
+    plan = state.leases.plans.get(stage)
     if plan is not None:
         came = {one.rank for one in plan.members.values()}
         absent = [one for one in range(plan.shape.ranks) if one not in came]
@@ -248,7 +248,7 @@ def _begin(state: State, stage: Stage, shape: Shape, now: float) -> Plan:
         state.take_rows(stage, rows.parts)
     lease = state.lease(stage, "groups" if whole else "rows", rows, 0, now)
     plan = Plan(lease, shape, plan_rows(lease, shape))
-    state.leases.add_plan(plan)
+    state.leases.plans[stage.name] = plan
     return plan
 
 
@@ -257,7 +257,7 @@ def _finish_if_done(state: State, plan: Plan, now: float) -> dict[str, int]:
         return {}
     state.leases.end_plan(plan)
     for number in plan.members:
-        state.leases.add_retry_key(finishes.member_key(number), now)
+        state.leases.retry_keys.add(finishes.member_key(number), now)
     return finishes.finish(state, plan.lease, Finish(plan.lease.number, "ack"))
 
 

@@ -233,7 +233,7 @@ class Store(State):
             finishes.reject_retry(self, asked, key)
             kept = finishes.finish(self, lease or finishes.lease_of(self, asked.lease), asked)
             if key is not None:
-                self.leases.add_retry_key(key, now)
+                self.leases.retry_keys.add(key, now)
         self.remember(asked.change, PutDone(kept=kept) if kept else puts.PUT)
         self.tell(asked)
         return kept

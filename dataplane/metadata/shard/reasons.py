@@ -196,14 +196,15 @@ def _filtered(facts: Facts) -> list[str]:
 
 
 def _lacking(facts: Facts, name: str, stage: str) -> str:
-    said = (
-        f"{counted(facts.missing[name], 'row lacks', 'rows lack')} `{name}`, which stage "
-        f"{stage!r} needs"
-    )
+    said = _lacks(facts.missing[name], name, stage)
     if name in facts.adders:
         said += f" and stage {facts.adders[name]!r} adds"
     near = facts.near_fields.get(name)
     return f"{said}; {_misspelt(name, near)}" if near else said
+
+
+def _lacks(rows: int, name: str, stage: str) -> str:
+    return f"{counted(rows, 'row lacks', 'rows lack')} `{name}`, which stage {stage!r} needs"
 
 
 def _misspelt(field: str, near: str) -> str:
@@ -395,15 +396,8 @@ def _kept(one: StoredRows) -> str:
     for stage, rows, asked_s in one.ready:
         ready = f"{counted(rows, 'row is', 'rows are')} ready for stage {stage!r}"
         clauses.append(_nobody_claims(stage, rows, asked_s) if stage in idle else ready)
-    for stage, name, rows in one.lacks[:SHOWN_OTHERS]:
-        clauses.append(
-            f"{counted(rows, 'row lacks', 'rows lack')} `{name}`, which stage {stage!r} needs"
-        )
-    for who, stage, rows, age in one.leases[:SHOWN_LEASES]:
-        clauses.append(
-            f"{counted(rows, 'row has been', 'rows have been')} leased by {who} for stage "
-            f"{stage!r} for {duration(age)}"
-        )
+    clauses += [_lacks(rows, name, stage) for stage, name, rows in one.lacks[:SHOWN_OTHERS]]
+    clauses += _leases(one.leases, "", "")
     return f"{said}: {', '.join(clauses)}" if clauses else said
 
 

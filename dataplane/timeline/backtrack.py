@@ -126,7 +126,8 @@ class Backtrack:
                 spent.append(Spent(held, end, "held", source.stage, source.worker, source.host))
                 return spent + ([Spent(begin, held)] if held > begin else [])
             if not source.by:
-                return spent + self._made_by_rollout(source, begin, end)
+                work = Spent(begin, end, "put", worker=source.worker, host=source.host)
+                return spent + produced(step, work)
             maker = self._maker(source)
             if maker is None:
                 return [*spent, Spent(begin, end)]
@@ -197,10 +198,6 @@ class Backtrack:
             and abs(wait.at - lease.began) < self.step.near_s
             for wait in self.step.waits
         )
-
-    def _made_by_rollout(self, ready: Event, begin: float, end: float) -> list[Spent]:
-        """Return what the producer of a group did until it put the group."""
-        return produced(self.step, Spent(begin, end, "put", worker=ready.worker, host=ready.host))
 
     # a wait that goes on
 

@@ -33,11 +33,11 @@ WHERE = ["ge", "v", 2]
 
 
 def row_key(number: int) -> bytes:
-    return names.mint(7, number)
+    return names.mint_many(7, number, 1)
 
 
 def group_key(number: int) -> bytes:
-    return names.mint(8, number)
+    return names.mint_many(8, number, 1)
 
 
 def is_inline(number: int) -> bool:

@@ -187,7 +187,7 @@ class Story:
             found = dict(self.key() for _ in range(count))
             keys, given = list(found), list(found.values())
         else:
-            keys, given = [names.mint(3, next(self.minted)) for _ in range(count)], None
+            keys, given = [names.mint_many(3, next(self.minted), 1) for _ in range(count)], None
         table: list[Any] = []
         index = [NO_GROUP] * len(keys)
         if self.definition.group_size is not None or self.any.random() < 0.6:

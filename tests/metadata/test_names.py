@@ -31,7 +31,7 @@ def test_different_names_have_different_keys_of_16_bytes(many: list[str | int]) 
     counter=st.integers(0, (1 << 63) - 1),
 )
 def test_a_minted_key_is_shown_and_read_back(session: int, counter: int) -> None:
-    key = names.mint(session, counter)
+    key = names.mint_many(session, counter, 1)
     assert names.hash_name(names.format_minted(key)) == key
     assert names.mint_many(session, counter, 2)[:16] == key
 
@@ -40,7 +40,7 @@ def test_minted_keys_sort_in_the_order_in_which_they_were_made() -> None:
     column = names.mint_many(99, 250, 20)
     keys = [column[i : i + 16] for i in range(0, len(column), 16)]
     assert keys == sorted(keys)
-    assert keys == [names.mint(99, 250 + i) for i in range(20)]
+    assert keys == [names.mint_many(99, 250 + i, 1) for i in range(20)]
     assert names.format_minted_many(column) == [names.format_minted(key) for key in keys]
 
 

@@ -131,7 +131,7 @@ def test_rows_that_were_lost_or_have_no_given_name_are_not_remembered() -> None:
     put(s, ["a"])
     s.lost(OWNERS[0])
     assert put(s, ["a"]).gone == 0
-    minted = named([names.format_minted(names.mint(1, 1))])
+    minted = named([names.format_minted(names.mint_many(1, 1, 1))])
     s.put(wrote(minted, [Column("x", values(1))], OWNERS, {}))
     consume(s, 2)
     assert inspection.stats(s)["tombstones"] == 1

@@ -37,7 +37,7 @@ from dataplane.errors import (
 )
 from dataplane.memory.extents import padded
 from dataplane.metadata.tables import bits
-from dataplane.metadata.tables.names import KEY_BYTES, hash_name, mint
+from dataplane.metadata.tables.names import KEY_BYTES, hash_name, mint_many
 from dataplane.wire import layouts
 from dataplane.wire import messages as m
 from dataplane.wire.limits import ALIGNMENT_BYTES, INLINE_ROW_BYTES
@@ -315,7 +315,7 @@ class Producer(Role):
         else:
             session = zlib.crc32(name.encode())
             keys = [
-                mint(session, number * self.ledger.group_rows + i)
+                mint_many(session, number * self.ledger.group_rows + i, 1)
                 for i in range(self.ledger.group_rows)
             ]
         group.rows = [Row(key, group) for key in keys]

@@ -163,12 +163,6 @@ class Roster:
         """The members that host shards, in order. Only these may have rows."""
         return [self.members[index] for index in np.unique(self.primaries)]
 
-    @cached_property
-    def others(self) -> list[str]:
-        """The members that host no shards, in order: the keeper, and leaving members."""
-        hosts = set(self.hosts)
-        return [member for member in self.members if member not in hosts]
-
     def address(self, shard: int) -> str:
         """The address of the peer that serves this shard."""
         return self.members[self.primaries.item(shard)]

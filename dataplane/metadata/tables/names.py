@@ -77,11 +77,6 @@ def hash_names(names: Sequence[Name]) -> bytes:
     return b"".join([hash_name(name) for name in names])
 
 
-def mint(session: int, counter: int) -> bytes:
-    """The generated key of row or group number `counter` of a session."""
-    return session.to_bytes(8, "big") + counter.to_bytes(8, "big")
-
-
 def mint_many(session: int, first: int, count: int) -> bytes:
     """The KEY column of `count` generated keys with consecutive counters."""
     if count <= _FEW:  # numpy costs more than the work

@@ -102,11 +102,11 @@ class Room:
         self.waited_s = [0.0] * len(Admission)
         self.refused = [0] * len(Admission)
         """waits that ended in BackPressure"""
-        self._lines: dict[Admission, deque[Waiter]] = {a: deque() for a in Admission}
+        ranked = sorted(Admission, reverse=True)
+        self._lines: dict[Admission, deque[Waiter]] = {a: deque() for a in ranked}
+        """by class, the highest first"""
         self._promised: dict[int, int] = {}
         """by a number that each claim has chosen"""
-        self._promised_bytes = 0
-        """all of them together"""
         self._claims: dict[int, _StarvedClaim] = {}
         self._activities: dict[Owner, Activity | None] = {}
         """the replies of other peers; None: no reply yet"""
@@ -116,7 +116,6 @@ class Room:
         self._looking: asyncio.Task[None] | None = None
         self._kept: tuple[list[StoredRows], int] = [], 0
         """what rows here keep of this arena, at `_looked_at`"""
-        self._by_rank = [self._lines[admission] for admission in sorted(Admission, reverse=True)]
 
     def __len__(self) -> int:
         return sum(map(len, self._lines.values()))
@@ -247,7 +246,7 @@ class Room:
     def pump(self) -> None:
         """Grant waiting reservations in order, the highest class first, after space was freed or
         a caller left."""
-        for line in self._by_rank:
+        for line in self._lines.values():
             while line:
                 waiter = line[0]
                 count, extents = self.space.reserve(waiter.holder, waiter.admission, waiter.units)
@@ -420,7 +419,9 @@ class Room:
     def going_on(self) -> list[Record]:
         """Return a record of each call that waits for space: its reason and start time, as for a
         wait that ends now."""
-        waiting = [(REASONS[p.admission], "", p.holder, p.since) for q in self._by_rank for p in q]
+        waiting = [
+            (REASONS[p.admission], "", p.holder, p.since) for q in self._lines.values() for p in q
+        ]
         waiting += [(Reason.PULL, c.stage, c.holder, c.since) for c in self._claims.values()]
         now, by, found = self._host.now(), self._most_by() if waiting else "", list[Record]()
         for reason, stage, holder, since in waiting:
@@ -463,7 +464,7 @@ class Room:
 
     def credit_bytes(self) -> int:
         """The bytes that claims may still pull from other hosts."""
-        return max(0, self.space.pullable_bytes - self._promised_bytes)
+        return max(0, self.space.pullable_bytes - sum(self._promised.values()))
 
     def promise(self, claim: int, nbytes: int) -> bool:
         """Whether this claim may pull this many bytes, all of them or none. They count until
@@ -471,14 +472,12 @@ class Room:
         claims wait for each other."""
         if nbytes > self.credit_bytes():
             return False
-        self._promised_bytes += nbytes - self._promised.get(claim, 0)
         self._promised[claim] = nbytes
         return True
 
     def back(self, claim: int) -> None:
         """Note that the claim's bytes are here, or will not come."""
-        if nbytes := self._promised.pop(claim, 0):
-            self._promised_bytes -= nbytes
+        if self._promised.pop(claim, 0):
             self._look_at_claims()
 
     def _look_at_claims(self) -> None:

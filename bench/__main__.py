@@ -6,8 +6,7 @@ import sys
 
 
 def main() -> int:
-    """Run the command line. Return 130 for Ctrl-C even while modules load, and 2 if a package
-    that the bench needs is missing."""
+    """Run the command line: 130 for Ctrl-C even while modules load, 2 if a package is missing."""
     try:
         from bench.cli import main
 

@@ -17,10 +17,7 @@ _EXAMPLES = 5
 
 @dataclass(slots=True)
 class Ledger:
-    """`samples`: rows of a group; `fields`: what a trainer must have got of each row.
-
-    filtered: the groups that must not be trained.
-    """
+    """samples: rows of a group. fields: what trainers must get. filtered: untrained groups."""
 
     prompts: int
     samples: int

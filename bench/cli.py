@@ -51,8 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _stop(number: int, frame: object) -> None:
-    """End the command by an exception, which leaves through every `with` and so ends the run's
-    processes and removes its files. Further signals do not interrupt that."""
+    """End the command by an exception, which every `with` hears. Ignore further signals."""
     for one in _STOPS:
         signal.signal(one, signal.SIG_IGN)
     if number == signal.SIGINT:
@@ -61,8 +60,7 @@ def _stop(number: int, frame: object) -> None:
 
 
 def _enter_links(options: argparse.Namespace, arguments: list[str], program: bool) -> str | None:
-    """Where a command is about hosts with links, this process becomes itself in a namespace.
-    Returns why not, or None."""
+    """Enter a namespace, if the command is about hosts with links. Return why not, or None."""
     if getattr(options, "link", links.NONE) == links.NONE:
         return "--link none"
     if not program and not links.inside():

@@ -57,8 +57,7 @@ _REWARD_NEEDS = ("uid", "responses", "response_mask")
 
 
 def rollout_fields(task: Task) -> tuple[Field, ...]:
-    """The fields that a rollout worker writes for each row. A video's raw frames are left out,
-    because no stage reads them once there are pixel values."""
+    """What rollout writes for each row; no raw frames of videos, which no stage reads."""
     return (*_TEXT, *_MEDIA) if task.media else _TEXT
 
 

@@ -31,10 +31,7 @@ _NEVER_ZERO = 1e-6  # keeps a group of equal rewards at advantage 0
 
 
 class Clock:
-    """Seconds by activity, elapsed and of processors.
-
-    Time that no other activity claims belongs to the plane: putting, waiting, acking.
-    """
+    """Seconds by activity. Time that no other activity claims belongs to the plane."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -63,8 +60,7 @@ class Orders:
         self._since = 0.0
 
     def wait_for_policy(self, version: int) -> float:
-        """Wait until the trainers have finished `version` steps; 0 is the start of the run. Return
-        since when the latest policy is there."""
+        """Wait until the trainers have finished `version` steps. Return since when they have."""
         while self._version < version:
             self._hear()
         return self._since
@@ -96,8 +92,7 @@ class Work:
         return self.worker.job
 
     def wait(self, recorded: float, since: float | None = None) -> None:
-        """Sleep until this much recorded time has passed since `since` (default: now). Return at
-        once without a pace."""
+        """With a pace, sleep until this recorded time has passed since `since` (default: now)."""
         if self.job.pace:
             spent = 0.0 if since is None else time.monotonic() - since
             time.sleep(max(0.0, recorded / self.job.pace - spent))
@@ -147,11 +142,10 @@ def main(worker: Worker) -> None:
     for _ in body:
         pass
     end = time.monotonic()
-    moved = msgspec.to_builtins(work.endpoint.moved())
     work.endpoint.close()
     clock = work.clock
     spent = {name: dict(getattr(clock, name)) for name in ("seconds", "cpu_seconds", "spans_ms")}
-    emit("done", start=start, end=end, moved=moved, **spent)
+    emit("done", start=start, end=end, **spent)
 
 
 def rollout(work: Work) -> Iterator[None]:
@@ -215,10 +209,7 @@ def reference(work: Work) -> Iterator[None]:
 
 
 def _annotate(work: Work, fields_of: Callable[[Batch], Columns]) -> Iterator[None]:
-    """A stage that reads whole groups and adds fields to them.
-
-    The reward stage then drops the groups that dynamic sampling has no use for.
-    """
+    """Read whole groups and add fields to them. The reward stage then drops useless groups."""
     job, role = work.job, work.worker.role
     prompts = job.generate()
     fields = job.stages()[role]

@@ -67,8 +67,7 @@ def _links(options: argparse.Namespace, command: str) -> int:
 
 
 def _rate(options: argparse.Namespace, hosts: int) -> str:
-    """Links have one rate for all numbers of hosts, that of the most: over hosts only the hosts
-    change."""
+    """All numbers of hosts have links of one rate, that of the most hosts."""
     given = options.link not in (None, links.NONE)
     return str(options.link) if given else links.fair_rate(hosts)
 
@@ -154,8 +153,7 @@ def _transfers(placements: list[list[Run]]) -> str:
 def _figures(
     placements: Iterable[list[Run]], figure: Callable[[Run], str], form: str
 ) -> Iterator[tuple[str, bool]]:
-    """The figures of each placement, listed, and whether they name their planes: by `form`, unless
-    the placement before has the same planes."""
+    """The figures of each placement, and whether they name planes: if these differ from before."""
     before: list[str] = []
     for same in placements:
         names = [_called(run) for run in same]
@@ -170,7 +168,6 @@ def _placed(run: Run) -> str:
 
 
 def _shares(placements: list[list[Run]]) -> str:
-    """The same as a part of a whole step."""
     timed = ([run for run in same if _steady(run)] for same in placements)
     if not (finished := list(filter(None, timed))):
         return ""

@@ -1,5 +1,5 @@
-"""A memory limit for each host of a run: one memory cgroup (v1 or v2) per host. A run without
-limits has one cgroup, which counts the processes that the kernel kills.
+"""A memory cgroup (v1 or v2) for each host of a run, with the limit that was asked for. Without a
+limit it counts the processes that the kernel kills.
 
 The groups are below the runner's own, so that its limits still apply. Processes are in a group from
 their first instruction. There is no substitute: if no group can be made, `NoLimits` says why.
@@ -34,8 +34,8 @@ class OutOfMemory(RuntimeError):
 
 
 class MachineFull(RuntimeError):
-    """The kernel killed a process below its host's limit: the machine itself ran out of memory,
-    which says nothing about the plane."""
+    """The kernel killed a process below its host's limit, or without one: the machine itself ran
+    out of memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +62,12 @@ _V2 = _Files("memory.max", "memory.swap.max", "memory.current", "memory.events",
 
 
 @dataclass(frozen=True, slots=True)
-class Cgroup:
-    """A memory cgroup below the runner's own."""
+class HostLimit:
+    """One host's cgroup. limit_bytes: 0 where there is no limit."""
 
     path: Path
     files: _Files
+    limit_bytes: int
 
     def wrap(self, argv: Sequence[str]) -> list[str]:
         """A command line that enters the group and then becomes `argv`, with the same pid."""
@@ -91,13 +92,6 @@ class Cgroup:
                     raise
                 time.sleep(_TICK_S)
 
-
-@dataclass(frozen=True, slots=True)
-class HostLimit(Cgroup):
-    """One host's cgroup."""
-
-    limit_bytes: int
-
     def held_bytes(self) -> int:
         """The bytes that the kernel charges the host, without file pages that it could reclaim."""
         stat = _table(self.path / "memory.stat")
@@ -106,6 +100,8 @@ class HostLimit(Cgroup):
 
     def met_limit(self) -> bool:
         """Whether the host ever reached its limit. Otherwise a kill had another cause."""
+        if not self.limit_bytes:
+            return False
         if self.files is _V2:
             return _table(self.path / "memory.events")["max"] > 0
         # Its counter of refusals stays 0 on new kernels. The last charge asks for up to 2 MiB.
@@ -114,6 +110,8 @@ class HostLimit(Cgroup):
 
     def _open(self) -> None:
         self.path.mkdir()
+        if not self.limit_bytes:
+            return
         (self.path / self.files.limit).write_text(str(self.limit_bytes))
         swap = self.path / self.files.swap_limit
         if swap.exists():  # else this kernel swaps for nobody
@@ -122,51 +120,29 @@ class HostLimit(Cgroup):
 
 @contextmanager
 def limited_hosts(hosts: int, limit_bytes: int) -> Iterator[list[HostLimit]]:
-    """One cgroup per host, removed at the end; none where there is no limit. Raises NoLimits if the
-    machine allows none."""
+    """One cgroup per host, removed at the end. If the machine allows none: raises NoLimits, or
+    yields none where there is no limit."""
     limits: list[HostLimit] = []
     with ExitStack() as opened:
         try:
+            parent, files = _parent()
+            _remove_leftovers(parent)
+            for host in range(hosts):
+                path = parent / f"{_PREFIX}-{os.getpid()}-host{host}"
+                limits.append(HostLimit(path, files, limit_bytes))
+                opened.callback(limits[-1].close)
+                limits[-1]._open()
+        except (OSError, NoLimits) as exc:
+            if limit_bytes and isinstance(exc, NoLimits):
+                raise
             if limit_bytes:
-                parent, files = _parent()
-                _remove_leftovers(parent)
-                for host in range(hosts):
-                    path = parent / f"{_PREFIX}-{os.getpid()}-host{host}"
-                    limits.append(HostLimit(path, files, limit_bytes))
-                    opened.callback(limits[-1].close)
-                    limits[-1]._open()
-        except OSError as exc:
-            raise NoLimits(
-                f"cannot set a memory limit on this machine: {exc}. Leave out "
-                "the limit, or run as root"
-            ) from exc
+                raise NoLimits(
+                    f"cannot set a memory limit on this machine: {exc}. Leave out "
+                    "the limit, or run as root"
+                ) from exc
+            opened.close()
+            limits.clear()
         yield limits
-
-
-@contextmanager
-def run_cgroup() -> Iterator[Cgroup | None]:
-    """A cgroup without a limit for the processes of a run. It counts the run's OOM kills apart from
-    those of other processes. None if the machine does not allow one."""
-    group = None
-    with suppress(NoLimits, OSError):
-        parent, files = _parent()
-        _remove_leftovers(parent)
-        made = Cgroup(parent / f"{_PREFIX}-{os.getpid()}-hosts", files)
-        made.path.mkdir()
-        group = made
-    try:
-        yield group
-    finally:
-        if group is not None:
-            group.close()
-
-
-def runner_kills() -> int:
-    """How many processes of the runner's own cgroup, and of those below it, the kernel killed
-    because memory ran out. 0 if that cgroup does not count them."""
-    with suppress(OSError):
-        return Cgroup(*_own()).kills()
-    return 0
 
 
 def check(limits: Sequence[HostLimit]) -> None:
@@ -174,10 +150,10 @@ def check(limits: Sequence[HostLimit]) -> None:
     for host, limit in enumerate(limits):
         if limit.kills():
             if not limit.met_limit():
+                below = "was below its limit" if limit.limit_bytes else "had no limit"
                 raise MachineFull(
-                    f"the machine ran out of memory while host {host} was below its "
-                    "limit: end other programs on the machine, or use fewer hosts or a "
-                    "lower limit"
+                    f"the machine ran out of memory while host {host} {below}: end other programs "
+                    "on the machine, or use fewer hosts or a lower limit"
                 )
             raise OutOfMemory(f"host {host} reached its limit of {limit.limit_bytes >> 20} MiB")
 

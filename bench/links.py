@@ -46,8 +46,7 @@ class NoNamespaces(Exception):
 
 
 def bits_per_second(rate: str) -> float:
-    """The bits per second of `400mbit`, in tc's notation: kbit, mbit or gbit. Raises ValueError
-    if tc would not accept it, or if it is too slow."""
+    """The bits per second of `400mbit`, in tc's notation. Raises ValueError for what tc refuses."""
     match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)(kbit|mbit|gbit)", rate)
     if match is None:
         raise ValueError(f"{rate!r} is not a rate: use a rate such as 400mbit or 10gbit")

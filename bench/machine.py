@@ -33,8 +33,7 @@ def describe() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit of this checkout, with `+` if files were changed since; "" without a checkout
-    or git."""
+    """The commit of this checkout, with `+` if files changed since; "" without git."""
     if shutil.which("git") is None:
         return ""
     said = subprocess.run(

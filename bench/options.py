@@ -29,8 +29,7 @@ class Impossible(ValueError):
 def add(
     parser: ArgumentParser, flag: str, parse: Callable[[str], Any], what: str, **more: Any
 ) -> None:
-    """Add an option whose values `parse` converts or refuses. what: its line of help. more: as
-    `add_argument` takes it."""
+    """Add an option whose values `parse` converts or refuses. what: its line of help."""
     parser.add_argument(flag, type=parse, help=what, **more)
 
 
@@ -86,7 +85,6 @@ def size(text: str) -> int:
 
 
 def _within(least: float, most: float, what: str) -> Callable[[str], float]:
-    """A number in this range."""
 
     def parse(text: str) -> float:
         try:

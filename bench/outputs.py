@@ -17,8 +17,7 @@ _ROOM_BYTES = 64 * 1024  # of a small report: on a full disk files can be made, 
 
 
 class NotWritten(RuntimeError):
-    """A report cannot be written, although it could when the command started: the disk may be
-    full."""
+    """A report cannot be written any more, because the disk is full for example."""
 
 
 def add_reporting(commands: Any, name: str, what: str) -> ArgumentParser:
@@ -86,8 +85,7 @@ def _special(path: Path) -> bool:
 
 
 def _try(path: Path) -> None:
-    """Check that the file can be written, and remove again what this creates: another option may
-    still be refused."""
+    """Check that the file can be written, and remove what this creates."""
     missing = [folder for folder in path.parents if not folder.exists()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -45,8 +45,7 @@ def _serve(free: list[float], ready: float, seconds: float) -> float:
 
 
 def ideal_seconds(job: Job) -> float:
-    """How long a paced run takes if planes and checks cost nothing. 0 if the run waits for no
-    recorded time."""
+    """How long a paced run takes if planes and checks cost nothing. 0 without a pace."""
     return recorded_seconds(job) / job.pace if job.pace else 0.0
 
 

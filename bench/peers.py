@@ -17,8 +17,7 @@ ATTEMPTS = 1_000
 
 
 def free_ports(count: int) -> list[int]:
-    """Free ports of loopback. All are held until all are found, so that they differ. Raises
-    OSError if there are too few."""
+    """Free ports of loopback, all different. Raises OSError if there are too few."""
     with contextlib.ExitStack() as held:
         ports: list[int] = []
         for _ in range(ATTEMPTS):

@@ -51,11 +51,8 @@ def _how(returncode: int) -> str:
 
 @contextmanager
 def run_folder() -> Iterator[Path]:
-    """A folder for a run's sockets and logs, removed when the body ends.
-
-    A runner that is killed with -9 leaves its folder. The next runner removes every folder whose
-    lock no process holds.
-    """
+    """A folder for a run's sockets and logs, removed when the body ends. Folders of runners that
+    were killed with -9 are removed too: no process holds their lock."""
     for lock in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*/{_LOCK}"):
         with suppress(OSError), lock.open() as left:  # OSError: its runner lives, or removes it
             fcntl.flock(left, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -150,31 +147,26 @@ class Crew:
 
     def account(self) -> str:
         """The processes that were stopped by SIGSTOP or a debugger, and the ends of all logs."""
-        stopped = [name for name, pid in self.pids().items() if _state(pid) in ("T", "t")]
+        import psutil  # here: workers start faster without
+
+        states = {name: psutil.Process(pid).status() for name, pid in self.pids().items()}
+        stopped = [name for name, state in states.items() if state in ("stopped", "tracing-stop")]
         told = [f"\n{name} is suspended, and nothing has resumed it" for name in stopped]
         return "".join(told) + _logs(self.members.values())
 
-    def endings(self) -> list[str]:
-        """A sentence for each process that exited early, or with an exit code other than 0."""
-        ended = [m for m in self.members.values() if m.process.poll() is not None]
+    def endings(self, killed: bool) -> list[str]:
+        """A sentence for each process that exited early, or with an exit code other than 0. killed:
+        the kernel killed one, which takes a moment to exit if it has gigabytes."""
+        deadline, members = time.monotonic() + _DYING_S, self.members.values()
+        while killed and time.monotonic() < deadline:
+            killed = all(m.process.poll() != -signal.SIGKILL for m in members)
+            time.sleep(_TICK_S / 10)
+        ended = [m for m in members if m.process.poll() is not None]
         return [
             f"{m.name} ended with {_how(m.process.returncode)}"
             for m in ended
             if m.process.returncode or not m.done
         ]
-
-    def killed(self, count: int) -> list[str]:
-        """Who ended by SIGKILL before anybody here sent one: `count` names, or fewer where it was
-        somebody's child.
-
-        Waits a moment: a process that was killed with gigabytes is not gone at once.
-        """
-        deadline = time.monotonic() + _DYING_S
-        while True:
-            dead = [m for m in self.members.values() if m.process.poll() == -signal.SIGKILL]
-            if len(dead) >= count or time.monotonic() > deadline:
-                return [member.name for member in dead]
-            time.sleep(_TICK_S / 10)
 
     def tell(self, name: str, line: str) -> None:
         """Send a worker the line that it waits for."""
@@ -213,8 +205,7 @@ class Crew:
         return said
 
     def __exit__(self, *_: object) -> None:
-        """End all processes: first ask services that never write events, then kill every
-        session."""
+        """End all processes: interrupt services that write no events, then kill every session."""
         running = [m for m in self.members.values() if m.process.returncode is None]
         services = [m for m in running if not m.speaks]
         for member in services:
@@ -238,15 +229,6 @@ class Crew:
 
 def _logs(members: Iterable[Member]) -> str:
     return "".join(f"\n{m.name}:\n{tail}" for m in members if (tail := m.tail()))
-
-
-def _state(pid: int) -> str:
-    """As in `ps`: R, S, T …; "" once it is gone."""
-    try:
-        told = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-    return told[told.rindex(")") + 2]
 
 
 def _is_zombie(member: Member) -> bool:

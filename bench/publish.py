@@ -21,7 +21,7 @@ from bench.headline import CALLED, OURS
 from bench.options import Impossible
 from bench.page import document
 from bench.page.runs import Report, figures
-from bench.report import Run, first_line, gib, grouped, job, others_cores, placement, steady
+from bench.report import Run, first_line, grouped, hardware, job, others_cores, placement, steady
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = "docs/pictures/report.json"
@@ -154,13 +154,11 @@ def _saved(runs: Sequence[Run]) -> list[str]:
 
 def _made(told: Report) -> str:
     machine = told["machine"]
-    packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
     others = [run["others_cores"] for run in told["runs"] if "others_cores" in run]
     busy = f" Other programs took {mean(others):.1f} cores meanwhile." if others else ""
     return (
         f"`{told['command']}` on {machine['date']}, commit {machine['commit']}: "
-        f"{machine['cores']} cores ({machine['cpu']}), {gib(machine['memory_bytes'])}, "
-        f"{machine['system']}, Python {machine['python']}, {packages}.{busy}\n"
+        f"{hardware(machine)}.{busy}\n"
     )
 
 

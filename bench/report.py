@@ -109,8 +109,9 @@ def show(console: Console, runs: list[Run], headline: list[str], machine: dict[s
         style="dim",
     )
     for run in runs:
-        for line in _flow(run):
-            console.print(f"{label(run)}: {line}", style="dim")
+        if filtered := run["rows_filtered"]:
+            told = f"{label(run)}: dynamic sampling filtered {filtered} rows"
+            console.print(told, style="dim")
     own = max(sum(run["bench_seconds"].values()) for run in runs)
     console.print(f"The bench itself used at most {own:.2f} s of processor time.", style="dim")
     for run in runs:
@@ -122,17 +123,6 @@ def show(console: Console, runs: list[Run], headline: list[str], machine: dict[s
             console.print(f"{label(run)}: {run['status']}: {run['error']}", markup=False)
     for sentence in headline:
         console.print(f"\n{sentence}", markup=False, highlight=False, style="bold")
-
-
-def _flow(run: dict[str, Any]) -> Iterator[str]:
-    """What only some runs have: a pace, filtered rows."""
-    if run["plane_share"] is not None:
-        yield (
-            f"at {run['pace']:g} × the recorded speed, the plane and the bench account for "
-            f"{run['plane_share']:.1%} of the time ({run['paced_seconds']:.2f} s without them)"
-        )
-    if run["rows_filtered"]:
-        yield f"dynamic sampling filtered {run['rows_filtered']} rows"
 
 
 def label(run: Mapping[str, Any]) -> str:
@@ -175,6 +165,15 @@ def gib(nbytes: float) -> str:
     if nbytes < _GIB:
         return f"{nbytes / (1 << 20):.0f} MiB"
     return f"{nbytes / _GIB:.3g} GiB" if nbytes < 10 * _GIB else f"{nbytes / _GIB:.0f} GiB"
+
+
+def hardware(machine: Mapping[str, Any]) -> str:
+    """The machine of a report, and the versions on it."""
+    packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
+    return (
+        f"{machine['cores']} cores ({machine['cpu']}), {gib(machine['memory_bytes'])}, "
+        f"{machine['system']}, Python {machine['python']}, {packages}"
+    )
 
 
 def first_line(error: str) -> str:

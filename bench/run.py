@@ -28,7 +28,7 @@ from bench import limits, usage
 from bench.check import Ledger
 from bench.columns import all_fields, group_bytes, rollout_fields
 from bench.links import NODE_BITS, Network, NoNamespaces, Traffic
-from bench.pace import ideal_seconds, recorded_seconds
+from bench.pace import recorded_seconds
 from bench.planes import PLANES
 from bench.planes.base import Job, Moved, Service, Worker
 from bench.processes import Crew, ProcessDied, run_folder
@@ -72,22 +72,20 @@ def execute(job: Job, progress: Progress) -> dict[str, Any]:
         except limits.MachineFull as exc:
             problems, status = [str(exc)], "disturbed"
         except (ProcessDied, RunTimeout) as exc:
-            problems = [str(exc)]
-            status = _outcome(exc, run.kills)
+            problems, status = [str(exc)], _outcome(exc)
         except Exception as exc:  # whatever a plane raises in the runner ends this run alone
             problems, status = [f"{type(exc).__name__}: {exc}"], "error"
         if run.killed:
-            status = "oom"
-            whom = ", ".join(run.killed["processes"]) or "a child of one of the processes"
-            problems.insert(0, f"the kernel killed {whom} on host {run.killed['host']}")
-        if status == "error":
-            problems += [*run.endings, *_kept(folder)]
+            status, limit = "oom", f"{job.memory_limit_bytes >> 20} MiB"
+            told = f"host {run.killed['host']} reached its limit of {limit}, and the kernel killed"
+            problems.insert(0, f"{told} a process")
+        if status in ("error", "disturbed", "oom"):
+            problems += run.endings + ([] if status == "oom" else _kept(folder))
         return run.result(status, "\n".join(problems))
 
 
 def execute_again(job: Job, progress: Progress, failed: Callable[[str], None]) -> dict[str, Any]:
-    """Execute one run, and repeat it once if it fails. The report keeps what went wrong the first
-    time under `failed_before`, and `failed` is told at once."""
+    """Execute one run, and repeat it once if it fails. failed: is told the first failure."""
     first = execute(job, progress)
     if first["status"] not in ("error", "disturbed"):
         return first
@@ -128,11 +126,9 @@ def _arena(job: Job) -> int:
     return max(256 * _MIB, -(-groups * largest // (64 * _MIB)) * 64 * _MIB)
 
 
-def _outcome(exc: Exception, kills: int) -> str:
+def _outcome(exc: Exception) -> str:
     if not isinstance(exc, ProcessDied):
         return "error"
-    if exc.returncode == -9 and kills:
-        return "oom"
     if any(refusal in exc.log for refusal in _REFUSED_MEMORY):
         return "oom"
     return "refused" if _TOO_LARGE in exc.log else "error"
@@ -146,7 +142,6 @@ class _Run:
         self._ledger = ledger
         self._deadline = time.monotonic() + job.timeout_s
         self._progress = progress
-        self._hosts: dict[str, int] = {}  # where each process was started
         self._ready: Said = {}
         self._done: Said = {}
         self._opened = time.monotonic()  # the curve's zero where the workers never started
@@ -155,8 +150,6 @@ class _Run:
         self._sampler = Sampler(dict)
         self._sampled_before_s = 0.0
         self._limits: list[limits.HostLimit] = []
-        self._cgroup: limits.Cgroup | None = None
-        self._kills_before = limits.runner_kills()
         self.network: Network | None = None
         self._traffic: Traffic | None = None
         # What the report says of the end, where there was one.
@@ -164,7 +157,6 @@ class _Run:
         self._cpu_seconds: dict[str, float] = {}  # of services, the runner, everybody
         self._cpu_counted_s = 0.0
         self.killed: dict[str, Any] | None = None
-        self.kills = 0  # processes of the run that the kernel killed because memory ran out
         self.endings: list[str] = []  # of processes, before the runner ended the others
         self._rollouts_done: Counter[int] = Counter()  # by step
         self._step_starts: dict[int, float] = {}  # of the first rollout worker
@@ -176,9 +168,8 @@ class _Run:
         job, crew = self._job, Crew(Path(self._job.folder))
         self._plane = PLANES[job.plane](job)
         with limits.limited_hosts(job.hosts, job.memory_limit_bytes) as self._limits:
-            self._sampler = Sampler(crew.pids, self._limits)
-            group = nullcontext() if self._limits else limits.run_cgroup()
-            with group as self._cgroup, crew, self._sampler:
+            self._sampler = Sampler(crew.pids, self._limits if job.memory_limit_bytes else ())
+            with crew, self._sampler:
                 self._perform(crew)
 
     def _perform(self, crew: Crew) -> None:
@@ -205,15 +196,10 @@ class _Run:
             self._moved = self._plane.moved(self._done)
             limits.check(self._limits)
         except Exception as exc:
-            self.endings = crew.endings()
+            self.endings = crew.endings(any(limit.kills() for limit in self._limits))
             if not isinstance(exc, ProcessDied | RunTimeout):  # these have the logs' ends
                 self.endings += crew.account().splitlines()
-            # Without a group of the run's own, what else runs in the runner's group counts too.
-            if self._cgroup:
-                self.kills = self._cgroup.kills()
-            else:  # this also counts other processes in the runner's cgroup
-                self.kills = limits.runner_kills() - self._kills_before
-            self.killed = self._killed(crew)
+            self.killed = self._killed()
             if not self.killed:  # a kill below the limit explains what else went wrong
                 limits.check(self._limits)
             raise
@@ -226,20 +212,17 @@ class _Run:
         pids = {name: pid for name, pid in crew.pids().items() if not crew.members[name].speaks}
         return usage.cpu_seconds(pids) | {"runner": time.process_time()}
 
-    def _killed(self, crew: Crew) -> dict[str, Any] | None:
-        """Whom the kernel killed at its host's limit, if anybody, and when."""
+    def _killed(self) -> dict[str, Any] | None:
+        """The host at whose limit the kernel killed a process, if any, and when."""
         for host, limit in enumerate(self._limits):
-            if (kills := limit.kills()) and limit.met_limit():
+            if limit.kills() and limit.met_limit():
                 at = time.monotonic() - (self._started or self._opened)
-                here = [name for name in crew.killed(kills) if self._hosts[name] == host]
-                return {"host": host, "processes": here, "seconds": at}
+                return {"host": host, "seconds": at}
         return None
 
     def _start(self, crew: Crew, service: Service) -> None:
         argv = self.network.wrap(service.host, service.argv) if self.network else service.argv
-        if group := self._limits[service.host] if self._limits else self._cgroup:
-            argv = group.wrap(argv)
-        self._hosts[service.name] = service.host
+        argv = self._limits[service.host].wrap(argv) if self._limits else argv
         crew.start(service.name, argv, service.env, service.speaks)
 
     def _workers(self, crew: Crew) -> set[str]:
@@ -309,7 +292,7 @@ class _Run:
                 crew.tell(f"rollout-{rank}", f"policy {step + 1} {ended}")
 
     def result(self, status: str, error: str) -> dict[str, Any]:
-        job, sampler, ideal = self._job, self._sampler, ideal_seconds(self._job)
+        job, sampler = self._job, self._sampler
         seconds = (self._ended - self._started) if self._ended and self._started else None
         return {
             **{name: getattr(job, name) for name in _SETTINGS},
@@ -319,7 +302,6 @@ class _Run:
             "rows_expected": self._ledger.expected_rows,
             "rows_filtered": self._ledger.filtered_rows,
             "bytes_unique": self._unique_bytes(),
-            "bytes_moved": self._moved.nbytes,
             "pulled_bytes": self._moved.pulled,
             "cpu_seconds": self._cpu_seconds,
             "cpu_counted_seconds": self._cpu_counted_s,
@@ -332,9 +314,6 @@ class _Run:
             "full_step": self._full_step(),
             "step_starts": [at for _, at in sorted(self._step_starts.items())],
             "step_ends": self._step_ends,
-            "paced_seconds": ideal,
-            # What is not recorded time, the bench's own work included.
-            "plane_share": max(0.0, 1 - ideal / seconds) if ideal and seconds else None,
             "peak_memory_bytes": sampler.peak_bytes,
             "peak_host_bytes": sampler.peak_host_bytes,
             "memory_limit_bytes": job.memory_limit_bytes or None,
@@ -384,15 +363,13 @@ def latency(done: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, dict[s
     for worker, event in done.items():
         for activity, taken in event.get("spans_ms", {}).items():
             spans[worker.partition("-")[0]][activity] += taken
-    return {
-        role: {activity: _percentiles(taken) for activity, taken in activities.items()}
-        for role, activities in spans.items()
-    }
-
-
-def _percentiles(values: list[float]) -> dict[str, float]:
-    p50, p90, p99, most = np.percentile(values, (50, 90, 99, 100)).tolist()
-    return {"p50": p50, "p90": p90, "p99": p99, "max": most, "times": len(values)}
+    told: dict[str, dict[str, dict[str, float]]] = defaultdict(dict)
+    for role, activities in spans.items():
+        for activity, taken in activities.items():
+            p50, p90, p99, most = np.percentile(taken, (50, 90, 99, 100)).tolist()
+            marks = {"p50": p50, "p90": p90, "p99": p99, "max": most, "times": len(taken)}
+            told[role][activity] = marks
+    return dict(told)
 
 
 def own_cost(done: Mapping[str, Mapping[str, Any]], memory_sampling_s: float) -> dict[str, float]:

@@ -79,7 +79,6 @@ def register(commands: Any) -> None:
 
 
 def _run(asked: argparse.Namespace, command: str) -> int:
-    """As `carry_out`, with the runs that the options ask for."""
     if asked.trace_file and len(asked.trace) > 1:
         raise TraceError(
             asked.trace_file[0],
@@ -106,8 +105,7 @@ def _run(asked: argparse.Namespace, command: str) -> int:
 
 
 def _job(asked: argparse.Namespace, recorded: Recording) -> Job:
-    """The first of the jobs that are asked for. What no option says is as it was recorded.
-    TraceError where a run cannot be made of the files."""
+    """The first of the jobs that are asked for. What no option says is as it was recorded."""
     hosts = asked.hosts or recorded.hosts
     steps = asked.steps or len(recorded.steps)
     prompts = asked.prompts or load.PROMPTS
@@ -164,12 +162,9 @@ def carry_out(
     command: str,
     headline: Callable[[list[dict[str, Any]]], list[str]] = lambda runs: [],
 ) -> int:
-    """Every run, one after the other, and then what people and programs get to see of them.
+    """Execute every run, and show and write the results. headline: sentences about all the runs.
 
-    headline: sentences about all the runs. Returns 0 when all runs are ok (or oom or refused, under
-    a limit that was asked for), 1 when one is not. A plane that is not installed is in the report,
-    and no failure.
-    """
+    Returns 1 if a run failed. One that a limit ended did not, nor one without its packages."""
     console = Console()
     file: Path | None = asked.json
     runs: list[dict[str, Any]] = []

@@ -143,12 +143,9 @@ class Sampler:
 
 
 def cpu_seconds(members: Mapping[str, int]) -> dict[str, float]:
-    """Name → user and system seconds so far of these processes, of all below them that run, and of
-    those that have ended: a peer's arena is prefaulted by one short process after the other.
+    """User and system seconds so far of these processes and all below them, also those that ended.
 
-    A name is that of an actor's class, of Ray's own program, or else of the member that a process
-    belongs to.
-    """
+    By name of an actor's class, of Ray's own program, or else of the member."""
     spent = Counter[str]()
     for name, pid in members.items():
         with suppress(psutil.NoSuchProcess):

@@ -17,7 +17,7 @@ from bench.options import Impossible, add
 from bench.page import drawing
 from bench.page.drawing import Figure
 from bench.page.runs import Report, figures
-from bench.report import Run, cells, gib, label
+from bench.report import Run, cells, hardware, label
 
 _FIRST = 3
 """Sentences of a headline that a reader sees first."""
@@ -34,7 +34,7 @@ _PAGE = Template("""<!doctype html>
 def load(path: Path) -> Report:
     """Load a report that a command of the bench wrote. Raises Impossible for any other file."""
     try:
-        told = json.loads(path.read_text(), parse_constant=_no_figure)
+        told = json.loads(path.read_text())
     except OSError as exc:
         raise Impossible(f"cannot read {path}: {exc.strerror}. Pass another file") from exc
     except ValueError as exc:
@@ -49,11 +49,6 @@ def load(path: Path) -> Report:
     return told
 
 
-def _no_figure(word: str) -> float:
-    """NaN or Infinity, which Python writes and JSON has not: nothing can be drawn of it."""
-    raise ValueError(f"{word} is not a valid figure: run the report again")
-
-
 def write(path: Path, reports: Sequence[Report]) -> None:
     """Make the page of these reports. Raises NotWritten."""
     body = _head(reports) + "".join(map(_figure, figures(reports))) + _details(reports)
@@ -61,8 +56,7 @@ def write(path: Path, reports: Sequence[Report]) -> None:
 
 
 def pictures(folder: Path, found: Sequence[Figure]) -> list[Path]:
-    """Return one file per panel and theme: memory-light.svg, memory-dark.svg, and
-    memory-2-light.svg for a second panel. Raises OSError."""
+    """Write a file per panel and theme, such as memory-2-dark.svg. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     made = []
     for figure in found:
@@ -102,21 +96,13 @@ def _head(reports: Sequence[Report]) -> str:
         "".join(f"<li>{escape(said)}</li>" for said in some)
         for some in (sentences[:_FIRST], sentences[_FIRST:])
     )
-    where = "; ".join(dict.fromkeys(_machine(report) for report in reports))
+    where = "; ".join(dict.fromkeys(hardware(report["machine"]) for report in reports))
     told = "Ratios travel between machines, absolute figures do not."
     return (
         "<header><h1>dataplane bench</h1>"
         + (f"<ul>{first}</ul>" if first else "")
         + (f'<ul class="more">{others}</ul>' if others else "")
         + f"<p>{escape(where)}. {told}</p></header>"
-    )
-
-
-def _machine(report: Report) -> str:
-    machine = report["machine"]
-    return (
-        f"{machine['cores']} cores, {gib(machine['memory_bytes'])}, {machine['cpu']}, "
-        f"{machine['system']}, Python {machine['python']}"
     )
 
 
@@ -131,20 +117,17 @@ def _details(reports: Sequence[Report]) -> str:
                 error = f"<pre>{escape(attempt['error'])}</pre>"
                 parts.append(f"<details><summary>{escape(told)}</summary>{error}</details>")
     parts.append("<h2>Commands and machine</h2>")
-    for where, members in itertools.groupby(reports, key=_where):
+    for where, members in itertools.groupby(reports, key=lambda told: hardware(told["machine"])):
         parts += [f"<pre>{escape(report['command'])}</pre>" for report in members]
         parts.append(f"<p>{escape(where)}</p>")
     return f"<section>{''.join(parts)}</section>"
 
 
-def _where(report: Report) -> str:
-    """The machine of a report, and the versions on it."""
-    versions = report["machine"]["packages"].items()
-    return "; ".join([_machine(report), ", ".join(f"{name} {v}" for name, v in versions)])
-
-
 def _table(runs: Sequence[Run]) -> str:
-    told = [cells(run) | _more(run) for run in runs]
+    told = [cells(run) for run in runs]
+    for run, line in zip(runs, told, strict=True):
+        line["rows"] = f"{run['rows']} of {run['rows_expected']}"
+        line["distinct GB"] = f"{run['bytes_unique'] / 1e9:.2f}"
     head = "".join(f"<th>{escape(name)}</th>" for name in told[0])
     body = ""
     for run, line in zip(runs, told, strict=True):
@@ -152,16 +135,6 @@ def _table(runs: Sequence[Run]) -> str:
         bad = ' class="bad"' if run["status"] != "ok" else ""
         body += f"<tr{bad}>{row}</tr>"
     return f'<div class="wide" tabindex="0"><table><tr>{head}</tr>{body}</table></div>'
-
-
-def _more(run: Run) -> dict[str, str]:
-    """What the page has room for, and a terminal has not."""
-    ok = run["status"] == "ok"
-    return {
-        "rows": f"{run['rows']}" if ok else f"{run['rows']} of {run['rows_expected']}",
-        "distinct GB": f"{run['bytes_unique'] / 1e9:.2f}",
-        "moved GB": f"{run['bytes_moved'] / 1e9:.2f}" if ok else "–",
-    }
 
 
 def register(commands: Any) -> None:

@@ -85,14 +85,13 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Points over the axis below. `name` stands at its end, which `kills` marks with a cross."""
+    """Points over the axis below. `name` stands at its end, which a cross may mark."""
 
     name: str
     colour: str
     points: Sequence[tuple[float, float]]
     dashed: bool = False
     dots: bool = True
-    hollow: Sequence[tuple[float, float]] = ()
     crosses: Sequence[tuple[float, float]] = ()
     band: Sequence[tuple[float, float]] = ()  # lowest and highest at each point
 
@@ -172,19 +171,16 @@ def _line(ax: Axes, theme: Theme, line: Line) -> None:
     ax.plot(at[:, 0], at[:, 1], color=colour, lw=2, ls=dash, solid_joinstyle="round")
     if line.dots:
         ax.plot(at[:, 0], at[:, 1], "o", color=colour, ms=5)
-    paper = theme["paper"]
-    marks = ((line.hollow, "o", colour, paper, 6), (line.crosses, "X", paper, colour, 11))
-    for spots, form, edge, face, size in marks:
-        if spots:
-            where = np.array(spots).T
-            ax.plot(*where, form, mec=edge, mfc=face, ms=size, clip_on=False, zorder=5)
+    if line.crosses:
+        look: dict[str, Any] = {"mec": theme["paper"], "mfc": colour, "ms": 11}
+        ax.plot(*np.array(line.crosses).T, "X", clip_on=False, zorder=5, **look)
 
 
 def _names(ax: Axes, theme: Theme, content: Sequence[Line], room: float) -> None:
     """Each name beside the end of its line; `room` is how high the axes are, in pixels."""
     ends = []
     for line in content:
-        last = [*line.points, *line.hollow, *line.crosses][-1]
+        last = [*line.points, *line.crosses][-1]
         height = ax.transAxes.inverted().transform(ax.transData.transform(last))[1]
         ends.append((float(height) * room, line))
     ends.sort(key=lambda end: -end[0])
@@ -203,8 +199,7 @@ def _name_height(line: Line) -> float:
 
 
 def apart(wanted: Sequence[float], sizes: Sequence[float], room: float) -> list[float]:
-    """Middles of labels, from the highest down, near where they are wanted: none on another, and
-    within the room where it holds them all."""
+    """Middles of labels near where they are wanted, from the highest down, without overlaps."""
     found, ceiling = [], room + _LINE / 2
     for middle, size in zip(wanted, sizes, strict=True):
         found.append(min(middle, ceiling - size / 2))

@@ -68,10 +68,9 @@ def hosts(runs: Sequence[Run]) -> Figure | None:
         for members, name in over:
             timed = [(run, s) for run in members if (s := step(run))]
             points = [(int(run["hosts"]), s.median) for run, s in timed]
-            cold = [(int(run["hosts"]), s.median) for run, s in timed if not steady(run)]
             died = [(int(run["hosts"]), most) for run in members if run["status"] != "ok"]
             said = [f"{number(points[-1][1])} s"] if points else []
-            if cold:
+            if points and not steady(timed[-1][0]):
                 said[0] += " cold"
             if died:
                 ends = {run["status"] for run in members if run["status"] != "ok"}
@@ -79,7 +78,7 @@ def hosts(runs: Sequence[Run]) -> Figure | None:
             told = "\n".join([name, *said])
             dashed, kind = name.endswith("off"), colour(members[0]["plane"])
             band = [(s.fastest, s.slowest) for _, s in timed]
-            drawn.append(Line(told, kind, points, dashed, True, cold, died, band))
+            drawn.append(Line(told, kind, points, dashed, True, died, band))
         sizes = sorted({int(run["hosts"]) for run in family})
         a_host = run["prompts"] / run["hosts"]
         prompts = f"{a_host:g} prompt{'' if a_host == 1 else 's'} a host"
@@ -88,8 +87,8 @@ def hosts(runs: Sequence[Run]) -> Figure | None:
     sentence = (
         "Each host brings the same work, so a flat line means that hosts share no bottleneck. "
         "Points are medians of steady steps, bands show the fastest and the slowest; each step has "
-        "other prompts. A hollow point is a cold first step. The figures at the right are those on "
-        "the most hosts."
+        "other prompts. The figures at the right are those on the most hosts; `cold` is a first "
+        "step, which a run of one step has only."
     )
     return Figure("hosts", "Step time over hosts", sentence, panels) if panels else None
 

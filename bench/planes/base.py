@@ -71,8 +71,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return [prompt for prompt in self.generate() if prompt.step == step]
 
     def is_trained(self, prompt: Prompt) -> bool:
-        """Whether a group reaches the trainers. The reward stage filters out the others. The trace
-        decides, so the check knows it too."""
+        """Whether a group reaches the trainers, or the reward stage filters it out."""
         return self.task.survive is None or prompt.survives
 
     def phases(self) -> tuple[tuple[str, ...], ...]:
@@ -141,20 +140,15 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Moved(msgspec.Struct, frozen=True):
-    """Payload bytes that a plane copied; a copy between hosts counts once. pulled, sent: of those,
-    the bytes that arrived at each host and that left it, if known."""
+    """Payload bytes that arrived at each host from others, and that left it, if they are known."""
 
-    nbytes: int = 0
     pulled: list[int] = []
     sent: list[int] = []
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A process that a plane needs. `speaks`: it prints events, the first of them `ready`.
-
-    It lives on `host`, and under that host's memory limit.
-    """
+    """A process of a plane on a host. `speaks`: it prints events, the first of them `ready`."""
 
     name: str
     argv: list[str]
@@ -176,8 +170,7 @@ class Batch(ABC):
 
     @abstractmethod
     def drop(self, prompts: Collection[int]) -> None:
-        """Free these groups, so that no stage gets them any more. The batch keeps the other
-        groups."""
+        """Free these groups, so that no stage gets them any more. The batch keeps the others."""
 
     def rows(self) -> list[tuple[int, int]]:
         """(prompt, sample) of each row, as the rollout worker wrote them into `uid`."""
@@ -221,10 +214,6 @@ class Endpoint(ABC):
         """Batches of a stage until the step has no more: whole groups, for `train` one at a
         time. Requesting the next batch finishes the last one."""
 
-    def moved(self) -> Moved:
-        """What this endpoint copied, for planes whose services cannot count it."""
-        return Moved()
-
     @abstractmethod
     def close(self) -> None:
         """Disconnect from the plane."""
@@ -250,8 +239,7 @@ class Plane(ABC):
 
     @abstractmethod
     def reachable(self, ready: Mapping[str, Any]) -> bool:
-        """Whether workers can attach now. `ready`: by name, the ready events of services that write
-        events."""
+        """Whether workers can attach. `ready`: by name, the ready events of services that speak."""
 
     @abstractmethod
     def address(self, host: int, ready: Mapping[str, Any]) -> dict[str, Any]:
@@ -260,9 +248,9 @@ class Plane(ABC):
     def rolled(self, step: int) -> None:  # noqa: B027  # many planes need not know it
         """Note that all rollout workers have finished the step, so it gets no further rows."""
 
-    @abstractmethod
     def moved(self, done: Mapping[str, dict[str, Any]]) -> Moved:
         """What was moved, after all workers have finished. `done`: every process's last event."""
+        return Moved()
 
     def close(self) -> None:  # noqa: B027  # of many planes it holds nothing
         """Release what the runner itself holds of this plane."""

@@ -1,19 +1,11 @@
 """One controller process through which every byte of every stage passes.
 
-`controller` has barriers, as verl's classic driver has (`DataProto` in a single controller);
-`controller-stream` has none, as `dataplane`, so those two differ in one thing. It follows that a
-controller sends a group to every stage, where a host of `dataplane` keeps what it has pulled.
-The process runs on a trainer's host: it sends more than it receives, so where rollout has its own
-hosts, its link carries the least there. While a worker has one group, the next one arrives as far
-as the socket's buffers hold it; `dataplane` claims no group ahead.
-
-This is as fast as the design can be on these sockets: no Ray, pickle, concatenation, padding or
-reordering (verl's shuffled rows send a prompt up to 5.25 times; here whole groups are dealt); a
-stage is sent only the columns that it reads; rollout streams groups in as they finish; arrays go
-out by sendmsg from where they landed, and land by recv_into in memory that was mapped and touched
-before the clock started, in the workers too; one blocking thread a connection and direction
-(asyncio reaches 2.6 GB/s, one raw socket as much, and several run at once without the GIL); unix
-sockets on its own host. `dedup` sends a value that rows share once; verl has no such thing.
+`controller` has barriers between stages, as verl's classic driver has; `controller-stream` has
+none, as `dataplane`, so those two differ in one thing. It is as fast as the design can be: no Ray,
+pickle, copy or padding; whole groups, of which a stage is sent what it reads; a blocking thread a
+connection and direction, into memory that was touched before the clock starts; unix sockets on its
+own host, which is a trainer's because a controller sends more than it receives; the next group is
+on its way while a worker has one; and dedup, which verl's driver lacks.
 """
 
 from __future__ import annotations
@@ -40,7 +32,6 @@ _ALIGNMENT_SLACK = 64 * 64  # of one row's values
 
 
 def _host(job: Job) -> int:
-    """The controller's."""
     return job.host_of("train", 0)
 
 
@@ -135,8 +126,7 @@ class Connection(Taker):
 
 
 class Controller:
-    """The batches of the steps in flight. One thread decides what goes where; each connection has a
-    thread that receives, and each worker of a stage one that sends to it."""
+    """The batches of the steps in flight. One thread decides what goes where, others move bytes."""
 
     def __init__(self, job: Job, path: str, barriers: bool) -> None:
         self._job = job
@@ -229,7 +219,6 @@ class Controller:
         return thread
 
     def _gather(self, worker: Connection) -> None:
-        """Merge what one worker sends into the batch."""
         while True:
             try:
                 frame, nbytes = receive_table(worker.sock)
@@ -252,7 +241,6 @@ class Controller:
             self._events.put(Event(worker.role, frame.step, frame.prompt))
 
     def _post(self, worker: Connection) -> None:
-        """Send one worker what is put into its outbox."""
         fields = self._job.stages()[worker.role]
         while order := worker.outbox.get():
             step, prompt = order
@@ -270,7 +258,7 @@ class Controller:
         pulled[at] += sum(c.received for c in remote)
         sent = [sum(c.received for c in remote if c.host == host) for host in hosts]
         sent[at] += sum(c.sent for c in remote)
-        return Moved(sum(c.received + c.sent for c in self._connections), pulled, sent)
+        return Moved(pulled, sent)
 
 
 def main(job_json: str, path: str) -> None:

@@ -30,7 +30,6 @@ def _connect(address: dict[str, Any]) -> Any:
 class DataplaneBatch(Batch):
     def __init__(self, batch: Any) -> None:
         self.claimed = batch
-        self.added = 0  # bytes
 
     def column(self, field: str) -> Sequence[Array]:
         values: Sequence[Array] = self.claimed[field]
@@ -38,7 +37,6 @@ class DataplaneBatch(Batch):
 
     def add(self, columns: Columns) -> None:
         self.claimed.add(**columns)
-        self.added += sum(value.nbytes for values in columns.values() for value in values)
 
     def drop(self, prompts: Collection[int]) -> None:
         self.claimed.drop(groups=list(prompts))
@@ -51,7 +49,6 @@ class DataplaneEndpoint(Endpoint):
         self._job = job
         self._partition = cache(self._declared)
         self._dedup = [name for name in DEDUP if job.dedup]
-        self._copied = 0
         self._partition(0)  # the start signal comes when all workers have attached to it
 
     def _declared(self, step: int) -> Any:
@@ -62,22 +59,14 @@ class DataplaneEndpoint(Endpoint):
 
     def put(self, step: int, prompt: int, columns: Columns) -> None:
         shared = [name for name in self._dedup if name in columns]
-        for name, values in columns.items():
-            self._copied += sum(v.nbytes for v in (values[:1] if name in shared else values))
         self._partition(step).put(dict(columns), group=prompt, dedup=shared)
 
     def batches(self, step: int, stage: str) -> Iterator[Batch]:
         # A trainer takes one group at a time, see `flow`.
         least, most = (1, 1) if stage == "train" else self._job.groups_per_claim(stage)
         for batch in self._partition(step).stream(stage, groups=most, min=least):
-            taken = DataplaneBatch(batch)
+            yield DataplaneBatch(batch)
             del batch  # what is not held any more makes room while the next one is waited for
-            yield taken
-            self._copied += taken.added
-            del taken
-
-    def moved(self) -> Moved:
-        return Moved(self._copied)
 
     def close(self) -> None:
         self._plane.close()
@@ -121,12 +110,9 @@ class DataplanePlane(Plane):
         return {"peer": f"host{host}", "plane": self._plane_name, "run_dir": self.job.folder}
 
     def moved(self, done: Mapping[str, dict[str, Any]]) -> Moved:
-        """Clients copy into the arena and know what; peers read what lies at others, or are given
-        it with a grant; what is read at one's own host is never copied."""
+        """Peers read what lies at others, or are given it with a grant."""
         stats = [client.stats() for client in self._clients]
-        pulled = [int(told["pulled_bytes"]) + int(told["carried_bytes"]) for told in stats]
-        copied = sum(event["moved"]["nbytes"] for event in done.values())
-        return Moved(copied + sum(pulled), pulled)
+        return Moved([int(told["pulled_bytes"]) + int(told["carried_bytes"]) for told in stats])
 
     def rolled(self, step: int) -> None:
         self._clients[0].partition(f"step-{step}").seal()

@@ -27,7 +27,6 @@ _HEADER = struct.Struct("<4sIQ")
 _MAGIC = b"BCF1"
 _ALIGN = 64
 _IOVECS = 512
-_MADV_POPULATE_WRITE = 23
 _MAP_NORESERVE = 0x4000  # of Linux; the module has no name for it
 _MAX_TABLE_BYTES = 1 << 26
 
@@ -84,10 +83,7 @@ def _mapped(nbytes: int, touch: bool = True) -> Buffer:
     region.madvise(mmap.MADV_HUGEPAGE)
     room = np.frombuffer(region, np.uint8)
     if touch:
-        try:
-            region.madvise(_MADV_POPULATE_WRITE)
-        except OSError:  # a kernel before 5.14: touch every page instead
-            room[::4096] = 0
+        room[:: mmap.PAGESIZE] = 0
     return room[:nbytes]
 
 

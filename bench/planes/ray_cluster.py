@@ -43,9 +43,8 @@ def place(job: Job, host: int) -> str:
 
 
 def store_bytes(job: Job) -> int:
-    """Of each node's object store. Under a limit as much as a peer's arena, which has to do with
-    that too; else as much as Ray would take on a host that has its share of this machine. What does
-    not fit is spilled to disk by Ray."""
+    """Of each node's object store: under a limit as much as a peer's arena, else Ray's own choice
+    for its share of this machine."""
     if job.memory_limit_bytes:
         return max(_SMALLEST_STORE, job.arena_bytes)
     return max(int(_OWN_SHARE * memory_bytes()) // job.hosts, job.arena_bytes)

@@ -45,19 +45,15 @@ class TransferQueueEndpoint(StoreEndpoint):
         return TensorDict(tensors, batch_size=[self.job.samples])
 
     def store(self, step: int, prompt: int, columns: Columns) -> dict[str, Any]:
-        if not columns:
-            return {}
-        self.put_form(step, prompt, self.form(columns))
-        sizes = {name: sum(v.nbytes for v in values) for name, values in columns.items()}
-        self._copied += sum(sizes.values())
-        return {name: (nbytes,) for name, nbytes in sizes.items()}
+        if columns:
+            self.put_form(step, prompt, self.form(columns))
+        return dict.fromkeys(columns)
 
     def put_form(self, step: int, prompt: int, fields: Any) -> None:
         self._queue.kv_batch_put(keys=self._keys(prompt), partition_id=f"{step}", fields=fields)
 
-    def fetch(self, step: int, prompt: int, places: dict[str, Any], unseen: int) -> Any:
+    def fetch(self, step: int, prompt: int, places: dict[str, Any]) -> Any:
         """A TensorDict of dense and jagged tensors."""
-        self._copied += sum(place[0] for place in places.values())
         return self._queue.kv_batch_get(self._keys(prompt), f"{step}", list(places))
 
     def columns(self, fetched: Any) -> dict[str, Sequence[Array]]:
@@ -78,8 +74,7 @@ class TransferQueuePlane(RayStorePlane):
 
 
 def _tensor(values: Sequence[Array]) -> Any:
-    """Rows as one tensor: dense, jagged, or where they differ in another than their first length
-    strided."""
+    """Rows as one tensor: dense; jagged if only first lengths differ; else strided."""
     import torch
 
     rows = [torch.from_numpy(value) for value in values]

@@ -146,8 +146,7 @@ def _simulate(
 
 
 def _observe(size: Size, console: Console, failed: list[str]) -> dict[RunKey, list[Seen]]:
-    """All runs. `failed` gets what went wrong in runs that were repeated. Raises RunFailed when the
-    second try fails too."""
+    """All runs. `failed` gets failures of runs that were repeated. Raises RunFailed."""
     fits = [(_FIT, case, plane) for case in size.fits for plane in DESIGNS]
     checks = [(_CHECK, case, plane) for case in size.checks for plane in DESIGNS]
     order = in_turn(fits * size.fit_times, checks * size.check_times)
@@ -168,9 +167,9 @@ def _observe(size: Size, console: Console, failed: list[str]) -> dict[RunKey, li
 
 
 def accuracy(cases: Sequence[Mapping[str, Any]], cores: int) -> dict[str, Any]:
-    """The skill over all cases and of each design. `repeat_skill`: that of one run as a prediction
-    of the others of its case, None where there are none. `others_cores`: what other programs took
-    of this machine's cores meanwhile; `quiet`: whether that was little."""
+    """The skill of all cases and of each design. repeat_skill: that of one run as a prediction of
+    the others of its case. others_cores: what other programs took; quiet: whether that was little.
+    """
     others = mean(cores for case in cases for cores in case["others_cores"])
     by_plane = {plane: _skill([c for c in cases if c["plane"] == plane]) for plane in DESIGNS}
     told: dict[str, Any] = {"skill": _skill(cases), "skill_goal": GOAL, "skill_by_plane": by_plane}
@@ -197,10 +196,7 @@ def _repeats(case: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def _factors(
     costs: Mapping[str, Costs], cases: Sequence[Mapping[str, Any]]
 ) -> dict[str, tuple[float, float]]:
-    """By plane: how far what a step took beyond recorded time was below and above the model.
-
-    At least 0.8 and 1.25: a few cases on one machine do not show all that a cluster may bring.
-    """
+    """By plane: how far transfers were below and above the model, at least 0.8 and 1.25."""
     factors = {}
     for plane in costs:
         ratios = [
@@ -235,8 +231,7 @@ def _assume(
 def _extrapolate(
     assumed: Mapping[str, Any], hosts: int, costs: Mapping[str, Costs]
 ) -> Iterator[dict[str, Any]]:
-    """Yield a modelled result for each variant. The band reaches from a good to a bad cluster:
-    costs vary by the spread of the measurements, and links lose less or more to incast."""
+    """Yield a result for each variant. In the band, costs and links go from good to bad."""
     place = Place(
         cores=1,
         one_machine=False,
@@ -353,14 +348,12 @@ class RunFailed(Exception):
 
 
 def paced(plane: str, trace: str, hosts: int, prompts: int, steps: int, step_s: float) -> Job:
-    """A job whose recorded time alone takes `step_s` a step; with dedup, so that both designs are
-    compared at their best."""
+    """A job whose recorded time alone takes `step_s` a step, with dedup."""
     job = Job(plane=plane, trace=trace, hosts=hosts, trainers=hosts, prompts=prompts, steps=steps)
     return msgspec.structs.replace(job, pace=recorded_seconds(job) / steps / step_s)
 
 
 def in_turn(*runs: Sequence[T]) -> list[T]:
-    """All of them, each sequence spread evenly over the whole: what a machine is like for some
-    minutes meets what is fitted on and what is judged alike."""
+    """All of them, each sequence spread evenly over the whole: all meet the same machine."""
     placed = [((n + 0.5) / len(some), run) for some in runs for n, run in enumerate(some)]
     return [run for _, run in sorted(placed, key=lambda pair: pair[0])]

@@ -86,9 +86,6 @@ class Decentral(Design):
             self._ready(stage, prompt)
         yield from self._tell(self._serving[prompt.step][0], host)
 
-    def rolled(self, step: int) -> None:
-        """Sealing is one message, in the background."""
-
     def claim(self, step: int, stage: str, rank: int, most: int) -> Claimed:
         host = self.job.host_of(stage, rank)
         queue, asked = self._stages[step, stage], self.env.now
@@ -135,8 +132,7 @@ class Decentral(Design):
         yield from self._tell(self._serving[step][0], host)
 
     def _enter(self, host: int, step: int) -> Steps:
-        """A put or a finish: at the shard and its backup, before claims see it and it is
-        answered."""
+        """A put or a finish: at the shard and its backup, before claims see it."""
         yield self._operate(host)
         yield from self._tell(host, self._serving[step][0])
         yield from self._copy(step)
@@ -200,8 +196,7 @@ class Decentral(Design):
             self._ready("reference", prompt)
 
     def _hold(self, host: int, nbytes: int) -> None:
-        """When half of the pages that it touched ahead are used, the peer touches more, in the
-        background."""
+        """When half of the pages that it touched ahead are used, the peer touches more."""
         self._held[host] += nbytes
         peak = self.outcome.peak_bytes
         peak[host] = max(peak[host], self._held[host])
@@ -213,8 +208,7 @@ class Decentral(Design):
             self.hosts.copy(host, self.costs.page * more)
 
     def _free(self, prompt: Prompt) -> Steps:
-        """All stages are through. Their clients release the group a while later, and its owner then
-        frees its bytes. Pulled copies are evictable."""
+        """All stages are through. Clients release the group later, and its owner frees it."""
         owner = self._owner[prompt.index]
         yield self.env.timeout(GATHER_S)
         self._held[owner] -= self.plan.work_of("written", prompt).nbytes

@@ -42,20 +42,17 @@ class Seen:
         return float(self.run["step_ends"][-1]) / self.job.steps
 
     def cpu_s(self, role: str, activity: str) -> float:
-        """Of all workers of a role."""
         workers = self.run["workers"].items()
         mine = (worker for name, worker in workers if name.rpartition("-")[0] == role)
         return float(sum(worker["cpu_seconds"].get(activity, 0.0) for worker in mine))
 
     def service_cpu_s(self) -> float:
-        """Of the controller, or of all peers."""
         if "controller" in self.run["workers"]:
             return float(self.run["workers"]["controller"]["cpu_seconds"]["controller"])
         seconds = self.run["cpu_seconds"].items()
         return float(sum(s for name, s in seconds if name.startswith("peer-")))
 
     def work(self, role: str) -> Work:
-        """What the workers of a role dealt with in all."""
         groups = filter(self.job.is_trained, self.job.generate())
         what = "written" if role == "rollout" else role
         return sum((work_of(self.job, what, prompt) for prompt in groups), Work())
@@ -65,10 +62,7 @@ def fit(seen: Mapping[str, Sequence[Seen]], cores: int) -> tuple[dict[str, Costs
     """The costs of each plane's design, from runs of it, and this machine as these runs met it.
 
     Processor time that no process of a run counted is that of strangers, a share of every second,
-    and that of the kernel as it ends workers after their last count. Strangers are taken to want
-    the cores that they got. How late threads wake shows in no count: it is what brings predicted
-    steps nearest to these runs.
-    """
+    and that of the kernel as it ends workers. late_s brings predicted steps nearest to the runs."""
     runs = [each for runs in seen.values() for each in runs]
     columns = [[each.run["cpu_counted_seconds"], sum(each.job.crowd().values())] for each in runs]
     unknown = [others_cores(each.run) * each.run["cpu_counted_seconds"] for each in runs]
@@ -89,13 +83,8 @@ def fit(seen: Mapping[str, Sequence[Seen]], cores: int) -> tuple[dict[str, Costs
 def priced(
     seen: Sequence[Seen], place: Place, end: float = 0.0, byte: float | None = None
 ) -> Costs:
-    """The costs of one design. end: of a worker's process. byte: of one that a service sends or
-    receives, where other runs have shown it: hardly any go from peer to peer in these.
-
-    What a service did is what the model of it counts, in the fit as in what is predicted: an
-    operation, a message, a byte of a page, a byte that is moved. With more prices so few runs fit
-    their own noise.
-    """
+    """The costs of one design. end: of a worker's process. byte: of one that a service moves, where
+    other runs have shown it. With more prices than these so few runs fit their own noise."""
     # The runner's share of a core. More processes do not make it more: its looks at them rest nine
     # times as long as they took (bench/usage.py).
     watch = median(each.run["cpu_seconds"]["runner"] / each.run["seconds"] for each in seen)
@@ -112,16 +101,13 @@ def priced(
 
 
 def simulate(job: Job, costs: Costs, place: Place, seed: int = 0) -> Outcome:
-    """The job on this machine, all hosts on the same cores. seed: of which hosts serve which
-    step."""
+    """The job on this machine. seed: of which hosts serve which step."""
     watched = replace(place, cores=max(0.25, place.cores - costs.watch))
     return Model(Plan(job), costs, watched, DESIGNS[job.plane], seed).run()
 
 
 def check(job: Job, costs: Costs, place: Place, runs: Sequence[Seen]) -> dict[str, Any]:
-    """What the model says beside what these runs took: the mean over several draws of which hosts
-    serve which step, where there is a choice. place: this machine, as in the runs that it was
-    fitted on."""
+    """What these runs took, and what the model says: a mean over which hosts serve what."""
     draws = _DRAWS if job.hosts > 2 and job.plane == "dataplane" else 1
     drawn = [simulate(job, costs, place, seed) for seed in range(draws)]
     predicted = mean(run.step_s for run in drawn)

@@ -106,8 +106,7 @@ class Place:
 
 
 def work_of(job: Job, what: str, prompt: Prompt) -> Work:
-    """Of a group: what rollout has `written`, what a stage is sent (`reward`), or what one adds
-    (`added reward`)."""
+    """Of a group: what rollout has `written`, what `reward` is sent, or what is `added reward`."""
     if what == "written":
         fields = rollout_fields(job.task)
     elif what.startswith("added "):
@@ -220,8 +219,7 @@ class Design(ABC):
     def put(self, host: int, prompt: Prompt) -> Steps:
         """A whole group."""
 
-    @abstractmethod
-    def rolled(self, step: int) -> None:
+    def rolled(self, step: int) -> None:  # noqa: B027  # to `dataplane` it is one message
         """A rollout worker has put all its groups."""
 
     @abstractmethod

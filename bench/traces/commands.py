@@ -63,7 +63,6 @@ def _trace(options: argparse.Namespace, command: str) -> int:
 
 
 def _info(options: argparse.Namespace, command: str) -> int:
-    """Print the size of a trace and a table of its distributions."""
     console, (name, prompts) = Console(), load.load(options.file, options.task)
     rows = sum(len(prompt.samples) for prompt in prompts)
     steps = len({prompt.step for prompt in prompts})

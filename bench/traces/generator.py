@@ -8,7 +8,6 @@ import bisect
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,7 +110,6 @@ def _turns(task: Task, length: int, rng: np.random.Generator) -> tuple[Turn, ...
 def _written(
     tools: Tools, task: Task, count: int, length: int, rng: np.random.Generator
 ) -> Sequence[int]:
-    """Tokens that the model writes in each turn."""
     if tools.last_turn is None:  # a session's total, cut at random places
         length = max(length, count)
         spare = length - count  # each turn has one token at least
@@ -141,11 +139,6 @@ def _reward_seconds(task: Task, seed: int, step: int, number: int) -> float:
 
 def _one_of(shares: tuple[float, ...], rng: np.random.Generator) -> int:
     # Much quicker than Generator.choice, which a session with tools would wait for.
-    return bisect.bisect_right(_cumulative(shares), rng.random())
-
-
-@cache
-def _cumulative(shares: tuple[float, ...]) -> list[float]:
-    """Of all but the last: what lies beyond them is its own."""
     total = sum(shares)
-    return [part / total for part in itertools.accumulate(shares[:-1])]
+    ends = [part / total for part in itertools.accumulate(shares[:-1])]
+    return bisect.bisect_right(ends, rng.random())

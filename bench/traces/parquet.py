@@ -76,8 +76,7 @@ def write(
     prompts: Iterable[Prompt],
     tick: Callable[[int], None] = lambda rows: None,
 ) -> None:
-    """Write a trace. An existing file is replaced once the new one is complete. tick(rows): called
-    with the number of rows written. Raises NotWritten."""
+    """Write a trace. tick: called with the number of rows so far. Raises NotWritten."""
     metadata = {b"bench.trace": _FORMAT, b"task": task.encode(), b"seed": str(seed).encode()}
     schema = SCHEMA.with_metadata(metadata)
     with (
@@ -103,8 +102,7 @@ def _rows(prompt: Prompt) -> list[_Row]:
 
 
 def read_rows(path: Path, form: type[list[T]], instead: str) -> tuple[dict[bytes, bytes], list[T]]:
-    """The metadata and the rows of any Parquet file of at most MOST_ROWS rows of this form.
-    instead: what to do with a file that cannot be read. Raises TraceError."""
+    """The metadata and rows of a Parquet file. instead: what else to do. Raises TraceError."""
     try:
         told = pyarrow.parquet.read_metadata(path)
         # Of its row groups, as pyarrow makes room for so many before it reads any; what the file

@@ -81,10 +81,7 @@ class _RewardLine(msgspec.Struct):
 
 
 def read(path: Path, samples: int) -> Recorded:
-    """Read one file. `samples`: rows of a group, where the form does not say which belong together.
-
-    Raises TraceError for the first line that is not of the file's form.
-    """
+    """Read one file. samples: rows of a group, if the form does not say it. Raises TraceError."""
     text = _text(path)
     # Not splitlines: a string in JSON may hold what that takes for a line's end.
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
@@ -105,13 +102,11 @@ def read(path: Path, samples: int) -> Recorded:
 
 def _text(path: Path) -> str:
     try:
-        told = path.read_bytes()
+        return path.read_text("utf-8")
     except OSError as exc:
         raise unreadable(path, exc) from exc
-    try:
-        return told.decode()
     except UnicodeDecodeError as exc:
-        line = told.count(b"\n", 0, exc.start) + 1
+        line = exc.object.count(b"\n", 0, exc.start) + 1
         why = f"this file is not UTF-8 text ({exc.reason}): convert it to UTF-8"
         raise TraceError(path, why, line) from exc
 
@@ -182,10 +177,7 @@ def _chunks(rows: list[tuple[int, list[Turn]]], samples: int) -> list[Group]:
 
 
 def _prompts(path: Path, lines: Lines) -> Recorded:
-    """Lines of validation, and those that further tensor-parallel ranks repeat, do not count.
-
-    Ranks append to one file as they end; a prompt's place in its step is by rank and local index.
-    """
+    """Without validation and the repeats of tensor-parallel ranks, by rank and local index."""
     found: dict[int, list[tuple[tuple[int, int], Group]]] = {}
     for number, record in _records(path, lines, _PromptLine):
         told = record.n_sampling

@@ -169,8 +169,8 @@ def _staleness(steps: Sequence[_Step]) -> int:
 
 
 def _optimiser(steps: Sequence[_Step], staleness: int) -> list[float]:
-    """After the last ack of each step: how long the last stage then did nothing, at most until the
-    rollout that waited for it put. The last step has the others' median."""
+    """How long the last stage did nothing after each step, at most until the rollout that waited
+    for it put. The last step has the others' median."""
     found = []
     for at, step in enumerate(steps[:-1]):
         pause = max(0.0, steps[at + 1].pause_s)
@@ -181,7 +181,6 @@ def _optimiser(steps: Sequence[_Step], staleness: int) -> list[float]:
 
 
 def _starts(steps: Sequence[_Step], staleness: int, optimiser: Sequence[float]) -> list[float]:
-    """When rollout began each step."""
     starts = list[float]()
     for at, step in enumerate(steps):
         start = step.began

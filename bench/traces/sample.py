@@ -15,8 +15,7 @@ PATCH_VALUES = 1176  # 2 frames × 3 channels × 14 × 14 pixels: one row of pix
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of the model. The tool call that ends it takes `tool_seconds` and returns this
-    many tokens."""
+    """One turn of the model, and the tool call that ends it."""
 
     tokens: int
     seconds: float = 0.0  # of the engine
@@ -66,8 +65,7 @@ class Medium:
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Seconds for which the stages worked on a recorded group, and the optimiser after the last
-    group of its step."""
+    """Seconds of the stages for a recorded group, and of the optimiser after the step's last."""
 
     reference: float
     train: float
@@ -86,10 +84,8 @@ class StageReplay(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A group: one prompt with its media, and its samples. `index` counts through all steps.
-
-    times: of the stages, where a job was recorded; None: they follow from the lengths.
-    """
+    """A group: one prompt with its media, and its samples. `index` counts through all steps. times:
+    of the stages of a recorded job; None: they follow from the lengths."""
 
     index: int
     step: int

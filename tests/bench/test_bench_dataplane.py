@@ -24,7 +24,6 @@ def test_rows_move_between_hosts_without_a_controller(hosts: int) -> None:
     assert (run["status"], run["error"]) == ("ok", "")
     assert run["rows"] == run["rows_expected"] == 48
     assert (sum(run["pulled_bytes"]) > 0) == (hosts > 1)
-    assert run["bytes_moved"] - sum(run["pulled_bytes"]) == run["bytes_unique"]
     assert {"peer-host0", "arena of peer-host0", "train-0"} <= run["peak_memory_bytes"].keys()
     assert not leaks.children()
 

@@ -49,7 +49,7 @@ def run(plane: str, **changes: Any) -> dict[str, Any]:
     times = {"p50": 3.0, "p90": 9.0, "p99": 30.0, "max": 41.0, "times": 16}
     told: dict[str, Any] = {
         "plane": plane, "trace": "video", "status": "ok", "error": "", "rows": 128,
-        "rows_expected": 128, "bytes_unique": 1_770_000_000, "bytes_moved": 2_400_000_000,
+        "rows_expected": 128, "bytes_unique": 1_770_000_000,
         "seconds": 3.1, "peak_memory_bytes": {"arena of host0": 1 << 30, "train-0": 30 << 20},
         "peak_host_bytes": [1 << 30, 900 << 20], "steps": 1,
         "step_seconds": [3.0], "trainers": 2, "seed": 0, "pace": 0.0,
@@ -278,7 +278,7 @@ def test_every_machine_is_named_with_its_commands(tmp_path: Path) -> None:
     write(page, [one, {**another, "machine": other}])
     told = page.read_text()
     assert "2 cores" in told and "64 cores" in told and "numpy 2.0.0" in told
-    assert told.index("numpy 2.0.0") < told.rindex("<pre>") < told.index("numpy 2.5.0")
+    assert told.rindex("numpy 2.0.0") < told.rindex("<pre>") < told.rindex("numpy 2.5.0")
 
 
 def test_a_run_that_never_started_stretches_no_axis(tmp_path: Path) -> None:
@@ -353,14 +353,8 @@ def test_what_is_no_report_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
         in capsys.readouterr().err
     )
     (tmp_path / "cut.json").write_text('{"machine": {}, "command": "x", "runs": [{}]}')
-    endless = {"train": {"claim": {"p50": float("inf"), "p90": 1, "p99": 1, "max": 1}}}
-    (tmp_path / "odd.json").write_text(json.dumps(report(runs=[run("x", latency_ms=endless)])))
-    for name, why in (
-        ("cut.json", "not a complete report"),
-        ("odd.json", "Infinity is not a valid figure"),
-    ):
-        assert main(["report", str(tmp_path / name), "-o", str(page)]) == 2
-        assert why in capsys.readouterr().err and not page.exists()
+    assert main(["report", str(tmp_path / "cut.json"), "-o", str(page)]) == 2
+    assert "not a complete report" in capsys.readouterr().err and not page.exists()
 
 
 def test_a_page_never_takes_the_place_of_a_report(

@@ -172,7 +172,7 @@ class Placed(End):
 
     def expect(self, puts: int) -> None:
         for _ in range(puts):
-            number, places, _ = self.endpoint.next(_STEP, _STAGE, self.fields)
+            number, places = self.endpoint.next(_STEP, _STAGE, self.fields)
             self._expected.append((number, places))
 
     def get(self) -> Any:
@@ -199,12 +199,12 @@ class Stored(Placed):
     def store(self, number: int, form: Any) -> dict[str, Any]:
         import ray
 
-        return {"*": (0, [ray.put(form)])}
+        return {"*": ray.put(form)}
 
     def fetch(self, number: int, places: dict[str, Any]) -> Any:
         import ray
 
-        return ray.get(places["*"][1][0])
+        return ray.get(places["*"])
 
     def buffers(self, held: Any) -> Iterator[Array]:
         return (held[name][0] for name in FIELDS)
@@ -221,10 +221,10 @@ class Queued(Placed):
 
     def store(self, number: int, form: Any) -> dict[str, Any]:
         self.endpoint.put_form(_STEP, number, form)
-        return dict.fromkeys(FIELDS, (0,))
+        return dict.fromkeys(FIELDS)
 
     def fetch(self, number: int, places: dict[str, Any]) -> Any:
-        return self.endpoint.fetch(_STEP, number, places, 0)
+        return self.endpoint.fetch(_STEP, number, places)
 
     def buffers(self, held: Any) -> Iterator[Array]:
         for value in (held[name] for name in FIELDS):

@@ -281,14 +281,11 @@ class Space:
         for no ranges. Raises RowsGone, and changes nothing, if any is dead. The column stays
         with the pin."""
         assert not self.any_away(ranges, holder)
-        return self.keep(holder, ranges)
+        return self.keep(holder, ranges)[0]
 
-    def keep(self, holder: int, ranges: Records) -> int:
-        """As `pin`, wherever their bytes are: held for somebody who does not read them."""
-        return self.keep_places(holder, ranges)[0]
-
-    def keep_places(self, holder: int, ranges: Records) -> tuple[int, list[Extent]]:
-        """The same, and where they lie, padding included."""
+    def keep(self, holder: int, ranges: Records) -> tuple[int, list[Extent]]:
+        """As `pin`, wherever their bytes are: held for somebody who does not read them. Return also
+        where they lie, padding included."""
         if not len(ranges):
             return 0, []
         places = self.ranges.hold(ranges)

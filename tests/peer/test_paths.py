@@ -14,7 +14,7 @@ from dataplane.peer.pull.paths import Paths, Trial, candidates, chosen, pattern
 from dataplane.transport.seam import Remote
 from dataplane.wire.tables import Owner
 
-FAST, SLOW = Trial(2.0, 80.0, True), Trial(0.5, 80.0, True)
+FAST, SLOW = Trial(2.0, 80.0), Trial(0.5, 80.0)
 
 
 @pytest.mark.parametrize("text", ["auto", "off", "off:nixl,shelf", "required:nixl"])

@@ -237,7 +237,7 @@ class Finishing:
         """Keep what the message wrote until the lease ends. Return RANGE records."""
         written = committed.written
         if len(written):
-            lease.kept.append(self.host.space.keep(lease.session.id, written))
+            lease.kept.append(self.host.space.keep(lease.session.id, written)[0])
         return written.tobytes()
 
     async def _finish_carried(

@@ -306,7 +306,7 @@ class Grants:
         written."""
         if isinstance(failure, ShardFull) and failure.details.get("values"):
             ranges = committed.ranges
-            pin = self.host.space.keep(session.id, ranges)
+            pin, _ = self.host.space.keep(session.id, ranges)
             failure.details |= {"ranges": ranges.tobytes(), "pin": pin}
 
 

@@ -88,7 +88,7 @@ class Reading:
         space = self.host.space
         assert not space.any_away(local, holder)
         places, inline = list[int](), named.inline
-        pin, found = space.keep_places(holder, local)
+        pin, found = space.keep(holder, local)
         spots = iter(found)
         for one in table.values.chunks:
             if inline[one.owner]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from dataplane.errors import LimitExceeded
 from dataplane.memory.extents import Bytes, Records
-from dataplane.memory.placement import assign, placed
+from dataplane.memory.placement import placed
 from dataplane.wire.records import U8
 
 
@@ -17,4 +18,7 @@ def place(sizes: npt.ArrayLike, extents: Records) -> Bytes:
 
 def fitting(sizes: npt.ArrayLike, extents: Records) -> int:
     """How many of the first ranges fit."""
-    return len(assign(np.asarray(sizes, U8).tolist(), extents.tolist())[0])
+    try:
+        return len(place(sizes, extents))
+    except LimitExceeded as exc:
+        return int(exc.details["fitting"])

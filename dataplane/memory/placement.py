@@ -10,19 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-
 from dataplane.errors import LimitExceeded
-from dataplane.memory.extents import Extent, Records
+from dataplane.memory.extents import Extent
 from dataplane.wire.limits import ALIGNMENT_BYTES
-from dataplane.wire.records import EXTENT
 
 
-def assign(sizes: Sequence[int], extents: Iterable[Extent]) -> tuple[list[int], list[Extent]]:
+def placed(sizes: Sequence[int], extents: Iterable[Extent]) -> tuple[list[int], list[Extent]]:
     """The offset of each range in the arena, and what is left of the extents.
 
-    sizes: bytes of each range, unpadded. extents: their offsets are multiples of 64. If the
-    ranges do not all fit, there are fewer offsets than ranges.
+    sizes: bytes of each range, unpadded. extents: their offsets are multiples of 64. Raises
+    LimitExceeded if the ranges do not all fit.
     """
     offsets: list[int] = []
     left: list[Extent] = []
@@ -35,28 +32,15 @@ def assign(sizes: Sequence[int], extents: Iterable[Extent]) -> tuple[list[int], 
                 left.append((at, end - at))
             at, length = next(slots, (-1, 0))
             if at < 0:
-                return offsets, left
+                raise LimitExceeded(
+                    f"only {len(offsets)} of this call's {len(sizes)} memory ranges fit into the "
+                    "space that was reserved for the call: write fewer rows per call",
+                    ranges=len(sizes),
+                    fitting=len(offsets),
+                )
             end = at + length
         offsets.append(at)
         at += room
     if at < end:
         left.append((at, end - at))
     return offsets, [*left, *slots]
-
-
-def placed(sizes: Sequence[int], extents: Iterable[Extent]) -> tuple[list[int], list[Extent]]:
-    """As `assign`, but raise LimitExceeded if the ranges do not all fit."""
-    offsets, left = assign(sizes, extents)
-    if len(offsets) < len(sizes):
-        raise LimitExceeded(
-            f"only {len(offsets)} of this call's {len(sizes)} memory ranges fit into the space "
-            "that was reserved for the call: write fewer rows per call",
-            ranges=len(sizes),
-            fitting=len(offsets),
-        )
-    return offsets, left
-
-
-def extents_of(stretches: Sequence[Extent]) -> Records:
-    """The ranges as EXTENT records."""
-    return np.array(stretches, EXTENT)

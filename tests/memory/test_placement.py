@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.errors import LimitExceeded
-from dataplane.memory.placement import assign
+from dataplane.memory.placement import placed
 from dataplane.wire.records import EXTENT
 from tests.placing import fitting, place
 
@@ -31,7 +31,7 @@ def test_a_range_that_does_not_fit_goes_to_the_next_extent_and_leaves_a_gap() ->
     where = extents((40960, 4096), (0, 8192))
     offsets = place([4000, 128, 8000], where)
     assert offsets.tolist() == [40960, 0, 128]
-    assert assign([4000, 128, 8000], where.tolist())[1] == [(44992, 64), (8128, 64)]
+    assert placed([4000, 128, 8000], where.tolist())[1] == [(44992, 64), (8128, 64)]
 
 
 def test_too_little_space_says_how_many_fit() -> None:
@@ -45,7 +45,7 @@ def test_too_little_space_says_how_many_fit() -> None:
 def test_no_ranges_and_no_extents_are_fine() -> None:
     assert place([], extents()).tolist() == []
     assert fitting([5], extents()) == 0
-    assert assign([], [(64, 128)]) == ([], [(64, 128)])
+    assert placed([], [(64, 128)]) == ([], [(64, 128)])
 
 
 @given(
@@ -72,6 +72,6 @@ def test_ranges_never_overlap_and_never_straddle(sizes, pages, random) -> None: 
             [slots[at][1] - position, *(length for _, length in slots[at + 1 :])] if slots else []
         )
         assert all(room > length for length in rest)
-    left = assign(sizes[:count], slots)[1]
+    left = placed(sizes[:count], slots)[1]
     used = sum(max(64, -(-s // 64) * 64) for s in sizes[:count])
     assert sum(length for _, length in left) + used == sum(length for _, length in slots)

@@ -18,6 +18,8 @@ from queue import Empty, SimpleQueue
 from struct import Struct
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+import numpy as np
+
 from dataplane.client.session import spans
 from dataplane.client.session.connection import Connection, Connections
 from dataplane.client.session.slabs import IDLE_S, POOL_AHEAD, Slabs
@@ -26,7 +28,6 @@ from dataplane.errors import ClientClosed, PeerLost, counted, few
 from dataplane.gpu.direct import DirectCopies
 from dataplane.memory.extents import Extent
 from dataplane.memory.mapping import Pin, ReadMap, WriteMaps
-from dataplane.memory.placement import extents_of
 from dataplane.metadata.tables.names import RUN_KEYS, mint_many
 from dataplane.wire.messages import (
     Body,
@@ -36,7 +37,7 @@ from dataplane.wire.messages import (
     Request,
     Welcome,
 )
-from dataplane.wire.records import KEY
+from dataplane.wire.records import EXTENT, KEY
 from dataplane.wire.tables import Owner
 
 if TYPE_CHECKING:
@@ -243,13 +244,13 @@ class Session:
     def give_back(self, stretches: Sequence[Extent]) -> None:
         """Ahead of the next call. Callable from a finalizer, so it takes no lock."""
         if stretches:
-            self.due.put(GiveBack(extents_of(stretches).tobytes()))
+            self.due.put(GiveBack(np.array(stretches, EXTENT).tobytes()))
             self.bell.ring()
 
     def idle_grants(self, idle_s: float = IDLE_S) -> list[GiveBack]:
         """What goes back of all memories, where no put has used any of one for so long."""
         idle = [slabs.take_idle(idle_s) for slabs in self.slabs]
-        return [GiveBack(extents_of(slabs).tobytes()) for slabs in idle if slabs]
+        return [GiveBack(np.array(slabs, EXTENT).tobytes()) for slabs in idle if slabs]
 
     def keep_when_finished(self, extents: Sequence[Extent], copies: object) -> None:
         """Granted extents of a copy that failed go back once nothing writes into them. copies: what

@@ -29,7 +29,6 @@ from dataplane.errors import (
 )
 from dataplane.memory.admission import Admission
 from dataplane.memory.extents import Extent, room
-from dataplane.memory.placement import extents_of
 from dataplane.metadata.shard.puts import plan_put
 from dataplane.metadata.tables.incoming import too_many
 from dataplane.peer import rows as rowset
@@ -274,7 +273,7 @@ class Grants:
         arena = [at for at, owner in enumerate(values.owners) if owner != INLINE]
         mine = [one for one in values.chunks if not one.number and one.owner in arena]
         with contextlib.suppress(ProtocolError, LimitExceeded, OverflowError):
-            written = extents_of([(one.offset, one.nbytes) for one in mine])
+            written = np.array([(one.offset, one.nbytes) for one in mine], EXTENT)
             self.host.space.give_back(session.id, written)
         self.room.pump()
 

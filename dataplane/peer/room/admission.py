@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from dataplane.errors import BackPressure, DataplaneError, duration, sized
 from dataplane.memory.admission import Admission
-from dataplane.memory.placement import extents_of, placed
+from dataplane.memory.placement import placed
 from dataplane.memory.space import PULLER
 from dataplane.metadata.shard import inspection, reasons
 from dataplane.metadata.shard.reasons import Subject
@@ -33,7 +33,7 @@ from dataplane.peer.notices import Telling, Why
 from dataplane.peer.tasks import within
 from dataplane.wire.events import Kind, Reason, Record
 from dataplane.wire.peering import Activity, CanFree, StoredRows
-from dataplane.wire.records import U8, Array
+from dataplane.wire.records import EXTENT, U8, Array
 from dataplane.wire.tables import Owner, Table
 
 ASK_S = 1.0
@@ -227,7 +227,7 @@ class Room:
             space.give_back(PULLER, extents)
             raise
         if left:
-            space.give_back(PULLER, extents_of(left))
+            space.give_back(PULLER, np.array(left, EXTENT))
         if gone is not None and gone.any():
             self.release(fresh[gone], refs[gone])
             fresh[gone] = 0

@@ -362,7 +362,7 @@ class NixlReads(threading.Thread):
 
     def _take(self, patience_s: float) -> bool:
         try:
-            arrived = self._arrivals.get(timeout=patience_s) if patience_s else self._at_once()
+            arrived = self._arrivals.get(patience_s > 0, patience_s or None)
         except queue.Empty:
             return False
         if isinstance(arrived, NixlRead):
@@ -371,9 +371,6 @@ class NixlReads(threading.Thread):
             for metadata in list(self._known.get(arrived, ())):
                 self._unload(arrived, metadata)
         return True
-
-    def _at_once(self) -> NixlRead | Owner | None:
-        return self._arrivals.get_nowait()
 
     def _advance(self, read: NixlRead) -> bool:
         """Posts or polls one piece. Whether anything happened."""

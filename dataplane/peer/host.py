@@ -173,6 +173,8 @@ class Progress:
         """called when somebody begins to wait for the backup"""
         self.is_slow: Callable[[], bool] = lambda: True
         """whether the backup confirmed something recently; asked if a call ran out of time"""
+        self.backup: Callable[[], str] = lambda: ""
+        """the backup's name and address, for messages"""
 
     @property
     def is_settled(self) -> bool:
@@ -228,9 +230,10 @@ class Progress:
 
     def _late(self) -> Unavailable:
         return Unavailable(
-            "the backup of this host's peer did not confirm the call in time. The call may "
-            "have taken effect. Repeat the call (for a put, use the same keys). If the error "
-            "persists, check the backup with `dataplane status`",
+            f"the backup of this host's peer{self.backup()} did not confirm the call in time: it "
+            "may be busy, suspended or cut off. The call may have taken effect. Repeat the call "
+            "(for a put, use the same keys). If the error persists, check the backup with "
+            "`dataplane status`",
             **({OVERDUE: True} if self.is_slow() else {}),
         )
 
@@ -293,6 +296,7 @@ class Host:
     def __post_init__(self) -> None:
         self.serving = Serving(self)
         self.progress.is_slow = lambda: self.serving.is_slow
+        self.progress.backup = lambda: self.serving.backup
 
     @property
     def owner(self) -> Owner:
@@ -451,6 +455,8 @@ class Serving:
         yet"""
         self.authority = ""
         """where that is, for messages"""
+        self.name_of: Callable[[str], str] = lambda address: "?"
+        """the name of the peer at an address"""
         self.waiting = 0
         """who waits until this peer is sure, and has not gone on yet: nobody overtakes them"""
         self._confirmed_at = -math.inf
@@ -518,11 +524,17 @@ class Serving:
                 await asyncio.sleep(POLL_S)
 
     @property
+    def backup(self) -> str:
+        """The backup's name and address, for messages; "" without one."""
+        backup, _ = self.host.roster.backup_of(self.host.address)
+        return "" if backup is None else f", peer {self.name_of(backup)} at {backup},"
+
+    @property
     def reason(self) -> str:
         """Why this peer may not serve now."""
         backup, in_sync = self.host.roster.backup_of(self.host.address)
         if backup is not None and in_sync:
-            why = f"the backup of its partitions, {backup}, is not responding"
+            why = f"the backup of its partitions{self.backup} is not responding"
         else:
             why = (
                 f"its partitions have no backup in sync, and the roster keeper{self.authority} "

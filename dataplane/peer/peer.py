@@ -108,6 +108,7 @@ class Peer:
         )
         self.host.space.waste_bytes = self._waste
         self.mesh = Mesh(self.host, self._bulk, Gate(config.token, config.run))
+        self.host.serving.name_of = self.mesh.others.name
         self.router = Router(self.host, self.mesh)
         self.sessions = Sessions(self.host, self._session_ended)
         self._keep_memory()

@@ -347,6 +347,29 @@ def test_an_ack_that_timed_out_is_repeated_after_a_thousand_other_calls(cluster:
         del batch, half, others
 
 
+def test_a_put_into_a_full_arena_says_what_fills_it_while_the_backup_is_stopped(
+    cluster: Cluster,
+) -> None:
+    cluster.start("a", "b", arena="32MiB")
+    with cluster.connect("a") as plane, cluster.connect("b") as there:
+        in_sync(plane)
+        for number in range(40):
+            part = plane.partition(f"p{number}", {"s": ["x"]})
+            if part.name not in there.stats()["partitions"]:
+                break
+        with pytest.raises(dataplane.BackPressure):
+            for _ in range(32):
+                part.put({"x": [np.zeros(MIB, np.uint8)]}, timeout=0.5)
+        cluster.freeze("b")
+        with pytest.raises(dataplane.BackPressure, match="no client has ever claimed from it"):
+            part.put({"x": [np.zeros(MIB, np.uint8)]}, timeout=0.5)
+        with pytest.raises(dataplane.DataplaneError, match="backup of .*, peer b at tcp://"):
+            part.put({"x": [1]}, key=["small"], timeout=0.3)
+        cluster.wake("b")
+        part.drop()
+        no_leaks(plane)
+
+
 def test_a_stream_ends_within_its_time_out_at_a_stopped_peer(cluster: Cluster) -> None:
     cluster.start("a")
     with cluster.connect("a") as plane:

@@ -377,4 +377,4 @@ def test_a_call_that_waits_for_its_peers_backup_says_so_and_counts_that_time(
             cluster.peers["b"].send_signal(signal.SIGCONT)
     (line,) = lines(caplog, "cannot serve requests now")
     assert line.startswith(f"a call on partition {part.name!r} has waited 10 s: peer 'a' cannot")
-    assert "the backup of its partitions, tcp://" in line
+    assert "the backup of its partitions, peer b at tcp://" in line

@@ -24,6 +24,7 @@ from typing import Any, cast
 import msgspec
 
 from dataplane.errors import (
+    BackPressure,
     ConnectError,
     DataplaneError,
     DeadlineExceeded,
@@ -492,7 +493,10 @@ class _Call(Call):
         self.connection.door.unpin(self.session, [pin])
 
     def may_leave(self, reply: Body) -> bool:
-        return not self.held or (self.host.progress.is_settled and self.host.serving.is_sure())
+        if not self.held or (self.host.progress.is_settled and self.host.serving.is_sure()):
+            return True
+        # It promises nothing, and its reason is needed most while the backup is silent.
+        return isinstance(reply, Failed) and reply.code == BackPressure.__name__
 
     def is_served_here(self) -> bool:
         """Whether this peer serves the call's partition. Otherwise its owner checks the reply."""

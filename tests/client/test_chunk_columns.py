@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.client.read.chunk_columns import ChunkColumn, columns_of
+from dataplane.client.read.chunk_columns import ChunkColumn, ChunkForm
 from dataplane.errors import ProtocolError
 from dataplane.wire import layouts
 from dataplane.wire.layouts import OPEN, ColumnSpec
@@ -88,10 +88,10 @@ def _same(one: Any, other: Any) -> bool:
 @given(st.data())
 def test_what_was_laid_out_is_read(data: st.DataObject) -> None:
     rows = data.draw(st.integers(0, 6))
-    made = [data.draw(columns(rows)) for _ in range(data.draw(st.integers(0, 5)))]
+    made = [data.draw(columns(rows)) for _ in range(data.draw(st.integers(1, 5)))]
     specs = [spec for spec, _ in made]
     memory = laid_out(specs, [values for _, values in made])
-    found = columns_of(specs, rows, memory)
+    found = ChunkForm(tuple(specs), rows).columns(memory)
     for (spec, values), column in zip(made, found, strict=True):
         assert all(map(_same, _values(column), values))
         if spec.kind != "array":
@@ -115,15 +115,15 @@ def test_what_does_not_fit_is_refused(data: st.DataObject) -> None:
     for wrong in (memory[:cut], np.concatenate((memory, np.zeros(1, np.uint8)))):
         if len(wrong) != len(memory):
             with pytest.raises(ProtocolError):
-                columns_of(specs, rows, wrong)
+                ChunkForm(tuple(specs), rows).columns(wrong)
 
 
 @given(st.binary(min_size=64, max_size=256), st.integers(0, 8), st.data())
 def test_random_bytes_are_read_or_refused(raw: bytes, rows: int, data: st.DataObject) -> None:
-    specs = [data.draw(columns(0))[0] for _ in range(data.draw(st.integers(0, 3)))]
+    specs = [data.draw(columns(0))[0] for _ in range(data.draw(st.integers(1, 3)))]
     memory = np.frombuffer(raw, np.uint8)
     try:
-        found = columns_of(specs, rows, memory)
+        found = ChunkForm(tuple(specs), rows).columns(memory)
     except ProtocolError:
         return
     for value in itertools.chain.from_iterable(map(_values, found)):
@@ -163,4 +163,4 @@ def test_lengths_whose_product_wraps_are_refused() -> None:
     spec = ColumnSpec("array", "int64", (OPEN, OPEN, OPEN, OPEN))
     lengths = np.full(4, 0xFFFF_FFFF, "<u4").view(np.uint8)
     with pytest.raises(ProtocolError):
-        columns_of([spec], 1, np.concatenate((lengths, np.zeros(48, np.uint8))))
+        ChunkForm((spec,), 1).columns(np.concatenate((lengths, np.zeros(48, np.uint8))))

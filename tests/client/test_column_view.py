@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.client.read.chunk_columns import columns_of
+from dataplane.client.read.chunk_columns import ChunkForm
 from dataplane.client.read.column_view import ColumnView, RowSpan
 from dataplane.errors import FieldUnknown, ProtocolError
 from dataplane.wire import objects
@@ -31,7 +31,7 @@ def views(draw: st.DrawFn) -> tuple[ColumnView, list[Any]]:
             expected += [None] * (last - first)
             continue
         spec, values = draw(columns(rows).filter(lambda made: made[0].kind in ("array", "bytes")))
-        column = columns_of([spec], rows, laid_out([spec], [values]))[0]
+        column = ChunkForm((spec,), rows).columns(laid_out([spec], [values]))[0]
         runs.append(RowSpan(column, first, last))
         expected += values[first:last]
     return ColumnView("x", runs), expected
@@ -93,14 +93,14 @@ def test_what_rows_have_in_common(data: st.DataObject) -> None:
 def test_a_text_may_have_any_character() -> None:
     texts = ["", "a\0b", "\ud800", "漢字"]
     raw = [text.encode("utf-8", "surrogatepass") for text in texts]
-    column = columns_of([ColumnSpec("text")], 4, laid_out([ColumnSpec("text")], [raw]))[0]
+    column = ChunkForm((ColumnSpec("text"),), 4).columns(laid_out([ColumnSpec("text")], [raw]))[0]
     assert list(ColumnView("x", [RowSpan(column, 0, 4)])) == texts
 
 
 def test_a_view_with_a_value_that_cannot_be_decoded_has_a_representation() -> None:
     spec = ColumnSpec("object")
     rows = [objects.encode_many([None])[0], b"\xff" * 8]  # type: ignore[index]
-    column = columns_of([spec], 2, laid_out([spec], [rows]))[0]
+    column = ChunkForm((spec,), 2).columns(laid_out([spec], [rows]))[0]
     view = ColumnView("x", [RowSpan(column, 0, 2)])
     assert view[0] is None
     with pytest.raises(ProtocolError):
@@ -110,7 +110,7 @@ def test_a_view_with_a_value_that_cannot_be_decoded_has_a_representation() -> No
 
 def test_a_wrong_index_is_the_error_of_a_sequence_and_names_the_field() -> None:
     spec = ColumnSpec("bytes")
-    (column,) = columns_of([spec], 3, laid_out([spec], [[b"a", b"b", b"c"]]))
+    (column,) = ChunkForm((spec,), 3).columns(laid_out([spec], [[b"a", b"b", b"c"]]))
     view = ColumnView("x", [RowSpan(column, 0, 3)])
     with pytest.raises(IndexError, match="field 'x': row 3 is out of range, .* there are 3 rows"):
         view[3]

@@ -22,7 +22,7 @@ import bench.traces.load
 from bench.traces import TASKS, generate, parquet
 from bench.traces.parquet import TraceError
 from dataplane.client.checkpoint import archive
-from dataplane.client.read.chunk_columns import columns_of
+from dataplane.client.read.chunk_columns import ChunkForm
 from dataplane.errors import (
     CheckpointCorrupt,
     CheckpointFailed,
@@ -89,7 +89,8 @@ def _chunks(data: bytes) -> None:
         rows, size = data[0], data[1]
         memory = np.frombuffer(data[2 + size :], np.uint8)
         with contextlib.suppress(DataplaneError):
-            for column in columns_of(layouts.decode(data[2 : 2 + size]), rows, memory):
+            form = ChunkForm(layouts.decode(data[2 : 2 + size]), rows)
+            for column in form.columns(memory):
                 if column.is_array:
                     list(column.arrays(0, rows))
                 elif column.spec.dtype:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import xxhash
 
-from dataplane.client.read.chunk_columns import columns_of
+from dataplane.client.read.chunk_columns import ChunkForm
 from dataplane.errors import TicketRefused
 from dataplane.launch.token import Token
 from dataplane.metadata.roster.roster import Roster
@@ -110,7 +110,7 @@ def test_the_rows_of_a_chunk_are_read(vector: Vector) -> None:
     memory, lengths = (bytes.fromhex(vector.get(name, "")) for name in ("hex", "lengths"))
     specs = layouts.decode(bytes.fromhex(vector["layout"]))
     rows = len(vector["rows"][0])
-    columns = columns_of(specs, rows, memory, lengths if "lengths" in vector else None)
+    columns = ChunkForm(specs, rows).columns(memory, lengths if "lengths" in vector else None)
     for column, expected in zip(columns, vector["rows"], strict=True):
         if column.is_array:
             found = list(column.arrays(0, rows))

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from dataplane.client.read.chunk_columns import columns_of
+from dataplane.client.read.chunk_columns import form_of
 from dataplane.errors import (
     BackPressure,
     ClaimTimeout,
@@ -166,8 +166,8 @@ class Role:
             memory = view[int(place["offset"]) :][: int(place["length"])]
             if values.owners[chunk.owner] == INLINE:
                 memory = memoryview(chunk.inline)
-            specs = layouts.decode(values.layouts[chunk.layout])
-            columns = columns_of(specs, chunk.rows, np.frombuffer(memory, np.uint8))
+            form = form_of(values.layouts[chunk.layout], chunk.rows)
+            columns = form.columns(np.frombuffer(memory, np.uint8))
             given = bits.rows_of(bits.in_bytes(piece.given))
             at = column(piece.at, U4) if piece.at else piece.first + np.arange(len(given))
             for number, one in zip(piece.fields, columns, strict=True):

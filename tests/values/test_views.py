@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from dataplane.client.read.chunk_columns import columns_of
+from dataplane.client.read.chunk_columns import ChunkForm
 from dataplane.client.read.column_view import ColumnView, RowSpan, cut
 from dataplane.client.read.table import TableReader
 from dataplane.client.read.table_shape import SHARED_RUNS, TableShape, shape_of_values
@@ -282,6 +282,6 @@ def test_values_that_do_not_fit_together_are_refused(arena: Any, values: Values)
 
 def test_a_shape_that_numpy_does_not_have_is_refused() -> None:
     spec = ColumnSpec("array", "int64", (1 << 40, 1 << 40, 0))
-    column = columns_of([spec], 1, np.zeros(0, np.uint8))[0]
+    (column,) = ChunkForm((spec,), 1).columns(np.zeros(0, np.uint8))
     with pytest.raises(ProtocolError):
         ColumnView("x", [RowSpan(column, 0, 1)])[0]

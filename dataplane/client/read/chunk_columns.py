@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, partial
 from itertools import accumulate
 from operator import attrgetter
-from struct import unpack_from
 from typing import Any
 
 import msgspec
@@ -14,13 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import mixed_releases
+from dataplane.wire import layouts, objects
 from dataplane.wire.arrays import Array, dtype_name
 from dataplane.wire.layouts import OBJECT_ALIGNMENT_BYTES, OPEN, ColumnSpec
 from dataplane.wire.limits import ALIGNMENT_BYTES
-from dataplane.wire.records import U4
 
 Memory = npt.NDArray[np.uint8]
 _width = attrgetter("width")
+_UP, _DOWN = ALIGNMENT_BYTES - 1, -ALIGNMENT_BYTES
+"""`n + _UP & _DOWN` is `layouts.aligned(n)`."""
 
 
 class ChunkColumn(msgspec.Struct, eq=False):
@@ -81,6 +84,18 @@ class ChunkColumn(msgspec.Struct, eq=False):
         except ValueError as exc:
             raise mixed_releases(f"a value cannot have the shape {shape}: {exc}") from exc
 
+    def values(self, first: int, last: int) -> Iterable[Any]:
+        """Neighbouring rows, of any kind."""
+        kind = self.spec.kind
+        if kind == "array":
+            return self.arrays(first, last)
+        if self.spec.dtype:
+            return self.scalars(first, last)
+        cells = self.cells(first, last)
+        if kind == "text":
+            return [str(cell, "utf-8", "surrogatepass") for cell in cells]
+        return map(bytes if kind == "bytes" else objects.decode, cells)
+
     def arrays(self, first: int, last: int) -> Iterable[Array]:
         """Neighbouring rows as views."""
         spec, flat = self.spec, self._flat
@@ -89,6 +104,8 @@ class ChunkColumn(msgspec.Struct, eq=False):
                 return map(self.array, range(first, last))
             flat = self._flat = self._over((self.bounds[-1], *spec.unit_shape))
         if spec.width:
+            if self.rows == 1:
+                return [flat]
             bounds = self.bounds
             spans = map(slice, bounds[first:last], bounds[first + 1 : last + 1])
             return map(flat.__getitem__, spans)
@@ -116,52 +133,77 @@ class ChunkColumn(msgspec.Struct, eq=False):
         return memory[start + self.bounds[first] * unit : start + self.bounds[last] * unit]
 
 
-def columns_of(
-    specs: Sequence[ColumnSpec],
-    rows: int,
-    memory: Memory | bytes,
-    lengths: bytes | None = None,
-) -> list[ChunkColumn]:
-    """The columns of a chunk of this many rows.
+class ChunkForm:
+    """What chunks of the same layout and equally many rows share: how their columns are found."""
 
-    lengths: if they are not stored before the values, as for a chunk on a device. ProtocolError if
-    specs, lengths and bytes do not match.
-    """
-    count = rows * sum(map(_width, specs))
-    head_bytes = end = U4.itemsize * count
-    source: Any = memory
-    if lengths is not None:
-        source, end = lengths, 0
-    if len(source) < head_bytes or (lengths is not None and len(source) > head_bytes):
-        raise mixed_releases(
-            f"invalid chunk of {rows} rows, each with {sum(map(_width, specs))} lengths: expected "
-            f"{'at least ' if lengths is None else ''}{head_bytes} bytes of lengths, got "
-            f"{len(source)}"
-        )
-    numbers: tuple[int, ...] = unpack_from(f"<{count}I", source)
-    begin, found = 0, []
-    for spec in specs:
-        width = spec.width
-        stop = begin + width * rows
-        mine: Sequence[int] = numbers[begin:stop]
-        begin = stop
-        if width:
-            units = mine
-            if width > 1:
-                units = [math.prod(mine[at : at + width]) for at in range(0, len(mine), width)]
+    def __init__(self, specs: tuple[ColumnSpec, ...], rows: int) -> None:
+        self.specs, self._rows = specs, rows
+        self._columns: list[tuple[ColumnSpec, slice, Units | None, range | None]] = []
+        """by column: its spec; which of the lengths are its own; how many units a row has, if not
+        its length; and the bounds of its rows, if they do not depend on lengths"""
+        count = 0
+        for spec in specs:
+            units: Units | None = None
+            if spec.width > 1:
+                units = partial(_products, spec.width)
             elif spec.kind == "object":
-                units = [-(-length // OBJECT_ALIGNMENT_BYTES) for length in mine]
-            bounds: Sequence[int] = list(accumulate(units, initial=0))
-        else:
-            bounds = range(rows + 1)
-        start = end + ALIGNMENT_BYTES - 1 & -ALIGNMENT_BYTES
-        end = start + bounds[-1] * spec.unit_bytes
-        found.append(ChunkColumn(spec, rows, mine, bounds, memory, start))
-    if end != len(memory):
-        raise mixed_releases(
-            f"invalid chunk: expected {end} bytes (the size of its columns), got {len(memory)}"
-        )
-    return found
+                units = _aligned
+            own = slice(count, count + spec.width * rows)
+            self._columns.append((spec, own, units, None if spec.width else range(rows + 1)))
+            count = own.stop
+        self._head = struct.Struct(f"<{count}I")
+
+    def columns(self, memory: Memory | bytes, lengths: bytes | None = None) -> list[ChunkColumn]:
+        """The columns of a chunk.
+
+        lengths: if they are not stored before the values, as for a chunk on a device. ProtocolError
+        if specs, lengths and bytes do not match.
+        """
+        head, rows, found = self._head, self._rows, []
+        source: Any = memory if lengths is None else lengths
+        try:
+            if lengths is None:
+                numbers, end = head.unpack_from(source), head.size
+            else:
+                numbers, end = head.unpack(source), 0
+        except struct.error as exc:
+            raise mixed_releases(
+                f"invalid chunk of {rows} rows, each with {sum(map(_width, self.specs))} lengths: "
+                f"expected {'at least ' if lengths is None else ''}{head.size} bytes of lengths, "
+                f"got {len(source)}"
+            ) from exc
+        for spec, own, units, fixed in self._columns:
+            mine = numbers[own]
+            bounds: Sequence[int]
+            if fixed is not None:
+                bounds = fixed
+            else:
+                bounds = list(accumulate(units(mine) if units else mine, initial=0))
+            start = end + _UP & _DOWN
+            end = start + bounds[-1] * spec.unit_bytes
+            found.append(ChunkColumn(spec, rows, mine, bounds, memory, start))
+        if end != len(memory):
+            raise mixed_releases(
+                f"invalid chunk: expected {end} bytes (the size of its columns), got {len(memory)}"
+            )
+        return found
+
+
+@lru_cache(1024)
+def form_of(layout: bytes, rows: int) -> ChunkForm:
+    """The form of chunks of a layout. ProtocolError for an invalid layout."""
+    return ChunkForm(layouts.decode(layout), rows)
+
+
+Units = Callable[[Sequence[int]], Iterable[int]]
+
+
+def _products(width: int, lengths: Sequence[int]) -> list[int]:
+    return [math.prod(lengths[at : at + width]) for at in range(0, len(lengths), width)]
+
+
+def _aligned(lengths: Sequence[int]) -> list[int]:
+    return [-(-length // OBJECT_ALIGNMENT_BYTES) for length in lengths]
 
 
 def _closed(shape: tuple[int, ...], lengths: Sequence[int]) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import reprlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, pairwise, starmap
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -21,8 +21,7 @@ import numpy.typing as npt
 from dataplane.client.read.chunk_columns import ChunkColumn, Memory
 from dataplane.client.read.ragged import Ragged, ragged_of
 from dataplane.client.write.parallel import carry_out
-from dataplane.errors import DataplaneError, FieldUnknown, joined, mixed_releases
-from dataplane.wire import objects
+from dataplane.errors import DataplaneError, FieldUnknown, joined
 from dataplane.wire.arrays import (
     Array,
     ArrayForm,
@@ -130,31 +129,17 @@ class ColumnView(Sequence[Any]):
         column, at = self.place(row)
         if column is None:
             raise self.lacking(row)
-        if column.is_array:
-            return column.array(at)
-        (value,) = self.run_values(RowSpan(column, at, at + 1))
+        (value,) = column.values(at, at + 1)
         return value
 
     def __iter__(self) -> Iterator[Any]:
-        return chain.from_iterable(map(self.run_values, self.runs))
+        return chain.from_iterable(starmap(self._values, self.runs))
 
-    def run_values(self, run: RowSpan) -> Iterable[Any]:
-        """Return the values of one run. All earlier runs must already have values."""
-        column, first, last = run
+    def _values(self, column: ChunkColumn | None, first: int, last: int) -> Iterable[Any]:
+        """The values of a run. All earlier runs have values."""
         if column is None:
             raise self.lacking(int(self.absent.argmax()))
-        kind = column.spec.kind
-        if kind == "array":
-            return column.arrays(first, last)
-        if column.spec.dtype:
-            return column.scalars(first, last)
-        cells = column.cells(first, last)
-        try:
-            if kind == "text":
-                return [str(cell, "utf-8", "surrogatepass") for cell in cells]
-            return map(bytes if kind == "bytes" else objects.decode, cells)
-        except UnicodeDecodeError as exc:
-            raise mixed_releases(f"field {self.field!r}: expected UTF-8 text: {exc}") from exc
+        return column.values(first, last)
 
     def present(self, row: int) -> bool:
         """Return whether this row has the field."""
@@ -322,7 +307,7 @@ def arrays_of(view: ColumnView) -> ColumnView:
         if column.is_array:
             runs.append(run)
             continue
-        for value in view.run_values(run):
+        for value in column.values(run.first, run.last):
             if type(value) is not np.ndarray:
                 return view
             runs.append(RowSpan(ChunkColumn.of(value), 0, 1))

@@ -7,21 +7,20 @@ not fit its chunk or the rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from operator import mul
 
 import numpy as np
 from msgspec.structs import replace
 
-from dataplane.client.read.chunk_columns import ChunkColumn, Memory, columns_of
+from dataplane.client.read.chunk_columns import ChunkColumn, Memory, form_of
 from dataplane.client.read.column_view import ColumnView, RowSpan, cut, stretches
 from dataplane.client.read.table_shape import TableShape, shape_of_values
 from dataplane.client.session.session import Session
 from dataplane.client.write.rows import Index, group_names, row_names, tag_values
 from dataplane.errors import InvalidRows, mixed_releases
 from dataplane.memory.extents import Extent
-from dataplane.wire import layouts
 from dataplane.wire.limits import NO_GROUP
 from dataplane.wire.records import EXTENT, KEY, U4, column
 from dataplane.wire.tables import Chunk, Name, Piece, Rows, Table, Values
@@ -45,7 +44,8 @@ class TableReader:
         chunks = len(table.values.chunks)
         self._places: list[Extent] = column(table.places, EXTENT, chunks).tolist()
         self._shape = _shape_of(table)
-        self._chunks: dict[int, list[ChunkColumn]] = {}
+        self._chunks: dict[int, Sequence[ChunkColumn | None]] = {-1: [None]}
+        """the columns of chunks that were used; -1: of rows that lack a field"""
         self._runs: dict[str, list[RowSpan]] = {}
         self._rows: Index | None = None
         """those of the table, in this order; None: all"""
@@ -76,9 +76,6 @@ class TableReader:
         if runs is None:
             opened, runs = self._chunks, []
             for chunk, at, first, last in self._shape.runs(field):
-                if chunk < 0:
-                    runs.append(RowSpan(None, first, last))
-                    continue
                 if chunk not in opened:
                     opened[chunk] = self._open(chunk)
                 runs.append(RowSpan(opened[chunk][at], first, last))
@@ -89,34 +86,39 @@ class TableReader:
 
     def _open(self, number: int) -> list[ChunkColumn]:
         chunk = self._values.chunks[number]
-        specs = layouts.decode(self._values.layout_of(chunk))
-        if len(specs) != self._shape.columns[number]:
+        form = form_of(self._values.layout_of(chunk), chunk.rows)
+        if len(form.specs) != self._shape.columns[number]:
             raise mixed_releases(
-                f"chunk {number} has {len(specs)} columns, but one of its pieces lists a "
+                f"chunk {number} has {len(form.specs)} columns, but one of its pieces lists a "
                 "different number of fields"
             )
         if not chunk.number:
-            return columns_of(specs, chunk.rows, chunk.inline)
+            return form.columns(chunk.inline)
+        memory = self._memory(number)
+        beside = bool(chunk.inline) or type(memory) is not np.ndarray  # of a device
+        return form.columns(memory, chunk.inline if beside else None)
+
+    def _memory(self, number: int) -> Memory:
+        """The bytes of a chunk that is not inline."""
         offset, nbytes = self._places[number]
-        if nbytes != chunk.nbytes:
+        if nbytes != (expected := self._values.chunks[number].nbytes):
             raise mixed_releases(
-                f"chunk {number} and its extent differ in size: expected {chunk.nbytes} bytes, "
+                f"chunk {number} and its extent differ in size: expected {expected} bytes, "
                 f"got {nbytes}"
             )
-        return columns_of(specs, chunk.rows, *self._memory(chunk, offset))
-
-    def _memory(self, chunk: Chunk, offset: int) -> tuple[Memory, bytes | None]:
-        """The bytes of a chunk in the arena, and its lengths unless they are among these."""
-        nbytes = chunk.nbytes
         arena = self._arena
         if arena is None:
             arena = self._arena = np.asarray(self._pin)
         if offset + nbytes > len(arena):
-            raise mixed_releases(
-                f"a chunk of {nbytes} bytes at offset {offset} is outside the arena of "
-                f"{len(arena)} bytes"
-            )
-        return arena[offset : offset + nbytes], chunk.inline or None
+            return self._beyond(offset, nbytes)
+        return arena[offset : offset + nbytes]
+
+    def _beyond(self, offset: int, nbytes: int) -> Memory:
+        """The bytes of a chunk that is not in the host arena."""
+        raise mixed_releases(
+            f"a chunk of {nbytes} bytes at offset {offset} is outside the arena of "
+            f"{0 if self._arena is None else len(self._arena)} bytes"
+        )
 
 
 def reader_of(session: Session, tables: list[Table], pins: list[int]) -> TableReader:

@@ -25,7 +25,7 @@ from dataplane.errors import DeviceMissing, InvalidValue, joined, mixed_releases
 from dataplane.gpu.direct import DirectCopies, Landing, Runs
 from dataplane.memory.mapping import Pin
 from dataplane.wire.arrays import Array, dtype_name
-from dataplane.wire.tables import Chunk, Table
+from dataplane.wire.tables import Table
 
 if TYPE_CHECKING:
     from dataplane.gpu.client.pools import Opened, OpenPools
@@ -47,17 +47,17 @@ class DeviceTableReader(TableReader):
             return DeviceColumn(field, view.runs, name_of)
         return view
 
-    def _memory(self, chunk: Chunk, offset: int) -> tuple[Memory, bytes | None]:
+    def _beyond(self, offset: int, nbytes: int) -> Memory:
         if offset < self._devices.arena_bytes:
-            return super()._memory(chunk, offset)
-        nbytes, opened = chunk.nbytes, self._devices.at(offset)
+            return super()._beyond(offset, nbytes)
+        opened = self._devices.at(offset)
         if offset + nbytes > opened.base + opened.pool.nbytes:
             raise mixed_releases(
                 f"a chunk of {nbytes} bytes at offset {offset - opened.base} is outside its "
                 f"device arena of {opened.pool.nbytes} bytes"
             )
         # Of this memory a chunk's columns are only slices.
-        return cast(Memory, DeviceMemory(opened, offset, nbytes, self._pin)), chunk.inline
+        return cast(Memory, DeviceMemory(opened, offset, nbytes, self._pin))
 
     def _open(self, number: int) -> list[ChunkColumn]:
         columns = super()._open(number)

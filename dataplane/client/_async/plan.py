@@ -13,6 +13,7 @@ from dataplane.client import arguments
 from dataplane.client._async.backend import Prefetch
 from dataplane.client._async.batch import LeasedRows
 from dataplane.client._async.calls import DEFAULT_TIMEOUT_S, public
+from dataplane.client._async.lease import Added
 from dataplane.client._async.plan_part import Fetching, Index, Joined, Part, fetch, fetch_rows
 from dataplane.client.balancing import Rows
 from dataplane.client.deadline import Deadline
@@ -93,7 +94,7 @@ class Micro(LeasedRows):
         what = "values added to a plan"
         pieces = await lease._write(what, columns, deadline, order, None, len(self))
         body = Finish(lease.id, "keep", positions.astype(U4).tobytes())
-        await lease._send_with(body, 0, pieces, deadline)
+        await lease.send(body, 0, [Added(0, pieces)], deadline)
 
     def __repr__(self) -> str:
         padding = len(self) - int(self.mask.sum())

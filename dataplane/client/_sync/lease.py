@@ -22,7 +22,7 @@ import numpy as np
 from dataplane.client import arguments
 from dataplane.client._sync.attaching import attach
 from dataplane.client._sync.calls import UNKNOWN, ask, send
-from dataplane.client._sync.space import give_back, land, named_again, write_columns
+from dataplane.client._sync.space import give_back, land, write_columns
 from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
 from dataplane.client.read.selection import positions
@@ -316,16 +316,18 @@ class Lease:
             self._ack(at, deadline, then)
         else:
             order = self._order(rows, at) if given or values else None
-            body = self._finish_of(outcome, at, take_tags(given, order))
+            body, parts = self._finish_of(outcome, at, take_tags(given, order)), list[Added]()
             if values:
-                many = self.n if rows is None else len(rows)
-                self._release_with(body, values, many, order, at, deadline)
-            else:
-                try:
-                    self._send(body, deadline, rows=at)
-                except LeaseExpired:
-                    if outcome != "release" or given:
-                        raise  # released rows went back before
+                many, chosen = self.n if rows is None else len(rows), order
+                groups, what = self._groups_of(at), "values passed to release"
+                listed = None if chosen is None else chosen.tolist()
+                pieces = self._write(what, values, deadline, listed, groups, many)
+                parts = [Added(at, pieces)]
+            try:
+                self.send(body, at, parts, deadline)
+            except LeaseExpired:
+                if outcome != "release" or given or values:
+                    raise  # released rows went back before
             self._close(outcome, at)
 
     def _is_settled(
@@ -361,22 +363,6 @@ class Lease:
         order = np.argsort(rows, kind="stable")
         return order[np.isin(rows[order], rows_of(at))] if self._closed else order
 
-    def _release_with(
-        self,
-        body: Finish,
-        values: Mapping[str, Any],
-        many: int,
-        order: Index | None,
-        at: int,
-        deadline: Deadline,
-    ) -> None:
-        """Rows and the progress that was made with them go back in one message. order: which of
-        `many` values are of its rows."""
-        chosen = None if order is None else order.tolist()
-        groups, what = self._groups_of(at), "values passed to release"
-        pieces = self._write(what, values, deadline, chosen, groups, many)
-        self._send_with(body, at, pieces, deadline)
-
     def _finish_of(self, outcome: Outcome, rows: int, tags: dict[str, list[Scalar]]) -> Finish:
         whole = rows == self._all and (self._ends_whole or not self._is_unsure)
         index = None if whole else np.array(rows_of(rows), U4).tobytes()
@@ -386,25 +372,7 @@ class Lease:
     def _ack(self, rows: int, deadline: Deadline, then: Call | None) -> None:
         """Send one message for all rows to which the same was added. Rows of one that fails stay,
         and so do their values: the next ack of the rows carries the same ones."""
-        if self._lost:
-            self._check_lost({name for lost, names in self._lost if lost & rows for name in names})
-        apart = self._alike(rows)
-        for some in apart:
-            parts = [one for one in self._added if one.rows & some]
-            try:
-                self._send_ack(some, parts, deadline, then if some is apart[-1] else None)
-            except ShardFull as full:
-                sent = [one in self._added for one in parts]
-                if not full.details.get("values") or not all(sent):
-                    raise
-                self.handle.shard_is_full()
-                for one in parts:
-                    self._land(one.pieces, deadline)
-                self._send_ack(some, parts, deadline, None)
-            self._close("ack", some)
-
-    def _check_lost(self, lost: set[str]) -> None:
-        if lost:
+        if lost := {name for of, names in self._lost if of & rows for name in names}:
             raise InvalidCall(
                 f"the values added to this batch for {'fields' if len(lost) > 1 else 'field'} "
                 f"{', '.join(map(repr, sorted(lost)))} were lost when an ack failed: add them "
@@ -412,6 +380,12 @@ class Lease:
                 "release the batch",
                 fields=sorted(lost),
             )
+        apart = self._alike(rows)
+        for some in apart:
+            parts = [one for one in self._added if one.rows & some]
+            body = self._finish_of("ack", some, {})
+            self.send(body, some, parts, deadline, then if some is apart[-1] else None)
+            self._close("ack", some)
 
     def _alike(self, rows: int) -> list[int]:
         """These rows, by what was added to them."""
@@ -422,121 +396,89 @@ class Lease:
                 apart = [part for part in parts if part]
         return apart
 
-    def _acked(self, rows: int, parts: list[Added], brought: MessageValues, done: Body) -> None:
-        """The shard has these values. What rows that are still open need again stays."""
-        ranges = column(done.ranges, RANGE) if isinstance(done, PutDone) and done.ranges else None
-        brought.committed(ranges)
-        for one in parts:
-            if not self._others(one, rows):
-                self._added.remove(one)
-                if one.rows != rows:
-                    self._give_back(one.pieces)
-
     def _others(self, one: Added, rows: int) -> int:
         """The open rows that it was added to, except these."""
         return one.rows & ~rows & ~self._closed
 
-    def _send_ack(
-        self, rows: int, parts: list[Added], deadline: Deadline, then: Call | None
+    def send(
+        self,
+        body: Finish,
+        rows: int,
+        parts: Sequence[Added],
+        deadline: Deadline,
+        then: Call | None = None,
     ) -> None:
-        """Send the ack of these rows, with what was added to them."""
-        body, brought = self._finish_of("ack", rows, {}), None
-        if parts:
-            pieces = [piece for one in parts for piece in one.of(rows)]
-            brought = values_of(self.handle.session.owner, pieces)
-            body = self._with(body, brought)
-            if self._closed | rows != self._all:
-                others = [(one, left) for one in parts if (left := self._others(one, rows))]
-                named = {*brought.chunks}
-                body.again = any([one.needs(named, left) for one, left in others])
-        done = self._send(body, deadline, then, rows, parts, brought)
-        if brought is not None:
-            self._acked(rows, parts, brought, done)
-        if isinstance(done, PutDone):
-            if done.extents:
-                self.handle.session.keep(column(done.extents, EXTENT).tolist())
-            if done.kept:
-                log.info(
-                    "partition %r, stage %r: some rows already had values from an earlier lease, "
-                    "so their new values were discarded (number of rows by field: %s)",
-                    self.handle.name,
-                    self.stage,
-                    done.kept,
-                )
-
-    def _send_with(
-        self, body: Finish, rows: int, pieces: list[NewPiece], deadline: Deadline
-    ) -> None:
-        """Values that are stored without an ack. Once more where the shard has no space for what is
-        inline. rows: those that it finishes."""
-        brought = values_of(self.handle.session.owner, pieces)
+        """Send a message that ends `rows` and stores the values in `parts`. If the shard has no
+        space for inline values, send them again from the arena, without `then`."""
         try:
-            self._send_once(body, rows, brought, deadline)
+            self._send(body, rows, parts, deadline, then)
         except ShardFull as full:
-            if not full.details.get("values"):
+            lost = body.outcome == "ack" and not all([one in self._added for one in parts])
+            if lost or not full.details.get("values"):
                 raise
             self.handle.shard_is_full()
-            held, _ = named_again(self.handle.session, brought, full, 0)
-            self._land(pieces, deadline)
-            brought = values_of(self.handle.session.owner, pieces)
-            self._send_once(body, rows, brought, deadline)
+            held = self.handle.session.pinned(full.details.get("pin", 0))
+            pieces = [piece for one in parts for piece in one.pieces]
+            generation = attach(self.handle, deadline)
+            land(self.handle, generation, pieces, True, deadline)
+            self._send(body, rows, parts, deadline)
             del held  # the values have another holder now
-
-    def _send_once(
-        self, body: Finish, rows: int, brought: MessageValues, deadline: Deadline
-    ) -> None:
-        call = None
-        try:
-            body = self._with(body, brought)
-            deadline.check(body.outcome)
-            call = Call(body, deadline, keeps=body.outcome == "release")
-            done = self._answer(call)
-        except BaseException as exc:
-            if call is None or not call.in_flight:
-                give_back(self.handle.session, brought.chunks)
-            elif call.again is not None:
-                # The peer has what the message brought, and frees it unless the shard stored it.
-                if isinstance(exc, DataplaneError) and not _is_unknown(exc):
-                    self.handle.session.answered(call.again)
-                    self._is_unsure |= isinstance(exc, UNKNOWN)
-                else:
-                    self._doubt = Doubt(call.again, body.outcome, rows)
-            raise
-        if isinstance(done, PutDone):
-            self.handle.session.keep(column(done.extents, EXTENT).tolist())
-
-    def _with(self, body: Finish, brought: MessageValues) -> Finish:
-        """It brings these, and asks for as much space for what is added next."""
-        return msgspec.structs.replace(
-            body,
-            values=brought.values,
-            want_bytes=self.handle.session.slabs[0].ahead(room_of(brought.chunks)),
-        )
-
-    def _land(self, pieces: Sequence[NewPiece], deadline: Deadline) -> None:
-        generation = attach(self.handle, deadline)
-        land(self.handle, generation, pieces, True, deadline)
 
     def _send(
         self,
         body: Finish,
+        rows: int,
+        parts: Sequence[Added],
         deadline: Deadline,
         then: Call | None = None,
-        rows: int = 0,
-        parts: Sequence[Added] = (),
-        brought: MessageValues | None = None,
-    ) -> Body:
-        """rows: those that it finishes. parts: the values that are stored with an ack, and what the
-        message says of them."""
-        deadline.check(body.outcome)
-        call = Call(body, deadline, then=then, keeps=True)
+    ) -> None:
+        session, brought, call = self.handle.session, None, None
         try:
-            return self._answer(call)
+            if parts:
+                brought = values_of(session.owner, [p for one in parts for p in one.of(rows)])
+                ahead = session.slabs[0].ahead(room_of(brought.chunks))
+                body = msgspec.structs.replace(body, values=brought.values, want_bytes=ahead)
+                if body.outcome == "ack" and self._closed | rows != self._all:
+                    others = [(one, left) for one in parts if (left := self._others(one, rows))]
+                    named = {*brought.chunks}
+                    body.again = any([one.needs(named, left) for one, left in others])
+            deadline.check(body.outcome)
+            call = Call(body, deadline, then=then, keeps=body.outcome != "keep")
+            done = self._answer(call)
         except BaseException as exc:
-            if call.again is not None:
+            if call is not None and call.again is not None:
                 self._doubt = Doubt(call.again, body.outcome, rows, list(parts), brought)
                 self._told(exc)
+            elif call is None or not call.in_flight:
+                if body.outcome != "ack":  # the values of an ack stay for the next one
+                    give_back(session, chunks_of([piece for one in parts for piece in one.pieces]))
+            elif brought is not None and isinstance(exc, DataplaneError):
+                brought.committed(column(exc.details.pop("ranges", b""), RANGE))
             raise
+        if brought is not None:
+            self._stored(rows, parts, brought, done)
+            if isinstance(done, PutDone):
+                session.keep(column(done.extents, EXTENT).tolist())
+
+    def _stored(
+        self, rows: int, parts: Sequence[Added], brought: MessageValues, done: Body
+    ) -> None:
+        """The shard has these values. What rows that are still open need again stays."""
+        told = done if isinstance(done, PutDone) else PutDone()
+        brought.committed(column(told.ranges, RANGE) if told.ranges else None)
+        for one in parts:
+            if one in self._added and not self._others(one, rows):
+                self._added.remove(one)
+                if one.rows != rows:
+                    self._give_back(one.pieces)
+        if told.kept:
+            log.info(
+                "partition %r, stage %r: some rows already had values from an earlier lease, "
+                "so their new values were discarded (number of rows by field: %s)",
+                self.handle.name,
+                self.stage,
+                told.kept,
+            )
 
     def _answer(self, call: Call) -> Body:
         """Finish is answered with PutDone where values came along, else Done will do."""
@@ -570,7 +512,7 @@ class Lease:
             return
         if kept is not None:
             doubt.brought.committed(column(kept, RANGE))
-        elif doubt.parts:
+        elif doubt.outcome == "ack":
             doubt.brought.committed()
             # Nobody has the values: an ack without them must not pass for one with them.
             self._added = [one for one in self._added if one not in doubt.parts]
@@ -592,9 +534,9 @@ class Lease:
                 raise
             return
         self._doubt = None
-        # what the answer grants is given back where the call that was given up is undone
         if doubt.brought is not None:
-            self._acked(doubt.rows, doubt.parts, doubt.brought, done)
+            # What the answer grants is given back as the call that was given up is undone.
+            self._stored(doubt.rows, doubt.parts, doubt.brought, done)
         self._close(doubt.outcome, doubt.rows)
 
     def _close(self, outcome: str, rows: int) -> None:

@@ -16,6 +16,7 @@ from dataplane.client import arguments
 from dataplane.client._sync.backend import Prefetch
 from dataplane.client._sync.batch import LeasedRows
 from dataplane.client._sync.calls import DEFAULT_TIMEOUT_S, public
+from dataplane.client._sync.lease import Added
 from dataplane.client._sync.plan_part import Fetching, Index, Joined, Part, fetch, fetch_rows
 from dataplane.client.balancing import Rows
 from dataplane.client.deadline import Deadline
@@ -96,7 +97,7 @@ class Micro(LeasedRows):
         what = "values added to a plan"
         pieces = lease._write(what, columns, deadline, order, None, len(self))
         body = Finish(lease.id, "keep", positions.astype(U4).tobytes())
-        lease._send_with(body, 0, pieces, deadline)
+        lease.send(body, 0, [Added(0, pieces)], deadline)
 
     def __repr__(self) -> str:
         padding = len(self) - int(self.mask.sum())

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from dataplane.client._sync import calls
-from dataplane.client._sync.plan_part import SOUGHT, Fetching, Joined, Part, fetch
+from dataplane.client._sync.plan_part import SOUGHT, Fetching, Part, fetch
 from dataplane.client.balancing import Layout
 from dataplane.client.session.tally import Tally
 from dataplane.errors import FrameTooLarge, RowsGone
 from dataplane.memory.mapping import Pin
 from dataplane.metadata.tables import names
-from dataplane.wire.messages import Claimed, Fetch, Fetched
+from dataplane.wire.messages import Fetch, Fetched
 from dataplane.wire.records import U4, column
 from dataplane.wire.tables import PlanRows, Rows, Shape, Table
 
@@ -37,7 +37,7 @@ class Shard:
             spans=None,
         )
         handle: Any = SimpleNamespace(session=session, name="p")
-        self.part = Part(handle, "s", Claimed(31, 0, Table(Rows(b""))), n)
+        self.part = Part(handle, "s", 31, n, 0, ["x"])
 
     def pinned(self, *pins: int) -> Pin:
         self.pins.extend(pins)
@@ -57,13 +57,13 @@ class Shard:
     def fetched(self, rows: list[int]) -> Fetching:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(calls, "send", lambda _, call: self.answer(call.body))
-            return fetch(self.part, ["x"], rows)
+            return fetch(self.part, rows)
 
 
 def test_what_no_message_carries_comes_in_several() -> None:
     shard = Shard(100, most=30)
-    came, positions, mask = shard.fetched(list(range(99, -1, -1)))
-    assert came.reader.table.rows.names == list(range(100)) == came.there.tolist()
+    reader, at, positions, mask = shard.fetched(list(range(99, -1, -1)))
+    assert reader.table.rows.names == list(range(100)) == at[::-1].tolist()
     assert positions.tolist() == list(range(99, -1, -1)) and mask.all()
     assert shard.asked == [100, 50, 25, 25, 25, 25] and shard.pins == [3, 4, 5, 6]
     shard.fetched(list(range(50)))
@@ -76,9 +76,9 @@ def test_what_no_message_carries_comes_in_several() -> None:
 def test_for_rows_that_are_gone_another_stands_that_is_looked_for_a_few_at_a_time() -> None:
     shard = Shard(5 * SOUGHT)
     shard.there[: 3 * SOUGHT + 1] = False
-    came, positions, mask = shard.fetched([4, 5])
+    reader, at, positions, mask = shard.fetched([4, 5])
     assert shard.asked == [2, *[SOUGHT] * 4, 1]
-    assert came.there.tolist() == [3 * SOUGHT + 1] and not mask.any()
+    assert reader.table.rows.names == [3 * SOUGHT + 1] and not mask.any() and not at.any()
     assert positions.tolist() == [3 * SOUGHT + 1] * 2
 
 
@@ -96,8 +96,8 @@ def test_one_that_goes_as_it_is_fetched_is_looked_for_again_and_where_none_is_th
         return answer(body)
 
     shard.answer = gone_by_then  # type: ignore[method-assign]
-    came, _, mask = shard.fetched([0, 1])
-    assert came.there.tolist() == [6] and not mask.any()
+    reader, _, _, mask = shard.fetched([0, 1])
+    assert reader.table.rows.names == [6] and not mask.any()
     shard.there[:] = False
     with pytest.raises(RowsGone, match="every row of this plan"):
         shard.fetched([6, 7])
@@ -105,16 +105,16 @@ def test_one_that_goes_as_it_is_fetched_is_looked_for_again_and_where_none_is_th
 
 def test_a_layout_that_is_kept_is_given_whole_to_whoever_asks_meanwhile() -> None:
     shard = Shard(8)
-    layout = Layout(Shape(ranks=1, minibatches=2, epochs=4), PlanRows(8))
-    joined = Joined(shard.part, layout, 0, ["x"])
+    part = shard.part
+    part.layout = layout = Layout(Shape(ranks=1, minibatches=2, epochs=4), PlanRows(8))
     taken = layout.mini
 
     def other_first(rank: int, epoch: int, number: int) -> Any:
         """Another thread has gone on to the last epochs before this one has its mini-batch."""
         layout.mini = taken  # type: ignore[method-assign]
-        joined.mini(7)
+        part.mini(7)
         return taken(rank, epoch, number)
 
     layout.mini = other_first  # type: ignore[method-assign]
-    assert joined.mini(0) == taken(0, 0, 0)
-    assert joined.mini(7) == taken(0, 3, 1)
+    assert part.mini(0) == taken(0, 0, 0)
+    assert part.mini(7) == taken(0, 3, 1)

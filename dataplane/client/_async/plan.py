@@ -14,7 +14,7 @@ from dataplane.client._async.backend import Prefetch
 from dataplane.client._async.batch import LeasedRows
 from dataplane.client._async.calls import DEFAULT_TIMEOUT_S, public
 from dataplane.client._async.lease import Added
-from dataplane.client._async.plan_part import Fetching, Index, Joined, Part, fetch, fetch_rows
+from dataplane.client._async.plan_part import Fetching, Index, Part, fetch, fetch_rows
 from dataplane.client.balancing import Rows
 from dataplane.client.deadline import Deadline
 from dataplane.client.read.selection import Selection
@@ -41,16 +41,13 @@ class Micro(LeasedRows):
     """
 
     def __init__(self, part: Part, fetched: Fetching) -> None:
-        came, positions, mask = fetched
-        rows = Selection(part.handle, came.reader)
+        reader, at, self._positions, self.mask = fetched
+        rows = Selection(part.handle, reader)
         self.__dict__.update(rows.__dict__)
         self.lease = part
         self._of = self._at = None
-        at = np.searchsorted(came.there, positions)
         if len(at) != len(rows) or (at != np.arange(len(at))).any():
             Selection._become_part(self, rows, at)
-        self.mask = mask
-        self._positions = positions
 
     def _become_part(self, of: Selection, at: Index) -> None:
         Selection._become_part(self, of, at)
@@ -60,13 +57,10 @@ class Micro(LeasedRows):
     async def _more(self, fields: Sequence[str], timeout: float | None) -> None:
         self.lease.check()
         assert isinstance(self.lease, Part)
-        came = await fetch_rows(
-            self.lease,
-            arguments.texts(fields, "fields"),
-            np.unique(self._positions),
-            Deadline(timeout),
-        )
-        self._admit(came.reader)
+        wanted = arguments.texts(fields, "fields")
+        at = np.unique(self._positions)
+        reader, _ = await fetch_rows(self.lease, wanted, at, Deadline(timeout))
+        self._admit(reader)
 
     @public
     async def add(
@@ -113,14 +107,14 @@ class Mini:
 
     def __init__(self, plan: Plan, at: int) -> None:
         self._plan, self._number = plan, at
-        self.epoch, self.number = divmod(at, plan._joined.layout.shape.minibatches)
+        self.epoch, self.number = divmod(at, plan._part.layout.shape.minibatches)
 
     def __aiter__(self) -> Micros:
         return Micros(self._plan, self._number)
 
     def __len__(self) -> int:
         """Return the number of micro-batches, which is the same on every rank."""
-        return len(self._plan._joined.mini(self._number))
+        return len(self._plan._part.mini(self._number))
 
     def __repr__(self) -> str:
         micros = counted(len(self), "micro-batch", "micro-batches")
@@ -135,7 +129,7 @@ class Micros(AsyncIterator[Micro]):
 
     @public
     async def __anext__(self) -> Micro:
-        if self._at == len(self._plan._joined.mini(self._mini)):
+        if self._at == len(self._plan._part.mini(self._mini)):
             raise StopAsyncIteration
         micro = await self._plan._take(self._mini, self._at)
         self._at += 1
@@ -182,8 +176,8 @@ class Plan:
     _kind = "aio.Plan"
     _prefetch: Prefetch[Micro] | None = None
 
-    def __init__(self, joined: Joined, prefetch: int) -> None:
-        self._joined, self._ahead = joined, prefetch
+    def __init__(self, part: Part, prefetch: int) -> None:
+        self._part, self._ahead = part, prefetch
         self._entered = False
         """Whether the plan is in a `with` block, whose end acks or releases it."""
         self._upcoming = (-1, -1)
@@ -192,25 +186,25 @@ class Plan:
     @property
     def rank(self) -> int:
         """The rank of this process."""
-        return self._joined.rank
+        return self._part.rank
 
     @property
     def stage(self) -> str:
         """The stage that leased the rows."""
-        return self._joined.part.stage
+        return self._part.stage
 
     @property
     def state(self) -> str:
         """The state of the plan: `leased`, `acked`, `released` or `expired`."""
-        return self._joined.part.state
+        return self._part.state
 
     def __len__(self) -> int:
         """Return the number of mini-batches in all epochs together."""
-        shape = self._joined.layout.shape
+        shape = self._part.layout.shape
         return shape.epochs * shape.minibatches
 
     def __repr__(self) -> str:
-        part, shape = self._joined.part, self._joined.layout.shape
+        part, shape = self._part, self._part.layout.shape
         minis = counted(len(self), "mini-batch", "mini-batches")
         return (
             f"<{self._kind} of {part.handle.name!r} for {part.stage!r}, rank {self.rank} of "
@@ -224,7 +218,7 @@ class Plan:
     async def ack(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
         """Ack this rank's part of the plan. A no-op if the part is already acked."""
         await self._stop()
-        part = self._joined.part
+        part = self._part
         if part.state == "acked":
             return
         part.check()
@@ -234,23 +228,23 @@ class Plan:
     async def release(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
         """End the plan for all ranks. The rows return to their stage."""
         await self._stop()
-        part = self._joined.part
+        part = self._part
         part.check()
         await part.finish("release", Deadline(timeout))
 
     async def _take(self, mini: int, at: int) -> Micro:
-        self._joined.part.check()
+        self._part.check()
         if self._prefetch is None or self._upcoming != (mini, at):
             await self._stop()
-            take = _upcoming(self._joined, len(self), mini, at)
-            session = self._joined.part.handle.session
+            take = _upcoming(self._part, len(self), mini, at)
+            session = self._part.handle.session
             self._prefetch = Prefetch(take, None, self._ahead, None, session)
         try:
             micro, _ = await self._prefetch.next()
         except Exception:
             await self._stop()
             raise
-        more = at + 1 < len(self._joined.mini(mini))
+        more = at + 1 < len(self._part.mini(mini))
         self._upcoming = (mini, at + 1) if more else (mini + 1, 0)
         return micro
 
@@ -263,14 +257,14 @@ class Plan:
 
     def __del__(self) -> None:
         # Nobody has it any more, but for a prefetch that is under way.
-        if hasattr(self, "_joined"):
+        if hasattr(self, "_part"):
             self._leave()
 
     def _leave(self) -> None:
         """Release it, unless it has ended, without waiting."""
         if self._prefetch is not None:
             self._prefetch.stop()
-        self._joined.part.abandon(LEFT)
+        self._part.abandon(LEFT)
 
     async def __aenter__(self) -> Plan:
         self._entered = True
@@ -296,21 +290,21 @@ class Plan:
                 )
 
 
-def _upcoming(joined: Joined, minis: int, mini: int, at: int) -> Callable[[], Awaitable[Micro]]:
+def _upcoming(part: Part, minis: int, mini: int, at: int) -> Callable[[], Awaitable[Micro]]:
     """A function that fetches one micro-batch after another, from micro-batch `at` of mini-batch
     `mini` on. It does not refer to the plan, which ends when nothing else refers to it."""
-    coming = _rows_from(joined, minis, mini, at)
+    coming = _rows_from(part, minis, mini, at)
 
     async def take() -> Micro:
         rows = next(coming, None)
         if rows is None:
             raise StreamEnd("this plan has no more batches")
-        return Micro(joined.part, await fetch(joined.part, joined.fields, rows))
+        return Micro(part, await fetch(part, rows))
 
     return take
 
 
-def _rows_from(joined: Joined, minis: int, mini: int, at: int) -> Iterator[Rows]:
-    yield from joined.mini(mini)[at:]
+def _rows_from(part: Part, minis: int, mini: int, at: int) -> Iterator[Rows]:
+    yield from part.mini(mini)[at:]
     for number in range(mini + 1, minis):
-        yield from joined.mini(number)
+        yield from part.mini(number)

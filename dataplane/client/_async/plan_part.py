@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -44,15 +43,22 @@ SOUGHT = 1_024
 
 
 class Part(Lease):
-    """The lease of a plan. Its positions are indices into all rows of the plan."""
+    """A plan that this process has joined, and its lease. Its positions are indices into all rows
+    of the plan."""
 
     _ends_whole = True
+    layout: Layout
 
-    def __init__(self, handle: Handle, stage: str, claimed: Claimed, rows: int) -> None:
-        super().__init__(handle, stage, claimed.lease, rows)
+    def __init__(
+        self, handle: Handle, stage: str, number: int, rows: int, rank: int, fields: list[str]
+    ) -> None:
+        super().__init__(handle, stage, number, rows)
+        self.rank, self.fields = rank, fields
         self.why = ""
         self.at_once = handle.session.max_rows
         """rows per message; halved when a message was too large"""
+        self._minis: dict[tuple[int, int], list[Rows]] = {}
+        """of this epoch and the last one; replaced as a whole, because two threads write it"""
 
     def check(self) -> None:
         if self.state == "acked":
@@ -66,15 +72,6 @@ class Part(Lease):
                 self.why or f"this plan was {self.state}: call part.plan(…) again",
                 stage=self.stage,
             )
-
-
-class Joined:
-    """A plan that this process has joined."""
-
-    def __init__(self, part: Part, layout: Layout, rank: int, fields: list[str]) -> None:
-        self.part, self.layout, self.rank, self.fields = part, layout, rank, fields
-        self._minis: dict[tuple[int, int], list[Rows]] = {}
-        """of this epoch and the last one; replaced as a whole, because two threads write it"""
 
     def mini(self, number: int) -> list[Rows]:
         """Return the rows of each micro-batch. number: the mini-batch's number across all
@@ -96,7 +93,7 @@ async def join(
     rank: int,
     fields: Sequence[str] | None,
     timeout: float | None,
-) -> Joined:
+) -> Part:
     """Join a plan. Wait until the partition is sealed and all remaining rows are ready."""
     session = handle.session
     arguments.text(stage, "a stage")
@@ -126,41 +123,34 @@ async def join(
     session.leased(claimed.lease, handle.name)
     if claimed.plan is None:
         raise mixed_releases("unexpected reply to a plan request: expected a plan, got a batch")
-    part = Part(handle, stage, claimed, claimed.plan.rows)
     if wanted is None and stage not in handle.definition.stages:  # declared meanwhile
         await define(handle, None, Deadline(DEFAULT_TIMEOUT_S))
     needed = handle.definition.stages[stage] if wanted is None else wanted
+    part = Part(handle, stage, claimed.lease, claimed.plan.rows, rank, needed)
     try:
-        layout = Layout(shape, claimed.plan)
+        part.layout = Layout(shape, claimed.plan)
     except InvalidRows:
         await part.give_back(Deadline(DEFAULT_TIMEOUT_S))
         raise
-    return Joined(part, layout, rank, needed)
+    return part
 
 
-@dataclass(frozen=True, slots=True)
-class FetchedRows:
-    """Rows fetched from a plan. `there` holds their positions in the plan, in ascending order."""
-
-    reader: TableReader
-    there: Index
+Fetching = tuple[TableReader, Index, Index, Mask]
+"""The fetched rows; which of them each row of a micro-batch is; the positions of these in the plan;
+a mask that is False for padding."""
 
 
-Fetching = tuple[FetchedRows, Index, Mask]
-"""The fetched rows; the positions of a micro-batch's rows; a mask that is False for padding."""
-
-
-async def fetch(part: Part, fields: Sequence[str], rows: Rows) -> Fetching:
+async def fetch(part: Part, rows: Rows) -> Fetching:
     """Fetch the rows of a micro-batch. Padding replaces rows that were dropped or lost meanwhile,
     so that every rank takes the same number of steps."""
     wanted = np.array(rows, np.intp)
     mask = wanted >= 0
     positions = np.where(mask, wanted, ~wanted)
     deadline = Deadline(DEFAULT_TIMEOUT_S)
-    came = await fetch_rows(part, fields, np.unique(positions), deadline)
-    if not len(came.there):
-        came = await _any_row(part, fields, deadline)
-    gone = ~np.isin(positions, came.there)
+    reader, there = await fetch_rows(part, part.fields, np.unique(positions), deadline)
+    if not len(there):
+        reader, there = await _any_row(part, deadline)
+    gone = ~np.isin(positions, there)
     if gone.any():
         log.warning(
             "partition %r, stage %r: %s dropped or lost, and replaced with padding",
@@ -169,23 +159,23 @@ async def fetch(part: Part, fields: Sequence[str], rows: Rows) -> Fetching:
             counted(int((gone & mask).sum()), "row of the plan was", "rows of the plan were"),
         )
         mask &= ~gone
-        positions = np.where(gone, came.there[0], positions)
-    part.handle.session.tally.claimed(part.stage, int(mask.sum()), came.reader.volume)
-    return came, positions, mask
+        positions = np.where(gone, there[0], positions)
+    part.handle.session.tally.claimed(part.stage, int(mask.sum()), reader.volume)
+    return reader, np.searchsorted(there, positions), positions, mask
 
 
-async def _any_row(part: Part, fields: Sequence[str], deadline: Deadline) -> FetchedRows:
+async def _any_row(part: Part, deadline: Deadline) -> tuple[TableReader, Index]:
     """A row of the plan that is still there. RowsGone where none is."""
     start = 0
     while start < part.n:
         some = np.arange(start, min(start + SOUGHT, part.n), dtype=np.intp)
-        left = await fetch_rows(part, [], some, deadline)
-        if not len(left.there):
+        _, left = await fetch_rows(part, [], some, deadline)
+        if not len(left):
             start += SOUGHT
             continue
-        came = await fetch_rows(part, fields, left.there[:1], deadline)
-        if len(came.there):  # or else it went just now
-            return came
+        reader, there = await fetch_rows(part, part.fields, left[:1], deadline)
+        if len(there):  # or else it went just now
+            return reader, there
     raise RowsGone(
         "every row of this plan was dropped or lost: release the plan and call part.plan(…) again",
         rows=part.n,
@@ -194,8 +184,9 @@ async def _any_row(part: Part, fields: Sequence[str], deadline: Deadline) -> Fet
 
 async def fetch_rows(
     part: Part, fields: Sequence[str], positions: Index, deadline: Deadline
-) -> FetchedRows:
-    """Fetch rows, with several messages if their small values exceed the size of one."""
+) -> tuple[TableReader, Index]:
+    """Fetch rows, with several messages if their small values exceed the size of one. Return also
+    their positions in the plan, in ascending order: rows that are gone are left out."""
     session, done = part.handle.session, list[Fetched]()
     at = 0
     try:
@@ -219,4 +210,4 @@ async def fetch_rows(
         raise
     there = column(b"".join(one.index for one in done), U4).astype(np.intp)
     reader = reader_of(session, [one.table for one in done], [one.pin for one in done])
-    return FetchedRows(reader, there)
+    return reader, there

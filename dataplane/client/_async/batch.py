@@ -20,7 +20,7 @@ from dataplane.client.read import convert
 from dataplane.client.read.ragged import Padding, Side
 from dataplane.client.read.selection import Selection
 from dataplane.client.read.table import TableReader, reader_of
-from dataplane.client.read.tensors import Each, Layout, TensorDictForm
+from dataplane.client.read.tensors import Each, Layout, TensorDictForm, to_tensordict
 from dataplane.client.write.columns import named_once
 from dataplane.client.write.rows import Names, TagValues
 from dataplane.errors import DataplaneError, LeaseExpired, NotFetched, counted
@@ -133,11 +133,13 @@ class Converting(Fetching):
         """
         names = self.fields if fields is None else arguments.texts(fields, "fields")
         form = TensorDictForm(layout, padding, side, length, multiple, mask)
-        return await self._converted(
-            names,
-            device,
-            lambda where: self._tensordict({name: self[name] for name in names}, form, where),
-        )
+        direct = self._handle.session.direct
+
+        def work(where: str) -> TensorDict:
+            columns = {name: self[name] for name in names}
+            return to_tensordict(columns, len(self), form, where, direct, self._offsets)
+
+        return await self._converted(names, device, work)
 
     @public
     async def arrow(self, fields: Sequence[str] | None = None) -> pyarrow.Table:

@@ -25,10 +25,6 @@ _UNITS = {"ms": "ms", "us": "us", "ps": "ns", "ns": "ns", "fs": "ns", "as": "ns"
 """Arrow's unit for numpy's; seconds for longer ones."""
 
 
-def table(columns: dict[str, pa.Array]) -> pa.Table:
-    return pa.Table.from_arrays(list(columns.values()), names=list(columns))
-
-
 def from_field(
     name: str, values: Array | list[Any], instead: str = "", tensors: bool = True
 ) -> pa.Array:
@@ -40,23 +36,18 @@ def from_field(
     """
     instead = instead or f"put values of one type, or read the field with batch[{name!r}]"
     make = partial(_of_field, tensors=tensors)
-    return _exact(f"field {name!r}", values, make, instead, field=name)
+    return exact(f"field {name!r}", values, instead, make, field=name)
 
 
-def from_keys(keys: list[object]) -> pa.Array:
-    """Keys as an Arrow array, with the same errors."""
-    instead = "read rows with str keys and rows with int keys in two calls, part.get(keys)"
-    return _exact("key", keys, _of_objects, instead)
-
-
-def from_tag(name: str, values: list[object]) -> pa.Array:
-    """A tag as an Arrow array, with the same errors."""
-    return _exact(f"tag {name!r}", values, _of_objects, "set tags of one type", tag=name)
-
-
-def _exact(
-    what: str, values: Any, make: Callable[[Any], pa.Array], instead: str, **details: str
+def exact(
+    what: str,
+    values: Any,
+    instead: str,
+    make: Callable[[Any], pa.Array] | None = None,
+    **details: str,
 ) -> pa.Array:
+    """Values as an Arrow array; InvalidValue as for a field. make: how, if they are no objects."""
+    make = make or _of_objects
     try:
         return make(values)
     except _REFUSALS as exc:

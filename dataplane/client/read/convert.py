@@ -5,12 +5,11 @@ Runs in the client. pyarrow is imported when it is asked for, never before.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dataplane.client.read.chunk_columns import Memory
 from dataplane.client.read.column_view import ColumnView, arrays_of
 from dataplane.wire.arrays import Array, is_torch
 
@@ -36,20 +35,22 @@ def to_numpy(column: ColumnView, view: bool = False) -> Array | list[Any]:
     numbers = numbers_of(values)
     if numbers is not None:
         return numbers
-    return values if view else [_owned(value) for value in values]
+    return values if view else [mapped(value, _copied) for value in values]
 
 
-def _owned(value: Any) -> Any:
-    """An object with private copies of the arrays in it."""
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    if is_torch(value):
-        return value.clone()
+def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """An object with what `leaf` makes of each array and tensor in it."""
+    if isinstance(value, np.ndarray) or is_torch(value):
+        return leaf(value)
     if isinstance(value, list | tuple):
-        return type(value)(map(_owned, value))
+        return type(value)(mapped(item, leaf) for item in value)
     if isinstance(value, dict):
-        return {key: _owned(item) for key, item in value.items()}
+        return {key: mapped(item, leaf) for key, item in value.items()}
     return value
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf.clone()
 
 
 def to_arrow(
@@ -64,18 +65,22 @@ def to_arrow(
     that lacks a field is null, and so is a key that only some dicts of a field have. InvalidValue
     names a row whose value, key or tag Arrow would change.
     """
+    import pyarrow as pa
+
     from dataplane.client.read import arrow
 
     columns: dict[str, Any] = {}
     if keys is not None:
-        columns["key"] = arrow.from_keys(list(keys))
+        instead = "read rows with str keys and rows with int keys in two calls, part.get(keys)"
+        columns["key"] = arrow.exact("key", list(keys), instead)
     for name, column in fields.items():
         shown = "field.key" if name == "key" and keys is not None else name
         columns[shown] = arrow.from_field(name, to_numpy(column, view=True))
     for name, values in (tags or {}).items():
         shown = f"tag.{name}" if name in columns else name
-        columns[shown] = arrow.from_tag(name, list(values))
-    return arrow.table(columns)
+        instead = "set tags of one type"
+        columns[shown] = arrow.exact(f"tag {name!r}", list(values), instead, tag=name)
+    return pa.table(columns)
 
 
 def numbers_of(values: list[Any]) -> Array | None:
@@ -105,10 +110,3 @@ def _dense(column: ColumnView) -> Array:
     if array.size:
         column.pack(array.reshape(-1).view(np.uint8))
     return array
-
-
-def packed(column: ColumnView) -> Memory:
-    """A private copy of the rows' bytes, one behind the other."""
-    memory = np.empty(column.nbytes, np.uint8)
-    column.pack(memory)
-    return memory

@@ -242,18 +242,20 @@ def unlike(
     ):
         row = next((at for at, one in enumerate(forms) if differs(one)), None)
         if row is not None:
-            return InvalidValue(
-                f"field {field!r}: row {row} is {_shown(forms[row])} and row 0 is {_shown(first)}, "
-                f"{why}, so the rows do not form a {layout} tensor: {instead}, or use "
-                "layout='list' for one tensor per row",
-                field=field,
-                row=row,
-            )
+            why = f"row {row} is {_shown(forms[row])} and row 0 is {_shown(first)}, {why}"
+            instead += ", or use layout='list' for one tensor per row"
+            return refused(field, row, layout, why, instead)
+    why = f"each row is a single number ({_shown(first)})"
+    return refused(field, 0, layout, why, "use layout='dense'")
+
+
+def refused(field: str, row: int, layout: str, why: str, instead: str) -> InvalidValue:
+    """The error of rows that make no tensor of this layout. row: the first that makes none."""
+    tensor = {"auto": "tensor", "list": "list of tensors"}.get(layout, f"{layout} tensor")
     return InvalidValue(
-        f"field {field!r}: each row is a single number ({_shown(first)}), so the rows do not "
-        f"form a {layout} tensor: use layout='dense'",
+        f"field {field!r}: {why}, so the rows do not form a {tensor}: {instead}",
         field=field,
-        row=0,
+        row=row,
     )
 
 

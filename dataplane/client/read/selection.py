@@ -18,13 +18,7 @@ from dataplane.client.read import convert
 from dataplane.client.read.column_view import ColumnView
 from dataplane.client.read.ragged import RIGHT, Offsets, Padding, Side
 from dataplane.client.read.table import TableReader
-from dataplane.client.read.tensors import (
-    Layout,
-    TensorDictForm,
-    padding_mask,
-    to_tensordict,
-    to_torch,
-)
+from dataplane.client.read.tensors import Layout, padding_mask, to_torch
 from dataplane.client.ref import Ref
 from dataplane.client.tracebacks import public_at_once
 from dataplane.client.write.rows import group_names, row_groups, row_name, row_names, tag_values
@@ -240,12 +234,6 @@ class Selection:
         padding = RIGHT if padding.is_default else padding
         made = to_torch(column, layout, padding, view, device, direct, self._offsets)
         return (made, padding_mask(column, padding, device)) if mask else made
-
-    def _tensordict(
-        self, columns: Mapping[str, ColumnView], form: TensorDictForm, device: str
-    ) -> Any:
-        direct = self._handle.session.direct
-        return to_tensordict(columns, len(self), form, device, direct, self._offsets)
 
     # where columns come from
 

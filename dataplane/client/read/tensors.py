@@ -7,6 +7,7 @@ that are side by side are gathered once, from where they lie in the arena to whe
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
 import numpy as np
 
 from dataplane.client.read.column_view import ColumnView, arrays_of
-from dataplane.client.read.convert import numbers_of, packed
+from dataplane.client.read.convert import mapped, numbers_of
 from dataplane.client.read.ragged import (
     RIGHT,
     Offsets,
@@ -25,11 +26,12 @@ from dataplane.client.read.ragged import (
     check_padded,
     no_view,
     padding_value,
+    refused,
     unlike,
 )
 from dataplane.errors import InvalidCall, InvalidValue
 from dataplane.gpu.torch_devices import check_device, filled_on_gpu
-from dataplane.wire.arrays import Array, is_torch, kind_of, shown, tensor_over
+from dataplane.wire.arrays import Array, kind_of, shown, tensor_over
 
 if TYPE_CHECKING:
     from dataplane.gpu.direct import DirectCopies
@@ -355,7 +357,11 @@ class HostRows:
         return [tensor_over(_view_of(row)).to(self._device) for row in column]
 
     def each(self) -> list[Any]:
-        return [tensor_over(row).to(self._device) for row in _rows(self._column)]
+        column = self._column
+        if len(column.dtypes) > 1:
+            return [tensor_over(row.copy()).to(self._device) for row in column]
+        items = self.whole((column.nbytes // column.dtypes[0].itemsize,))
+        return cut(items, [shape for _, shape in column.forms()])
 
     def whole(self, shape: tuple[int, ...]) -> Any:
         def pack(array: Array) -> None:
@@ -407,18 +413,14 @@ def _padded(column: ColumnView, rows: Rows, padding: Padding) -> Any:
     return rows.placed(shape, where, padding_value(field, padding, dtype).item())
 
 
-def _rows(column: ColumnView) -> list[Array]:
-    """Private copies of the rows, in one piece where they have one dtype."""
-    views = list(column)
-    dtypes = {row.dtype for row in views}
-    if len(dtypes) > 1:
-        return [row.copy() for row in views]
-    memory = packed(column)
-    items, rows, at = memory.view(dtypes.pop()), [], 0
-    for view in views:
-        rows.append(items[at : at + view.size].reshape(view.shape))
-        at += view.size
-    return rows
+def cut(items: Any, shapes: Iterable[tuple[int, ...]]) -> list[Any]:
+    """A tensor [items] as tensors of these shapes."""
+    at, found = 0, []
+    for shape in shapes:
+        end = at + math.prod(shape)
+        found.append(items[at:end].reshape(shape))
+        at = end
+    return found
 
 
 class _Writable:
@@ -449,23 +451,16 @@ def _object_tensors(column: ColumnView, layout: Layout, view: bool, device: str)
         return list(tensor.unbind()) if layout == "list" else tensor
     found: list[Any] = []
 
-    def lowered(value: Any) -> Any:
-        if isinstance(value, np.ndarray):
-            found.append(tensor_over(_view_of(value) if view else value.copy()).to(device))
-            return found[-1]
-        if is_torch(value):
-            found.append(value.to(device))
-            return found[-1]
-        if isinstance(value, (list, tuple)):
-            return type(value)(map(lowered, value))
-        if isinstance(value, dict):
-            return {key: lowered(item) for key, item in value.items()}
-        return value
+    def lowered(leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray):
+            leaf = tensor_over(_view_of(leaf) if view else leaf.copy())
+        found.append(leaf.to(device))
+        return found[-1]
 
     tensors: list[Any] = []
     for row, value in enumerate(values):
         try:
-            tensors.append(lowered(value))
+            tensors.append(mapped(value, lowered))
         except InvalidValue as exc:
             raise InvalidValue(
                 f"field {column.field!r}: row {row}: {exc.message}; use batch[{column.field!r}] to "
@@ -491,7 +486,7 @@ def _no_tensor(field: str, values: list[Any], layout: str, *, arrays: bool = Fal
         instead = as_put
         if arrays and layout != "list":
             instead += ", or layout='list' to get the arrays in them as tensors"
-        return _refused(field, row, layout, why, instead)
+        return refused(field, row, layout, why, instead)
     kinds = [_number_kind(value) for value in values]
     row = next((at for at, kind in enumerate(kinds) if kind != kinds[0]), 0)
     if row:
@@ -505,22 +500,13 @@ def _no_tensor(field: str, values: list[Any], layout: str, *, arrays: bool = Fal
             "torch does not support dates and durations. Put the values as ints of one unit, for "
             f"example as np.asarray(values, {finest.name!r}).astype('int64'), or {as_put}"
         )
-        return _refused(field, row, layout, why, instead)
+        return refused(field, row, layout, why, instead)
     instead = (
         "put numbers of one type, at most 64 bits wide, for example as np.asarray(values, "
         f"'float64') (a partition declared with fields={{{field!r}: 'float64'}} rejects other "
         f"types), or {as_put}"
     )
-    return _refused(field, row, layout, why, instead)
-
-
-def _refused(field: str, row: int, layout: str, why: str, instead: str) -> InvalidValue:
-    tensor = {"auto": "tensor", "list": "list of tensors"}.get(layout, f"{layout} tensor")
-    return InvalidValue(
-        f"field {field!r}: {why}, so the rows do not form a {tensor}: {instead}",
-        field=field,
-        row=row,
-    )
+    return refused(field, row, layout, why, instead)
 
 
 def _number_kind(value: Any) -> str:

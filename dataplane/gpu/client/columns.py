@@ -8,7 +8,6 @@ current stream of this thread, and nothing here waits for it.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
@@ -20,7 +19,7 @@ from dataplane.client.read.chunk_columns import ChunkColumn, Memory
 from dataplane.client.read.column_view import ColumnView, RowSpan
 from dataplane.client.read.ragged import no_view
 from dataplane.client.read.table import TableReader
-from dataplane.client.read.tensors import Index, place
+from dataplane.client.read.tensors import Index, cut, place
 from dataplane.errors import DeviceMissing, InvalidValue, joined, mixed_releases
 from dataplane.gpu.direct import DirectCopies, Landing, Runs
 from dataplane.memory.mapping import Pin
@@ -224,13 +223,13 @@ class GpuRows:
         return self._runs[0] if self._private else sys.modules["torch"].cat(self._runs)
 
     def _rows(self) -> list[Any]:
-        return _cut(self._items(), [shape for _, shape in self._column.forms()])
+        return cut(self._items(), [shape for _, shape in self._column.forms()])
 
     def _in_place(self) -> list[Any]:
         rows = []
         for items, (column, first, last) in zip(self._runs, self._column.runs, strict=True):
             assert column is not None
-            rows += _cut(items, map(column.shape_of, range(first, last)))
+            rows += cut(items, map(column.shape_of, range(first, last)))
         return rows
 
 
@@ -270,13 +269,3 @@ def _torch_dtype(field: str, dtype: np.dtype[Any]) -> Any:
             f"field {field!r} has dtype {dtype}, which torch does not support: use "
             f"batch.numpy({field!r})"
         ) from exc
-
-
-def _cut(items: Any, shapes: Iterable[tuple[int, ...]]) -> list[Any]:
-    """A tensor [items] as tensors of these shapes."""
-    at, found = 0, []
-    for shape in shapes:
-        end = at + math.prod(shape)
-        found.append(items[at:end].reshape(shape))
-        at = end
-    return found

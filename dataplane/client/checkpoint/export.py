@@ -39,6 +39,7 @@ from dataplane.wire.tables import Owner, Table
 PORTION_BYTES = 32 << 20
 """Bytes of values in memory at once, where a single row does not have more."""
 _READS = 2
+_NAMES = "key", "group"
 _MAX_FILE_NAME = 200
 _NAMED = 8
 _OWNER = Owner("", 0)
@@ -108,8 +109,8 @@ def _new_directory(target: Path) -> Iterator[Path]:
 class _Types:
     """What the columns of a partition hold, but for nulls."""
 
-    key: set[object] = field(default_factory=set)
-    group: set[object] = field(default_factory=set)
+    names: dict[str, set[object]] = field(default_factory=dict)
+    """of the keys and the groups"""
     tags: dict[str, set[object]] = field(default_factory=dict)
     fields: dict[str, pa.DataType] = field(default_factory=dict)
 
@@ -146,10 +147,9 @@ class _Part:
         """Find the type of each column."""
         types = self.types
         for rows in self._rows():
-            types.key |= _kinds(rows.keys)
-            types.group |= _kinds(rows.groups)
-            for tag, told in rows.tags.items():
-                types.tags.setdefault(tag, set()).update(_kinds(told))
+            for kinds, columns in (types.names, rows.names), (types.tags, rows.tags):
+                for name, told in columns.items():
+                    kinds.setdefault(name, set()).update(map(_kind, told))
             for name, values in rows.fields.items():
                 found = self._array(name, values).type
                 types.fields[name] = self._common(name, types.fields.get(name, pa.null()), found)
@@ -163,7 +163,7 @@ class _Part:
                 with pyarrow.parquet.ParquetWriter(file, schema) as writer:
                     for rows in self._rows():
                         writer.write_table(pa.table(self._columns(rows), schema=schema))
-                        count += len(rows.keys)
+                        count += len(rows.names["key"])
             except pa.ArrowException as exc:
                 raise InvalidValue(
                     f"partition {self.name!r}: the rows cannot be written as Parquet: {exc}; "
@@ -195,26 +195,22 @@ class _Part:
         self.known.update(dict.fromkeys(opened.fields))
         names = [name for name in opened.fields if self._chosen is None or name in self._chosen]
         return _RowsOfPart(
-            row_names(portion.rows),
-            row_groups(portion.rows),
+            {"key": row_names(portion.rows), "group": row_groups(portion.rows)},
             portion.tags,
             {name: opened.view(name) for name in names},
         )
 
     def _schema(self) -> pa.Schema:
         types = self.types
-        columns = [("key", _of_names(types.key)), ("group", _of_names(types.group))]
+        columns = [(name, _type_of(types.names.get(name, set()))) for name in _NAMES]
         columns += [(self._shown_field(name), type_) for name, type_ in types.fields.items()]
-        columns += [(self._shown_tag(tag), _of_tag(kinds)) for tag, kinds in types.tags.items()]
+        columns += [(self._shown_tag(tag), _type_of(kinds)) for tag, kinds in types.tags.items()]
         return pa.schema(columns, metadata=self._about)
 
     def _columns(self, rows: _RowsOfPart) -> list[pa.Array]:
         """In the order of the schema."""
-        types, count = self.types, len(rows.keys)
-        columns = [
-            _names(rows.keys, types.key),
-            _names(rows.groups, types.group),
-        ]
+        types, count = self.types, len(rows.names["key"])
+        columns = [_scalars(rows.names[name], types.names[name]) for name in _NAMES]
         for name, type_ in types.fields.items():
             values = rows.fields.get(name)
             array = pa.nulls(count) if values is None else self._array(name, values)
@@ -223,7 +219,7 @@ class _Part:
             except pa.ArrowException as exc:
                 raise self._mixed(name, array.type, type_) from exc
         for tag, kinds in types.tags.items():
-            columns.append(_tag(rows.tags.get(tag, [None] * count), kinds))
+            columns.append(_scalars(rows.tags.get(tag, [None] * count), kinds))
         return columns
 
     def _array(self, name: str, values: ColumnView) -> pa.Array:
@@ -266,10 +262,10 @@ class _Part:
         return f"export {what} fields, with {few(others or ['--field NAME'], 2)}"
 
     def _shown_field(self, name: str) -> str:
-        return f"field.{name}" if name in ("key", "group") else name
+        return f"field.{name}" if name in _NAMES else name
 
     def _shown_tag(self, tag: str) -> str:
-        taken = tag in ("key", "group") or tag in self.types.fields
+        taken = tag in _NAMES or tag in self.types.fields
         return f"tag.{tag}" if taken else tag
 
 
@@ -277,15 +273,13 @@ class _Part:
 class _RowsOfPart:
     """Some rows, with their values as they lie in memory."""
 
-    keys: list[Any]
-    groups: list[Any]
+    names: dict[str, list[Any]]
     tags: dict[str, list[Any]]
     fields: dict[str, ColumnView]
 
     def part(self, rows: slice) -> _RowsOfPart:
         return _RowsOfPart(
-            self.keys[rows],
-            self.groups[rows],
+            {name: values[rows] for name, values in self.names.items()},
             {tag: values[rows] for tag, values in self.tags.items()},
             {name: values[rows] for name, values in self.fields.items()},
         )
@@ -293,16 +287,12 @@ class _RowsOfPart:
 
 def _split(rows: _RowsOfPart) -> Iterator[_RowsOfPart]:
     """Rows that share a value have it once in a portion, and once each in a Parquet file."""
-    half = len(rows.keys) // 2
+    half = len(rows.names["key"]) // 2
     if half and sum(values.nbytes for values in rows.fields.values()) > PORTION_BYTES:
         yield from _split(rows.part(slice(0, half)))
         yield from _split(rows.part(slice(half, None)))
     else:
         yield rows
-
-
-def _kinds(values: list[Any]) -> set[object]:
-    return {_kind(value) for value in values if value is not None}
 
 
 def _kind(value: Any) -> object:
@@ -324,33 +314,22 @@ def _keeps_texts(one: pa.DataType, both: pa.DataType) -> bool:
     return not (pa.types.is_string(one) and pa.types.is_binary(both))
 
 
-_INTS, _FLOATS = {int, "int64"}, {int, float}
+_NULL, _INTS, _FLOATS = {type(None)}, {int, "int64"}, {int, float}
 
 
-def _of_names(kinds: set[object]) -> pa.DataType:
-    return pa.int64() if kinds and kinds <= _INTS else pa.string()
-
-
-def _names(names: list[Any], kinds: set[object]) -> pa.Array:
-    """Keys or groups. As texts, 7 and "7" would be one: texts beside ints are JSON, as of tags."""
-    type_ = _of_names(kinds)
-    if type_ == pa.string() and kinds != {str}:
-        text = json.dumps if str in kinds else str
-        names = [None if name is None else text(name) for name in names]
-    return pa.array(names, type_)
-
-
-def _of_tag(kinds: set[object]) -> pa.DataType:
+def _type_of(kinds: set[object]) -> pa.DataType:
+    """The type of a column of keys, groups or a tag."""
+    kinds = kinds - _NULL
     if kinds == {bool}:
         return pa.bool_()
-    if kinds <= _INTS:
+    if kinds and kinds <= _INTS:
         return pa.int64()
-    return pa.float64() if kinds <= _FLOATS else pa.string()
+    return pa.float64() if kinds and kinds <= _FLOATS else pa.string()
 
 
-def _tag(values: list[Any], kinds: set[object]) -> pa.Array:
-    """Values of types that no column holds together are JSON."""
-    type_ = _of_tag(kinds)
-    if type_ == pa.string() and kinds != {str}:
+def _scalars(values: list[Any], kinds: set[object]) -> pa.Array:
+    """Values of types that no column holds together are JSON: as texts, 7 and "7" would be one."""
+    type_ = _type_of(kinds)
+    if type_ == pa.string() and not kinds - _NULL <= {str}:
         values = [None if value is None else json.dumps(value) for value in values]
     return pa.array(values, type_)

@@ -51,13 +51,12 @@ def definition_of(
         {} if stages is None else stages, "stages", form
     ).items():
         named[arguments.text(stage, "a stage")] = arguments.texts(needed, f"stages[{stage!r}]")
-    copies: Literal[1, 2] = 2 if replicas == 2 else 1
     return Definition(
         named,
         group_size,
         groups,
         free,  # type: ignore[arg-type]
-        copies,
+        int(replicas),  # type: ignore[arg-type]
         schema.canonical({} if fields is None else fields),
     )
 
@@ -125,8 +124,7 @@ class Demand(msgspec.Struct, eq=False):
                 f"budget={shown(given):.80}: expected a limit that is a finite number above 0"
             )
         arguments.text(tag, "a tag")
-        kind: Literal["rows", "groups"] = "rows" if unit == "rows" else "groups"
-        return Want(kind, 0, 0, where, tag, limit)
+        return Want(unit, 0, 0, where, tag, limit)  # type: ignore[arg-type]
 
 
 def shape_of(
@@ -163,8 +161,6 @@ def shape_of(
     if budget is not None:
         want = Demand(None, None, budget, None, None, None).want("rows")
         tag, amount = want.budget_tag, want.budget
-    ways: dict[str, Literal["pad", "drop"]] = {"pad": "pad", "drop": "drop"}
-    units: dict[str, Literal["rows", "groups"]] = {"rows": "rows", "groups": "groups"}
     shape = Shape(
         ranks,
         minibatches,
@@ -173,7 +169,7 @@ def shape_of(
         tag if balance is None else arguments.text(balance, "a tag"),
         arguments.count(epochs, "epochs"),
         arguments.whole(seed, "seed"),
-        ways[remainder],
-        units[unit],
+        remainder,  # type: ignore[arg-type]
+        unit,  # type: ignore[arg-type]
     )
     return shape, rank

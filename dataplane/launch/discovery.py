@@ -203,12 +203,17 @@ def _split_outside_brackets(text: str) -> list[str]:
 def _open_mpi(environ: Environ) -> Job | None:
     if "OMPI_COMM_WORLD_SIZE" not in environ:
         return None
-    world = _integer(environ, "OMPI_COMM_WORLD_SIZE", 1)
-    several = world > _integer(environ, "OMPI_COMM_WORLD_LOCAL_SIZE", world)
     # mpirun's host, pid and job; of Open MPI 4 a number that is made of them.
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid", "")
+    return _of_ranks(environ, "openmpi", job, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+
+
+def _of_ranks(environ: Environ, launcher: str, job: str, world: str, local: str) -> Job:
+    """world, local: the variables of the number of ranks, in all and on this host."""
+    ranks = _integer(environ, world, 1)
+    several = ranks > _integer(environ, local, ranks)
     master = environ.get("MASTER_ADDR", "")
-    return Job("openmpi", job, several, (master,) if master else (), others_join=True)
+    return Job(launcher, job, several, (master,) if master else (), others_join=True)
 
 
 def _slurm(environ: Environ) -> Job | None:
@@ -339,12 +344,9 @@ os.register_at_fork(after_in_child=_after_fork)
 def _torchrun(environ: Environ) -> Job | None:
     if "WORLD_SIZE" not in environ or "LOCAL_WORLD_SIZE" not in environ:
         return None
-    world = _integer(environ, "WORLD_SIZE", 1)
-    several = world > _integer(environ, "LOCAL_WORLD_SIZE", world)
-    master = environ.get("MASTER_ADDR", "")
     # torchrun's default id is the word "none", which tells no two jobs apart.
     run = environ.get("TORCHELASTIC_RUN_ID", "").removeprefix("none")
-    return Job("torchrun", run, several, (master,) if master else (), others_join=True)
+    return _of_ranks(environ, "torchrun", run, "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def _is_this_host(host: str) -> bool:

@@ -554,12 +554,9 @@ def _silent(pid: int | None) -> str:
     not ready. pid: None or 0 where that is unknown."""
     if not pid:
         return "did not answer in time: check its log, then connect again"
-    late = f"(pid {pid}) did not answer in time"
-    if not processes.is_stopped(pid):
-        return f"{late}: check its log, then connect again"
+    stopped, log = processes.is_stopped(pid), "check its log, then connect again"
     return (
-        f"{late}: it is stopped, by SIGSTOP or a debugger. To continue it, run `kill -CONT {pid}`, "
-        f"then connect again. To end it and lose its rows, run `kill -9 {pid}`"
+        f"(pid {pid}) did not answer in time: {processes.how_to_continue(pid) if stopped else log}"
     )
 
 

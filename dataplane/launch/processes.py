@@ -47,6 +47,14 @@ def is_stopped(pid: int) -> bool:
     return process is not None and process.state in ("T", "t")
 
 
+def how_to_continue(pid: int) -> str:
+    """What to do about a stopped process, as the end of a sentence."""
+    return (
+        "it is stopped, by SIGSTOP or a debugger. To continue it, run `kill -CONT "
+        f"{pid}`, then connect again. To end it and lose its rows, run `kill -9 {pid}`"
+    )
+
+
 def this() -> Process:
     """This process; started is 0 if /proc is not mounted."""
     return read(os.getpid()) or Process(os.getpid(), os.getppid(), 0)

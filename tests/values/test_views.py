@@ -13,8 +13,10 @@ import pytest
 
 from dataplane.client.read.chunk_columns import ChunkForm
 from dataplane.client.read.column_view import ColumnView, RowSpan, cut
-from dataplane.client.read.table import TableReader
+from dataplane.client.read.table import TableReader, joined
 from dataplane.client.read.table_shape import SHARED_RUNS, TableShape, shape_of_values
+from dataplane.client.write.chunks import pieces_of, plan
+from dataplane.client.write.columns import prepare
 from dataplane.errors import FieldUnknown, ProtocolError
 from dataplane.metadata.tables.bits import all_of, bits_of, bytes_of
 from dataplane.wire import layouts
@@ -285,3 +287,22 @@ def test_a_shape_that_numpy_does_not_have_is_refused() -> None:
     (column,) = ChunkForm((spec,), 1).columns(np.zeros(0, np.uint8))
     with pytest.raises(ProtocolError):
         ColumnView("x", [RowSpan(column, 0, 1)])[0]
+
+
+def test_rows_of_several_replies_are_one_table(arena: Any) -> None:
+    pages = []
+    for columns in ({"x": [1, 2]}, {"x": [3], "y": ["a"]}, {"y": ["b", "c"]}):
+        (units,) = plan(prepare(columns), inline=True)
+        pages.append(arena.reader(pieces_of(units)))
+    whole = joined(pages)
+    assert whole.fields == ["x", "y"] and whole.volume == sum(page.volume for page in pages)
+    order = np.array([4, 2, 0])
+    for reader, rows in ((whole, range(5)), (whole.part(order), order)):
+        for field, values in (("x", [1, 2, 3]), ("y", [None, None, "a", "b", "c"])):
+            view = reader.view(field)
+            assert len(view) == len(rows)
+            for at, row in enumerate(rows):
+                expected = values[row] if row < len(values) else None
+                assert (view[at] if view.present(at) else None) == expected
+    with pytest.raises(FieldUnknown, match="row 3 has no field 'x'"):
+        whole.view("x")[3]

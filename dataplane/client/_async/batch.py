@@ -346,7 +346,7 @@ class Batch(LeasedRows):
                 self._share(self._of, fields, self._where)
                 return
             done = await self.lease.fetch(fields, Deadline(timeout))
-            self._admit(reader_of(self._handle.session, [done.table], [done.pin]))
+            self._admit(reader_of(self._handle.session, done))
         else:
             self._admit(await read_rows(self._handle, self._rows, fields, timeout))
 

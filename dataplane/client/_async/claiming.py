@@ -90,7 +90,7 @@ class Claiming:
                 session.spans.claim(self._handle.name, stage, began, ahead=self._ahead)
             raise
         session.leased(claimed.lease, self._handle.name, self._ahead)
-        reader, rows = reader_of(session, [claimed.table], [claimed.pin]), claimed.table.rows
+        reader, rows = reader_of(session, claimed), claimed.table.rows
         n = len(rows.keys) // KEY.itemsize
         session.tally.claimed(stage, n, reader.volume, time.monotonic() - began)
         if session.spans is not None:

@@ -349,7 +349,7 @@ class Batch(LeasedRows):
                 self._share(self._of, fields, self._where)
                 return
             done = self.lease.fetch(fields, Deadline(timeout))
-            self._admit(reader_of(self._handle.session, [done.table], [done.pin]))
+            self._admit(reader_of(self._handle.session, done))
         else:
             self._admit(read_rows(self._handle, self._rows, fields, timeout))
 

@@ -212,5 +212,4 @@ def fetch_rows(
             part._end("expired")
         raise
     there = column(b"".join(one.index for one in done), U4).astype(np.intp)
-    reader = reader_of(session, [one.table for one in done], [one.pin for one in done])
-    return reader, there
+    return reader_of(session, *done), there

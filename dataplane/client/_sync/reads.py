@@ -121,7 +121,7 @@ def _read_parts(
         # The pages before this one are pinned; their pins go with an object nobody keeps.
         session.pinned(*(page.pin for page in pages))
         raise
-    reader = reader_of(session, [page.table for page in pages], [page.pin for page in pages])
+    reader = reader_of(session, *pages)
     session.tally.got(len(reader.table.rows.keys) // KEY.itemsize, reader.volume)
     return reader
 

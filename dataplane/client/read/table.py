@@ -12,18 +12,18 @@ from copy import copy
 from operator import mul
 
 import numpy as np
-from msgspec.structs import replace
 
 from dataplane.client.read.chunk_columns import ChunkColumn, Memory, form_of
 from dataplane.client.read.column_view import ColumnView, RowSpan, cut, stretches
-from dataplane.client.read.table_shape import TableShape, shape_of_values
+from dataplane.client.read.table_shape import shape_of_values
 from dataplane.client.session.session import Session
 from dataplane.client.write.rows import Index, group_names, row_names, tag_values
 from dataplane.errors import InvalidRows, mixed_releases
 from dataplane.memory.extents import Extent
 from dataplane.wire.limits import NO_GROUP
+from dataplane.wire.messages import Claimed, Fetched, ReadDone
 from dataplane.wire.records import EXTENT, KEY, U4, column
-from dataplane.wire.tables import Chunk, Name, Piece, Rows, Table, Values
+from dataplane.wire.tables import Name, Rows, Table, Values
 
 NOWHERE = np.zeros(0, np.uint8)
 """The arena of rows of which nothing is pinned there."""
@@ -43,7 +43,10 @@ class TableReader:
         self._arena: Memory | None = None
         chunks = len(table.values.chunks)
         self._places: list[Extent] = column(table.places, EXTENT, chunks).tolist()
-        self._shape = _shape_of(table)
+        try:
+            self._shape = shape_of_values(table.values, len(table.rows.keys) // KEY.itemsize)
+        except InvalidRows as exc:  # a peer made the table, and not the caller
+            raise mixed_releases(f"the peer sent invalid rows: {exc.message}") from exc
         self._chunks: dict[int, Sequence[ChunkColumn | None]] = {-1: [None]}
         """the columns of chunks that were used; -1: of rows that lack a field"""
         self._runs: dict[str, list[RowSpan]] = {}
@@ -51,14 +54,18 @@ class TableReader:
         """those of the table, in this order; None: all"""
         self._chosen: list[tuple[int, int]] = []
         """the same as stretches"""
+        self._pages: list[TableReader] = []
+        """the readers whose rows these are, one after the other; [] for those of one table"""
 
     @property
     def fields(self) -> list[str]:
-        return self._values.fields
+        return self.table.values.fields
 
     @property
     def volume(self) -> int:
         """About the bytes of the values: of each chunk, the share of its rows that pieces use."""
+        if self._pages:
+            return sum([page.volume for page in self._pages])
         sizes = [chunk.nbytes for chunk in self._values.chunks]
         shared: float = sum(map(mul, sizes, self._shape.shares))
         return round(shared)
@@ -72,17 +79,24 @@ class TableReader:
 
     def view(self, field: str, name_of: Callable[[int], object] | None = None) -> ColumnView:
         """A field of the rows. name_of: what a row is called in messages."""
+        runs = self._all_runs(field)
+        if self._rows is not None:
+            runs = cut(runs, self._chosen)
+        return ColumnView(field, runs, name_of)
+
+    def _all_runs(self, field: str) -> list[RowSpan]:
+        """Of all rows of the table."""
         runs = self._runs.get(field)
-        if runs is None:
+        if runs is None and self._pages:
+            runs = [run for page in self._pages for run in page._all_runs(field)]
+        elif runs is None:
             opened, runs = self._chunks, []
             for chunk, at, first, last in self._shape.runs(field):
                 if chunk not in opened:
                     opened[chunk] = self._open(chunk)
                 runs.append(RowSpan(opened[chunk][at], first, last))
-            self._runs[field] = runs
-        if self._rows is not None:
-            runs = cut(runs, self._chosen)
-        return ColumnView(field, runs, name_of)
+        self._runs[field] = runs
+        return runs
 
     def _open(self, number: int) -> list[ChunkColumn]:
         chunk = self._values.chunks[number]
@@ -121,68 +135,28 @@ class TableReader:
         )
 
 
-def reader_of(session: Session, tables: list[Table], pins: list[int]) -> TableReader:
-    """Return a reader of the tables of some replies, joined. pins: those of the replies."""
-    pin = session.pinned(*pins)
-    table = join_tables(tables)
-    arena = pin if pin.number else NOWHERE
-    pools = session.pools
-    return TableReader(table, arena) if pools is None else pools.reader(table, arena)
+def reader_of(session: Session, *replies: Claimed | Fetched | ReadDone) -> TableReader:
+    """Return a reader of the tables of some replies, joined. It keeps what they pin."""
+    pin, pools = session.pinned(*[reply.pin for reply in replies]), session.pools
+    make, arena = TableReader if pools is None else pools.reader, pin if pin.number else NOWHERE
+    return joined([make(reply.table, arena) for reply in replies])
 
 
-def _shape_of(table: Table) -> TableShape:
-    """ProtocolError for values that do not fit together."""
-    try:
-        return shape_of_values(table.values, len(table.rows.keys) // KEY.itemsize)
-    except InvalidRows as exc:  # a peer made the table, and not the caller
-        raise mixed_releases(f"the peer sent invalid rows: {exc.message}") from exc
-
-
-def _check_page(table: Table) -> None:
-    """Before this table becomes a part of a larger one: ProtocolError where its values refer to
-    what is not in it, and would be found in another part then."""
-    values = table.values
-    _shape_of(table)
-    column(table.places, EXTENT, len(values.chunks))
-    for chunk in values.chunks:
-        values.layout_of(chunk)
-
-
-def join_tables(tables: list[Table]) -> Table:
-    """Join the tables of several replies. A field or tag that one lacks is absent in its rows."""
-    if len(tables) == 1:
-        return tables[0]
-    for one in tables:
-        _check_page(one)
-    counts = [len(t.rows.keys) // KEY.itemsize for t in tables]
-    tag_names = dict.fromkeys(name for t in tables for name in t.tags)
-    return Table(
-        _join_rows([t.rows for t in tables]),
-        _join_values([t.values for t in tables], counts),
-        {
-            name: [v for t, n in zip(tables, counts, strict=True) for v in tag_values(t, name, n)]
-            for name in tag_names
-        },
-        b"".join([t.places for t in tables]),
-    )
-
-
-def _join_values(parts: list[Values], counts: list[int]) -> Values:
-    fields = list(dict.fromkeys(field for part in parts for field in part.fields))
-    numbers = {field: number for number, field in enumerate(fields)}
-    layouts, chunks, pieces = list[bytes](), list[Chunk](), list[Piece]()
-    base = 0
-    for part, count in zip(parts, counts, strict=True):
-        renumbered = {at: numbers[field] for at, field in enumerate(part.fields)} | {-1: -1}
-        for piece in part.pieces:
-            own = [renumbered[field] for field in piece.fields]
-            where = (piece.given, piece.first, piece.at)
-            pieces.append(Piece(len(chunks) + piece.chunk, own, base + piece.base, *where))
-        chunks += [replace(chunk, layout=len(layouts) + chunk.layout) for chunk in part.chunks]
-        layouts += part.layouts
-        base += count
-    # The owners of chunks are of no interest here.
-    return Values(fields, [], layouts, chunks, pieces)
+def joined(pages: list[TableReader]) -> TableReader:
+    """Join the readers of several replies. A field or tag that one lacks is absent in its rows."""
+    if len(pages) == 1:
+        return pages[0]
+    tables = [page.table for page in pages]
+    counts = [len(table.rows.keys) // KEY.itemsize for table in tables]
+    tags = {
+        name: [v for t, n in zip(tables, counts, strict=True) for v in tag_values(t, name, n)]
+        for name in dict.fromkeys(name for table in tables for name in table.tags)
+    }
+    fields = list(dict.fromkeys(field for table in tables for field in table.values.fields))
+    whole = copy(pages[0])
+    whole.table = Table(_join_rows([table.rows for table in tables]), Values(fields), tags)
+    whole._pages, whole._runs = pages, {}
+    return whole
 
 
 def _join_rows(parts: list[Rows]) -> Rows:

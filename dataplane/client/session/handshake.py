@@ -17,7 +17,6 @@ from dataplane.client.session.connection import (
     Opener,
     answer,
     expect,
-    is_stopped,
     no_answer,
     peer_lost,
     process_of,
@@ -85,8 +84,7 @@ def open_connection(
             raise no_descriptors() from exc
         if session is None:
             pid = exc.pid() if isinstance(exc, QueueFull) else 0
-            stopped = processes.is_stopped(pid)
-            raise _not_let_in(exc, "of this run", limit_s, pid, stopped) from exc
+            raise _not_let_in(exc, "of this run", limit_s, pid) from exc
         if isinstance(exc, TimeoutError):
             raise no_answer(session.peer, deadline) from exc
         if not isinstance(exc, _GONE):
@@ -113,13 +111,13 @@ def open_connection(
         connection.send(encode(request), deadline)
         done = expect(unwrap(answer(connection.receive(deadline), rid)), HelloDone, hello)
     except BaseException as exc:
-        pid, stopped = process_of(connection.sock), is_stopped(connection.sock)
+        pid = process_of(connection.sock)
         connection.close()
         for descriptor in descriptors:
             os.close(descriptor)
         of_socket = isinstance(exc, OSError) and not isinstance(exc, DataplaneError)
         if session is None and (of_socket or type(exc) in (PeerLost, DeadlineExceeded)):
-            raise _not_let_in(exc, where, limit_s, pid, stopped) from exc
+            raise _not_let_in(exc, where, limit_s, pid) from exc
         late = isinstance(exc, TimeoutError)
         broke = type(exc) is PeerLost or (of_socket and not late)
         if session is not None and broke and _is_gone(opener):  # it died as this connection came
@@ -207,17 +205,14 @@ def no_descriptors() -> LimitExceeded:
     )
 
 
-def _not_let_in(
-    exc: BaseException, where: str, limit_s: float, pid: int = 0, stopped: bool = False
-) -> DataplaneError:
+def _not_let_in(exc: BaseException, where: str, limit_s: float, pid: int) -> DataplaneError:
     """No call of this client has been there yet. pid: of the peer; 0: unknown."""
     if isinstance(exc, TimeoutError):
         process = f"the peer {where} (pid {pid})" if pid else f"the peer {where}"
         late = f"{process} did not accept this client within {duration(limit_s)}"
         text = (
-            f"{late}: it is stopped, by SIGSTOP or a debugger. To continue it, run `kill -CONT "
-            f"{pid}`, then connect again. To end it and lose its rows, run `kill -9 {pid}`"
-            if stopped
+            f"{late}: {processes.how_to_continue(pid)}"
+            if processes.is_stopped(pid)
             else f"{late}: it may be stopped, starved of processor time, or out of file "
             "descriptors. Check the load of this host and the peer's log, then connect again"
         )

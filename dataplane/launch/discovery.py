@@ -130,12 +130,7 @@ def _seeds(run: str, environ: Environ) -> tuple[tuple[str, ...], bool]:
 def node_peer(environ: Environ = os.environ) -> str | None:
     """The name of the peer of this process's Ray node, as `dataplane.integrations.ray` gives it."""
     node = environ.get("RAY_NODE_ID") or _of_ray("get_node_id")
-    return node_peer_name(node) if node else None
-
-
-def node_peer_name(node: str) -> str:
-    """The name of the peer of a Ray node. The node's id is in hexadecimal."""
-    return f"ray-{node[:16]}"
+    return f"ray-{node[:16]}" if node else None  # the id is in hexadecimal
 
 
 def seed_port(run: str) -> int:
@@ -160,8 +155,8 @@ def jobs(environ: Environ = os.environ) -> list[Job]:
 def expand_nodelist(nodelist: str) -> tuple[str, ...]:
     """Expand Slurm's compressed host list: `a[01-03,7],b` is a01 a02 a03 a7 b."""
     nodes: list[str] = []
-    for item in _split_outside_brackets(nodelist):
-        for node in _expand(item):
+    for item in re.split(r",(?![^\[]*\])", nodelist):  # at commas outside brackets
+        for node in _expand(item.strip()) if item.strip() else ():
             nodes.append(node)
             if len(nodes) > MAX_NODES:
                 raise InvalidConfig(
@@ -194,10 +189,6 @@ def _not_a_nodelist(item: str) -> InvalidConfig:
         f"{item!r:.80} is not a valid Slurm node list: correct SLURM_JOB_NODELIST, for "
         "example to node[01-03,7]"
     )
-
-
-def _split_outside_brackets(text: str) -> list[str]:
-    return [item.strip() for item in re.split(r",(?![^\[]*\])", text) if item.strip()]
 
 
 def _open_mpi(environ: Environ) -> Job | None:

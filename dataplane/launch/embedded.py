@@ -8,6 +8,7 @@ neither Ctrl-C nor the exit of its starter ends it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import select
@@ -258,7 +259,8 @@ def attach(
         if _answers_in_time(peer, folder, deadline):
             break  # else it was about to leave when it was seen, and the next one is asked
     living = rundir.LivingRun(belongs.name, folder, rundir.living_peers(folder))
-    seen = rundir.seen_again(folder, peer)
+    # Its card may have been written since it was seen.
+    seen = dataclasses.replace(peer, card=rundir.read_card(folder, peer.name) or peer.card)
     return Attached(belongs, seen, living, me, begun is not None, tuple(begun or ()))
 
 

@@ -24,7 +24,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -436,7 +436,7 @@ def living_peers(folder: Path) -> list[LivingPeer]:
         name = path.name.removesuffix(".lock")
         # Shared, so that two that ask at once do not take each other for a peer.
         if not _can_lock(path, os.O_RDWR | os.O_NOFOLLOW, fcntl.LOCK_SH):
-            living.append(LivingPeer(name, folder / f"{name}.sock", _read_card(folder, name)))
+            living.append(LivingPeer(name, folder / f"{name}.sock", read_card(folder, name)))
     return living
 
 
@@ -450,7 +450,7 @@ def dead_peers(folder: Path) -> list[DeadPeer]:
 
 def _dead_peer(folder: Path, name: str) -> DeadPeer | None:
     """What the last peer of this name left, if none lives."""
-    card = _read_card(folder, name)
+    card = read_card(folder, name)
     if card is None:
         return None
     if not card.ended and (word := _word(folder, name)):
@@ -512,11 +512,6 @@ def _is_at(fd: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(fd), path.stat())
     except OSError:
         return False
-
-
-def seen_again(folder: Path, peer: LivingPeer) -> LivingPeer:
-    """A peer with its current card, which it may have written since it was seen."""
-    return replace(peer, card=_read_card(folder, peer.name) or peer.card)
 
 
 def try_lock(path: Path) -> int | None:
@@ -595,7 +590,7 @@ def _files(folder: Path, suffix: str) -> list[Path]:
         return []
 
 
-def _read_card(folder: Path, name: str) -> Card | None:
+def read_card(folder: Path, name: str) -> Card | None:
     try:
         return _cards.decode((folder / f"{name}.json").read_bytes())
     except (OSError, msgspec.MsgspecError):

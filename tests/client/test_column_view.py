@@ -27,12 +27,12 @@ def views(draw: st.DrawFn) -> tuple[ColumnView, list[Any]]:
         first = draw(st.integers(0, rows - 1))
         last = draw(st.integers(first + 1, rows))
         if not draw(st.integers(0, 5)):
-            runs.append(RowSpan(None, first, last))
+            runs.append((None, first, last))
             expected += [None] * (last - first)
             continue
         spec, values = draw(columns(rows).filter(lambda made: made[0].kind in ("array", "bytes")))
         column = ChunkForm((spec,), rows).columns(laid_out([spec], [values]))[0]
-        runs.append(RowSpan(column, first, last))
+        runs.append((column, first, last))
         expected += values[first:last]
     return ColumnView("x", runs), expected
 
@@ -94,14 +94,14 @@ def test_a_text_may_have_any_character() -> None:
     texts = ["", "a\0b", "\ud800", "漢字"]
     raw = [text.encode("utf-8", "surrogatepass") for text in texts]
     column = ChunkForm((ColumnSpec("text"),), 4).columns(laid_out([ColumnSpec("text")], [raw]))[0]
-    assert list(ColumnView("x", [RowSpan(column, 0, 4)])) == texts
+    assert list(ColumnView("x", [(column, 0, 4)])) == texts
 
 
 def test_a_view_with_a_value_that_cannot_be_decoded_has_a_representation() -> None:
     spec = ColumnSpec("object")
     rows = [objects.encode_many([None])[0], b"\xff" * 8]  # type: ignore[index]
     column = ChunkForm((spec,), 2).columns(laid_out([spec], [rows]))[0]
-    view = ColumnView("x", [RowSpan(column, 0, 2)])
+    view = ColumnView("x", [(column, 0, 2)])
     assert view[0] is None
     with pytest.raises(ProtocolError):
         view[1]
@@ -111,7 +111,7 @@ def test_a_view_with_a_value_that_cannot_be_decoded_has_a_representation() -> No
 def test_a_wrong_index_is_the_error_of_a_sequence_and_names_the_field() -> None:
     spec = ColumnSpec("bytes")
     (column,) = ChunkForm((spec,), 3).columns(laid_out([spec], [[b"a", b"b", b"c"]]))
-    view = ColumnView("x", [RowSpan(column, 0, 3)])
+    view = ColumnView("x", [(column, 0, 3)])
     with pytest.raises(IndexError, match="field 'x': row 3 is out of range, .* there are 3 rows"):
         view[3]
     with pytest.raises(TypeError, match=r"field 'x': the index is \[0, 1\]: expected an int or a"):

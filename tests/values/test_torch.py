@@ -166,7 +166,7 @@ def test_packed_rows_lie_in_one_piece(arena: Any) -> None:
 def test_views_lie_in_the_arena_and_keep_it_pinned(arena: Any) -> None:
     for values in (np.ones((3, 4)), [np.ones(2), np.ones(3)], [{"a": np.ones(2)}, {}]):
         view = arena.view(values)
-        gone = weakref.ref(view.runs[0].column.memory.base.base)
+        gone = weakref.ref(view.runs[0][0].memory.base.base)
         tensors = to_torch(view, view=True)
         first = tensors[0]["a"] if isinstance(tensors[0], dict) else tensors[0]
         address = arena.memory.__array_interface__["data"][0]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dataplane.client.read.chunk_columns import ChunkForm
-from dataplane.client.read.column_view import ColumnView, RowSpan, cut
+from dataplane.client.read.column_view import ColumnView, cut
 from dataplane.client.read.table import TableReader, joined
 from dataplane.client.read.table_shape import SHARED_RUNS, TableShape, shape_of_values
 from dataplane.client.write.chunks import pieces_of, plan
@@ -68,7 +68,7 @@ def test_leaves_of_objects_are_views_and_texts_are_copies(arena: Any) -> None:
 
 
 def pin_of(view: ColumnView) -> Any:
-    return view.runs[0].column.memory.base.base
+    return view.runs[0][0].memory.base.base
 
 
 def test_the_pin_goes_with_the_last_view(arena: Any) -> None:
@@ -286,7 +286,7 @@ def test_a_shape_that_numpy_does_not_have_is_refused() -> None:
     spec = ColumnSpec("array", "int64", (1 << 40, 1 << 40, 0))
     (column,) = ChunkForm((spec,), 1).columns(np.zeros(0, np.uint8))
     with pytest.raises(ProtocolError):
-        ColumnView("x", [RowSpan(column, 0, 1)])[0]
+        ColumnView("x", [(column, 0, 1)])[0]
 
 
 def test_rows_of_several_replies_are_one_table(arena: Any) -> None:

@@ -160,17 +160,16 @@ class ChunkForm:
         if specs, lengths and bytes do not match.
         """
         head, rows, found = self._head, self._rows, []
-        source: Any = memory if lengths is None else lengths
         try:
             if lengths is None:
-                numbers, end = head.unpack_from(source), head.size
+                numbers, end = head.unpack_from(memory), head.size  # type: ignore[arg-type]
             else:
-                numbers, end = head.unpack(source), 0
+                numbers, end = head.unpack(lengths), 0
         except struct.error as exc:
             raise mixed_releases(
                 f"invalid chunk of {rows} rows, each with {sum(map(_width, self.specs))} lengths: "
                 f"expected {'at least ' if lengths is None else ''}{head.size} bytes of lengths, "
-                f"got {len(source)}"
+                f"got {len(memory if lengths is None else lengths)}"
             ) from exc
         for spec, own, units, fixed in self._columns:
             mine = numbers[own]

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, chain, pairwise, starmap
-from typing import Any, NamedTuple, overload
+from typing import Any, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -35,13 +35,9 @@ _LOOKED_AT = 64
 """Objects whose types a representation names."""
 
 
-class RowSpan(NamedTuple):
-    """Rows `first` to `last` - 1 of a chunk column. column: None for rows that lack the
-    field."""
-
-    column: ChunkColumn | None
-    first: int
-    last: int
+RowSpan: TypeAlias = tuple[ChunkColumn | None, int, int]
+"""Rows of a chunk column, from the first up to, but not including, the last. None: rows that lack
+the field."""
 
 
 class ColumnView(Sequence[Any]):
@@ -182,8 +178,8 @@ class ColumnView(Sequence[Any]):
     @cached_property
     def absent(self) -> npt.NDArray[np.bool_]:
         """For each row, whether it lacks the field."""
-        lacks = [run.column is None for run in self.runs]
-        return np.repeat(np.array(lacks, bool), [run.last - run.first for run in self.runs])
+        lacks = [column is None for column, _, _ in self.runs]
+        return np.repeat(np.array(lacks, bool), [last - first for _, first, last in self.runs])
 
     @cached_property
     def holds_arrays(self) -> bool:
@@ -217,10 +213,10 @@ class ColumnView(Sequence[Any]):
     def forms(self) -> list[ArrayForm]:
         """Return the dtype and shape of each row. All rows must be arrays."""
         return [
-            (run.column.spec.items, run.column.shape_of(row))
-            for run in self.runs
-            if run.column is not None
-            for row in range(run.first, run.last)
+            (column.spec.items, column.shape_of(row))
+            for column, first, last in self.runs
+            if column is not None
+            for row in range(first, last)
         ]
 
     @cached_property
@@ -270,7 +266,7 @@ class ColumnView(Sequence[Any]):
     def spans(self) -> list[Memory]:
         """Return the bytes of the rows without a copy, as few read-only arrays of uint8: rows that
         lie one after the other in shared memory share one. All rows must be arrays."""
-        return [run.column.span(run.first, run.last) for run in self.runs if run.column is not None]
+        return [column.span(first, last) for column, first, last in self.runs if column is not None]
 
     def dense(self) -> Array | None:
         """Return all rows as one read-only array [n, ...]. None unless they are contiguous arrays
@@ -297,7 +293,7 @@ def arrays_of(view: ColumnView) -> ColumnView:
         return view
     runs: list[RowSpan] = []
     for run in view.runs:
-        column = run.column
+        column, first, last = run
         if (
             column is None
             or not column.is_array
@@ -307,10 +303,10 @@ def arrays_of(view: ColumnView) -> ColumnView:
         if column.is_array:
             runs.append(run)
             continue
-        for value in column.values(run.first, run.last):
+        for value in column.values(first, last):
             if type(value) is not np.ndarray:
                 return view
-            runs.append(RowSpan(ChunkColumn.of(value), 0, 1))
+            runs.append((ChunkColumn.of(value), 0, 1))
     return type(view)(view.field, runs, view.name_of)
 
 
@@ -329,21 +325,21 @@ def stretches(rows: npt.NDArray[np.intp]) -> list[tuple[int, int]]:
 def cut(runs: Sequence[RowSpan], chosen: Iterable[tuple[int, int]]) -> list[RowSpan]:
     """Return the runs that cover the chosen ranges of rows, in the given order. Rows that no run
     covers lack the field."""
-    ends = list(accumulate([run.last - run.first for run in runs]))
+    ends = list(accumulate([last - first for _, first, last in runs]))
     found: list[RowSpan] = []
     for first, last in chosen:
         number = bisect_right(ends, first)
         while first < last:
             if first < 0 or number == len(runs):
-                found.append(RowSpan(None, 0, last - first))
+                found.append((None, 0, last - first))
                 break
             column, _, end = runs[number]
             shift = end - ends[number]
             stop = min(last, ends[number])
-            run = RowSpan(column, first + shift, stop + shift)
-            if found and found[-1].column is column and found[-1].last == run.first:
-                run = RowSpan(column, found.pop().first, run.last)
-            found.append(run)
+            start = first + shift
+            if found and found[-1][0] is column and found[-1][2] == start:
+                start = found.pop()[1]
+            found.append((column, start, stop + shift))
             first, number = stop, number + 1  # noqa: PLW2901
     return found
 

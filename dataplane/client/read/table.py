@@ -94,7 +94,7 @@ class TableReader:
             for chunk, at, first, last in self._shape.runs(field):
                 if chunk not in opened:
                     opened[chunk] = self._open(chunk)
-                runs.append(RowSpan(opened[chunk][at], first, last))
+                runs.append((opened[chunk][at], first, last))
         self._runs[field] = runs
         return runs
 

@@ -292,18 +292,15 @@ def _tell_of_stack(column: ColumnView, made: Any, stack: Any) -> None:
         reason = _no_tensor(column.field, list(column), "auto")
     else:
         return  # texts, dicts and the like have no other form
-    _tell_once(column.field, reason.message.removeprefix(f"field {column.field!r}: "))
+    field = column.field
+    if field not in _told and len(_told) < _MOST_TOLD:
+        _told.add(field)
+        why = reason.message.removeprefix(f"field {field!r}: ")
+        log.warning("tensordict(): field %r is a NonTensorStack, not a tensor: %s", field, why)
 
 
 _told: set[str] = set()
 _MOST_TOLD = 64
-
-
-def _tell_once(field: str, reason: str) -> None:
-    if field in _told or len(_told) >= _MOST_TOLD:
-        return
-    _told.add(field)
-    log.warning("tensordict(): field %r is a NonTensorStack, not a tensor: %s", field, reason)
 
 
 # making tensors
@@ -387,8 +384,8 @@ class HostRows:
 
 
 def _padded(column: ColumnView, rows: Rows, padding: Padding) -> Any:
-    """Rows that differ along several axes, or have none, get the padding's side on the first, and
-    zeros behind on the others."""
+    """Rows that differ along several axes, or have none, get the padding's side on the first axis;
+    on the others they are filled up behind."""
     field, n, ragged = column.field, len(column), column.ragged
     if ragged is not None:
         width = padding.width(field, ragged.lengths)

@@ -42,7 +42,7 @@ class DeviceTableReader(TableReader):
 
     def view(self, field: str, name_of: Callable[[int], object] | None = None) -> ColumnView:
         view = super().view(field, name_of)
-        if any([isinstance(run.column, DeviceChunkColumn) for run in view.runs]):
+        if any([isinstance(column, DeviceChunkColumn) for column, _, _ in view.runs]):
             return DeviceColumn(field, view.runs, name_of)
         return view
 
@@ -123,11 +123,14 @@ class DeviceColumn(ColumnView):
     def described(self) -> str:
         """Without a value: what is on a device would have to be copied."""
         dtypes = joined(sorted({dtype.name for dtype in self.dtypes}))
-        count = sum([run.last - run.first for run, _ in self._on_device()])
+        count = sum([last - first for _, first, last in self._on_device()])
         return f"{dtypes or 'values'}, {count} on a device"
 
-    def _on_device(self) -> list[tuple[RowSpan, DeviceChunkColumn]]:
-        return [(run, run.column) for run in self.runs if isinstance(run.column, DeviceChunkColumn)]
+    def _on_device(self) -> list[tuple[DeviceChunkColumn, int, int]]:
+        runs = self.runs
+        return [
+            (one, first, last) for one, first, last in runs if isinstance(one, DeviceChunkColumn)
+        ]
 
     def dense(self) -> None:
         """None: the rows are not all in host memory."""
@@ -137,31 +140,28 @@ class DeviceColumn(ColumnView):
         on_device = self._on_device()
         if not str(device).startswith("cuda") or not 0 < len(on_device) == len(self.runs):
             return None
-        run, column = on_device[0]
-        if column.device_memory(run.first, run.last).opened.device.kind != "cuda":
+        column, first, last = on_device[0]
+        if column.device_memory(first, last).opened.device.kind != "cuda":
             return None
         return GpuRows(self, self.tensors(), device)
 
     def on_host(self) -> ColumnView:
         """The same column with a private copy of what is on a device. DeviceMissing where the
         device fails."""
-        runs, touched = [], {}
-        for run in self.runs:
-            column = run.column
+        runs, touched = list[RowSpan](), {}
+        for column, first, last in self.runs:
             if isinstance(column, DeviceChunkColumn):
-                memory = column.device_memory(run.first, run.last)
+                memory = column.device_memory(first, last)
                 opened, copy = memory.opened, np.empty(memory.nbytes, np.uint8)
                 target = copy.__array_interface__["data"][0]
                 opened.device.copy(target, opened.place(memory.address), memory.nbytes)
                 touched[opened.number] = opened.device
-                width = column.spec.width
-                lengths = column.lengths[run.first * width : run.last * width]
-                rows = run.last - run.first
-                bounds = column.bounds[run.first : run.last + 1]
-                bounds = [bound - bounds[0] for bound in bounds]
-                runs.append(RowSpan(ChunkColumn(column.spec, rows, lengths, bounds, copy), 0, rows))
+                width, rows = column.spec.width, last - first
+                lengths = column.lengths[first * width : last * width]
+                bounds = [bound - column.bounds[first] for bound in column.bounds[first : last + 1]]
+                runs.append((ChunkColumn(column.spec, rows, lengths, bounds, copy), 0, rows))
             else:
-                runs.append(run)
+                runs.append((column, first, last))
         for device in touched.values():
             if not device.finish(FETCH_S):
                 raise DeviceMissing(
@@ -175,8 +175,8 @@ class DeviceColumn(ColumnView):
         """The rows of each run side by side, as a torch tensor [items] of their GPU that keeps the
         pin. InvalidValue where torch has no such dtype."""
         torch, found = sys.modules["torch"], []
-        for run, column in self._on_device():
-            memory, dtype = column.device_memory(run.first, run.last), column.spec.items
+        for column, first, last in self._on_device():
+            memory, dtype = column.device_memory(first, last), column.spec.items
             items = memory.array(dtype, (memory.nbytes // dtype.itemsize,))
             # By its number: where another GPU is the current one, torch would copy there.
             plain = torch.as_tensor(items, device=f"cuda:{memory.opened.device.number}")

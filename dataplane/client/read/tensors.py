@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -80,14 +80,14 @@ def to_torch(
     if rows is None:
         column = column.on_host()
         rows = None if view or direct is None else direct.rows(column, device)
-    rows = rows or HostRows(column, device)
+    rows = rows or Rows(column, device)
     if view:
         return rows.views(layout)
     uniform = None if layout == "jagged" else column.uniform
     if uniform is not None and (
         layout in ("auto", "dense") or layout == "padded" and padding is RIGHT
     ):
-        return rows.whole((len(column), *uniform[1]))
+        return rows.items().reshape(len(column), *uniform[1])
     if layout in ("auto", "list"):
         return rows.each()
     if layout == "padded":
@@ -96,7 +96,7 @@ def to_torch(
     if layout == "dense" or ragged is None:
         raise unlike(column.field, column.forms(), layout)
     if ragged.axis == 0:
-        values = rows.whole(ragged.shape)
+        values = rows.items().reshape(ragged.shape)
     else:
         before, ends = (slice(None),) * ragged.axis, ragged.ends
         spans = map(slice, ends, ends[1:])
@@ -306,73 +306,53 @@ _MOST_TOLD = 64
 # making tensors
 
 
-class Rows(Protocol):
-    """Arrays of one or more dtypes, in host memory or on GPUs, from which tensors are made. All
-    tensors but views are private."""
-
-    on_host: bool
-
-    def views(self, layout: str) -> Any:
-        """Tensors over the rows where they are. InvalidValue if they would have to be moved."""
-
-    def each(self) -> list[Any]:
-        """A tensor for each row."""
-
-    def whole(self, shape: tuple[int, ...]) -> Any:
-        """A tensor of this shape with the bytes of all rows, row after row."""
-
-    def placed(self, shape: tuple[int, ...], where: Sequence[Index], fill: Any = None) -> Any:
-        """A tensor of this shape, with each row at its index in `where`, and `fill` elsewhere."""
-
-
 Index: TypeAlias = tuple[Any, ...]
 
 
-def place(target: Any, rows: Iterable[Any], where: Sequence[Index], fill: Any) -> None:
-    """Copy each row to its index in an array or a tensor. fill: what the rest becomes."""
-    if fill is not None:
-        target[...] = fill
-    for at, row in zip(where, rows, strict=True):
-        target[at] = row
-
-
-class HostRows:
-    """`Rows` of a column in host memory."""
+class Rows:
+    """Arrays from which tensors are made, in host memory; the GPU plug-in has others. All tensors
+    but views are private."""
 
     on_host = True
 
     def __init__(self, column: ColumnView, device: str) -> None:
-        self._column, self._device = column, device
+        self.column, self.device = column, device
 
     def views(self, layout: str) -> Any:
-        column = self._column
-        dense = column.dense()
+        """Tensors over the rows where they are. InvalidValue if they would have to be moved."""
+        dense = self.column.dense()
         if dense is not None and layout in ("auto", "dense", "padded"):
-            return tensor_over(_view_of(dense)).to(self._device)
+            return tensor_over(_view_of(dense)).to(self.device)
         if layout in ("dense", "padded", "jagged"):
-            raise no_view(column.field, layout)
-        return [tensor_over(_view_of(row)).to(self._device) for row in column]
+            raise no_view(self.column.field, layout)
+        return [row.to(self.device) for row in self.in_place()]
 
     def each(self) -> list[Any]:
-        column = self._column
-        if len(column.dtypes) > 1:
-            return [tensor_over(row.copy()).to(self._device) for row in column]
-        items = self.whole((column.nbytes // column.dtypes[0].itemsize,))
-        return cut(items, [shape for _, shape in column.forms()])
+        """A tensor for each row."""
+        if len(self.column.dtypes) > 1:
+            return [row.clone().to(self.device) for row in self.in_place()]
+        return cut(self.items(), [shape for _, shape in self.column.forms()])
 
-    def whole(self, shape: tuple[int, ...]) -> Any:
+    def in_place(self) -> list[Any]:
+        """A tensor over each row where it is."""
+        return [tensor_over(_view_of(row)) for row in self.column]
+
+    def items(self) -> Any:
+        """A tensor [items] with the values of all rows, which have one dtype."""
+
         def pack(array: Array) -> None:
             if array.size:
-                self._column.pack(array.reshape(-1).view(np.uint8))
+                self.column.pack(array.view(np.uint8))
 
-        return self._made(shape, pack)
+        return self._made((self.column.nbytes // self.column.dtypes[0].itemsize,), pack)
 
     def placed(self, shape: tuple[int, ...], where: Sequence[Index], fill: Any = None) -> Any:
-        return self._made(shape, lambda array: place(array, self._column, where, fill))
+        """A tensor of this shape, with each row at its index in `where`, and `fill` elsewhere."""
+        return self._made(shape, lambda array: place(array, self.column, where, fill))
 
     def _made(self, shape: tuple[int, ...], write: Callable[[Array], None]) -> Any:
         """A tensor of what is written into an array."""
-        (dtype,), device = self._column.dtypes, self._device
+        (dtype,), device = self.column.dtypes, self.device
         if device != "cpu":
             form = tensor_over(np.empty(0, dtype)).dtype
             if (made := filled_on_gpu(shape, dtype, form, device, write)) is not None:
@@ -381,6 +361,14 @@ class HostRows:
         write(array)
         made = tensor_over(array)
         return made if device == "cpu" else made.to(device)
+
+
+def place(target: Any, rows: Iterable[Any], where: Sequence[Index], fill: Any) -> None:
+    """Copy each row to its index in an array or a tensor. fill: what the rest becomes."""
+    if fill is not None:
+        target[...] = fill
+    for at, row in zip(where, rows, strict=True):
+        target[at] = row
 
 
 def _padded(column: ColumnView, rows: Rows, padding: Padding) -> Any:
@@ -414,9 +402,10 @@ def cut(items: Any, shapes: Iterable[tuple[int, ...]]) -> list[Any]:
     """A tensor [items] as tensors of these shapes."""
     at, found = 0, []
     for shape in shapes:
-        end = at + math.prod(shape)
-        found.append(items[at:end].reshape(shape))
-        at = end
+        size = math.prod(shape)
+        row = items.narrow(0, at, size)  # not `split`, whose parts refuse to be written to
+        found.append(row if len(shape) == 1 else row.reshape(shape))
+        at += size
     return found
 
 

@@ -17,9 +17,8 @@ import numpy as np
 
 from dataplane.client.read.chunk_columns import ChunkColumn, Memory
 from dataplane.client.read.column_view import ColumnView, RowSpan
-from dataplane.client.read.ragged import no_view
 from dataplane.client.read.table import TableReader
-from dataplane.client.read.tensors import Index, cut, place
+from dataplane.client.read.tensors import Index, Rows, cut, place
 from dataplane.errors import DeviceMissing, InvalidValue, joined, mixed_releases
 from dataplane.gpu.direct import DirectCopies, Landing, Runs
 from dataplane.memory.mapping import Pin
@@ -185,8 +184,8 @@ class DeviceColumn(ColumnView):
         return found
 
 
-class GpuRows:
-    """`tensors.Rows` on GPUs.
+class GpuRows(Rows):
+    """Rows on GPUs.
 
     runs: of each run of the column, its rows side by side, as a tensor [items] of one dtype.
     private: they are one tensor, which nobody else has.
@@ -197,40 +196,25 @@ class GpuRows:
     def __init__(
         self, column: ColumnView, runs: list[Any], device: str, private: bool = False
     ) -> None:
-        self._column, self._runs, self._device, self._private = column, runs, device, private
+        super().__init__(column, device)
+        self._runs, self._private = runs, private
 
-    def views(self, layout: str) -> list[Any]:
-        if layout in ("dense", "padded", "jagged"):
-            raise no_view(self._column.field, layout)
-        return [row.to(self._device) for row in self._in_place()]
-
-    def each(self) -> list[Any]:
-        several = len(self._column.dtypes) > 1
-        rows = [row.clone() for row in self._in_place()] if several else self._rows()
-        return [row.to(self._device) for row in rows]
-
-    def whole(self, shape: tuple[int, ...]) -> Any:
-        return self._items().reshape(shape).to(self._device)
-
-    def placed(self, shape: tuple[int, ...], where: Sequence[Index], fill: Any = None) -> Any:
-        rows = self._rows()
-        made = sys.modules["torch"].empty(shape, dtype=rows[0].dtype, device=rows[0].device)
-        place(made, rows, where, fill)
-        return made.to(self._device)
-
-    def _items(self) -> Any:
-        """The items of all rows, which have one dtype."""
-        return self._runs[0] if self._private else sys.modules["torch"].cat(self._runs)
-
-    def _rows(self) -> list[Any]:
-        return cut(self._items(), [shape for _, shape in self._column.forms()])
-
-    def _in_place(self) -> list[Any]:
+    def in_place(self) -> list[Any]:
         rows = []
-        for items, (column, first, last) in zip(self._runs, self._column.runs, strict=True):
+        for items, (column, first, last) in zip(self._runs, self.column.runs, strict=True):
             assert column is not None
             rows += cut(items, map(column.shape_of, range(first, last)))
         return rows
+
+    def items(self) -> Any:
+        items = self._runs[0] if self._private else sys.modules["torch"].cat(self._runs)
+        return items.to(self.device)
+
+    def placed(self, shape: tuple[int, ...], where: Sequence[Index], fill: Any = None) -> Any:
+        rows = self.each()
+        made = sys.modules["torch"].empty(shape, dtype=rows[0].dtype, device=rows[0].device)
+        place(made, rows, where, fill)
+        return made
 
 
 def copied(direct: DirectCopies, landing: Landing, column: ColumnView) -> GpuRows | None:

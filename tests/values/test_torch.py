@@ -12,7 +12,7 @@ import torch
 
 from dataplane.client.read.column_view import ColumnView
 from dataplane.client.read.convert import to_numpy
-from dataplane.client.read.ragged import RIGHT, Padding, padding_value
+from dataplane.client.read.ragged import Padding, padding_value
 from dataplane.client.read.tensors import to_torch
 from dataplane.errors import InvalidCall, InvalidValue
 from dataplane.gpu.client.columns import GpuRows
@@ -282,7 +282,7 @@ def test_rows_on_a_gpu_are_laid_out_as_those_of_the_host(
     arena: Any, rows: Any, layout: Any
 ) -> None:
     view = arena.view(rows)
-    for padding in (Padding(), RIGHT, Padding(-1, "left", length=6)):
+    for padding in (Padding(), Padding(-1, "left", length=6)):
         said = []
         for one in (view, _OnGpu(view.field, view.runs)):
             try:

@@ -128,9 +128,6 @@ class Padding:
         return made
 
 
-RIGHT = Padding()
-
-
 def padding_value(field: str, padding: Padding, dtype: np.dtype[Any]) -> Array:
     """Return the padding as an array [] of this dtype.
 

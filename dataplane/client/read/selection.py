@@ -16,7 +16,7 @@ import numpy.typing as npt
 from dataplane.client.handle import Handle
 from dataplane.client.read import convert
 from dataplane.client.read.column_view import ColumnView
-from dataplane.client.read.ragged import RIGHT, Offsets, Padding, Side
+from dataplane.client.read.ragged import Offsets, Padding, Side
 from dataplane.client.read.table import TableReader
 from dataplane.client.read.tensors import Layout, padding_mask, to_torch
 from dataplane.client.ref import Ref
@@ -231,7 +231,6 @@ class Selection:
         if mask and layout != "padded":
             raise InvalidCall(f"mask=True needs layout='padded', not {layout!r}")
         direct = self._handle.session.direct
-        padding = RIGHT if padding.is_default else padding
         made = to_torch(column, layout, padding, view, device, direct, self._offsets)
         return (made, padding_mask(column, padding, device)) if mask else made
 

@@ -19,7 +19,6 @@ import numpy as np
 from dataplane.client.read.column_view import ColumnView, arrays_of
 from dataplane.client.read.convert import mapped, numbers_of
 from dataplane.client.read.ragged import (
-    RIGHT,
     Offsets,
     Padding,
     Side,
@@ -46,7 +45,7 @@ log = logging.getLogger(__name__)
 def to_torch(
     column: ColumnView,
     layout: Layout = "auto",
-    padding: Padding = RIGHT,
+    padding: Padding | None = None,
     view: bool = False,
     device: str = "cpu",
     direct: DirectCopies | None = None,
@@ -66,6 +65,7 @@ def to_torch(
     """
     check_device(device)
     _check_layout(layout)
+    padding = padding or Padding()
     if not len(column) and layout in ("dense", "padded", "jagged"):
         raise InvalidValue(
             f"field {column.field!r}: there are no rows, so a {layout} tensor would have no dtype "
@@ -85,7 +85,7 @@ def to_torch(
         return rows.views(layout)
     uniform = None if layout == "jagged" else column.uniform
     if uniform is not None and (
-        layout in ("auto", "dense") or layout == "padded" and padding is RIGHT
+        layout in ("auto", "dense") or layout == "padded" and padding.is_default
     ):
         return rows.items().reshape(len(column), *uniform[1])
     if layout in ("auto", "list"):

@@ -34,7 +34,6 @@ class Clock:
     """Seconds by activity. Time that no other activity claims belongs to the plane."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
         self.cpu_seconds: dict[str, float] = defaultdict(float)  # of all threads meanwhile
         self.spans_ms: dict[str, list[float]] = defaultdict(list)  # one a time; a few a group
 
@@ -44,10 +43,8 @@ class Clock:
         try:
             yield
         finally:
-            seconds = time.monotonic() - start
-            self.seconds[activity] += seconds
             self.cpu_seconds[activity] += time.process_time() - cpu_start
-            self.spans_ms[activity].append(round(seconds * 1e3, 3))
+            self.spans_ms[activity].append(round((time.monotonic() - start) * 1e3, 3))
 
 
 class Orders:
@@ -143,8 +140,7 @@ def main(worker: Worker) -> None:
         pass
     end = time.monotonic()
     work.endpoint.close()
-    clock = work.clock
-    spent = {name: dict(getattr(clock, name)) for name in ("seconds", "cpu_seconds", "spans_ms")}
+    spent = {name: dict(getattr(work.clock, name)) for name in ("cpu_seconds", "spans_ms")}
     emit("done", start=start, end=end, **spent)
 
 

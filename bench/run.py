@@ -320,7 +320,7 @@ class _Run:
             "memory_curve": sampler.curve(self._started or self._opened),
             "killed": self.killed,
             "workers": {
-                name: {what: event.get(what, {}) for what in ("seconds", "cpu_seconds")}
+                name: {"cpu_seconds": event.get("cpu_seconds", {})}
                 for name, event in self._done.items()
             },
             "latency_ms": latency(self._done),

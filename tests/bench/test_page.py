@@ -65,8 +65,8 @@ def run(plane: str, **changes: Any) -> dict[str, Any]:
             "hosts": [[1 << 28, 1 << 29, 1 << 30, 1 << 30], [1 << 28] * 4],
         },
         "workers": {
-            "rollout-0": {"seconds": {"put": 1.0, "generate": 0.4}},
-            "train-0": {"seconds": {"claim": 2.0, "check": 0.5}},
+            "rollout-0": {"cpu_seconds": {"put": 1.0, "generate": 0.4}},
+            "train-0": {"cpu_seconds": {"claim": 2.0, "check": 0.5}},
         },
         "latency_ms": {"rollout": {"put": times}, "train": {"claim": times}},
     }  # fmt: skip

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
 
 import msgspec
 
 from dataplane.events.merge import Event
+from dataplane.latest import Latest
 from dataplane.wire.events import Kind, Reason
 
 OVERLAP_S = 1.0
@@ -23,8 +23,6 @@ SILENT_S = 60.0
 complete look, up to this many seconds back."""
 MAX_PEERS = 65_536
 """The follower remembers this many peers at most."""
-
-K = TypeVar("K", str, int)
 
 
 class Look(msgspec.Struct, frozen=True):
@@ -46,9 +44,9 @@ class Follower:
     """Remembers which events have been taken, by peer."""
 
     def __init__(self) -> None:
-        self._newest: dict[int, int] = {}
+        self._newest = Latest[int, int](MAX_PEERS)
         """The number of the newest event of each incarnation."""
-        self._incarnations: dict[str, int] = {}
+        self._incarnations = Latest[str, int](MAX_PEERS)
         """The last incarnation of each peer."""
         self._has_looked = False
         self._complete = -math.inf
@@ -108,8 +106,8 @@ class Follower:
             yield _gap(first, Reason.RESTARTED)
         elif many:
             yield _gap(first, Reason.OVERWRITTEN, many)
-        _remember(self._incarnations, first.peer, first.incarnation)
-        _remember(self._newest, first.incarnation, first.number - 1)
+        self._incarnations[first.peer] = first.incarnation
+        self._newest[first.incarnation] = first.number - 1
 
 
 def _gap(before: Event, reason: Reason, many: int = 0) -> Event:
@@ -121,10 +119,3 @@ def _gap(before: Event, reason: Reason, many: int = 0) -> Event:
         rows=many,
         incarnation=before.incarnation,
     )
-
-
-def _remember(known: dict[K, int], key: K, value: int) -> None:
-    known.pop(key, None)
-    known[key] = value
-    if len(known) > MAX_PEERS:
-        del known[next(iter(known))]

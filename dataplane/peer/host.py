@@ -21,6 +21,7 @@ import msgspec
 
 from dataplane.errors import PartitionGone, StaleEpoch, Unavailable
 from dataplane.events.ring import Ring
+from dataplane.latest import Latest
 from dataplane.memory.arena import Arena
 from dataplane.memory.lent import Lent
 from dataplane.memory.space import Space
@@ -260,7 +261,7 @@ class Host:
     """what happened here"""
     notices: Notices = field(default_factory=Notices)
     """what calls of this host wait for, and when that is said"""
-    labels: OrderedDict[int, str] = field(default_factory=OrderedDict)
+    labels: Latest[int, str] = field(default_factory=lambda: Latest(MAX_LABELS))
     """session → what people call it, for messages that say who holds rows"""
     progress: Progress = field(default_factory=Progress)
     spare: Flags | None = None
@@ -268,7 +269,7 @@ class Host:
     the next roster"""
     lost_shards: set[int] = field(default_factory=set)
     """those of which both copies were lost at some time"""
-    generations: OrderedDict[int, int] = field(default_factory=OrderedDict)
+    generations: Latest[int, int] = field(default_factory=lambda: Latest(MAX_GENERATIONS))
     """generation → its shard, of the last MAX_GENERATIONS seen since that shard was lost"""
     lost_rows: int = 0
     """rows of this peer's shards that were lost with another, also of dropped partitions"""
@@ -390,8 +391,6 @@ class Host:
     def saw(self, partition: str, generation: int) -> None:
         """Note that a generation exists."""
         self.generations[generation] = self.roster.bucket(partition)
-        if len(self.generations) > MAX_GENERATIONS:
-            self.generations.popitem(last=False)
 
     def turn(self, roster: Roster) -> None:
         """Apply a new roster and wake calls that wait for one."""
@@ -430,9 +429,8 @@ class Host:
 
     def label(self, holder: int, label: str) -> None:
         """Remember the name of a client of any host. The oldest names are forgotten."""
-        self.labels[holder] = label
-        while len(self.labels) > MAX_LABELS:
-            self.labels.popitem(last=False)
+        if self.labels.get(holder) != label:
+            self.labels[holder] = label
 
     def who(self, holder: int) -> str:
         """The name of a client of any host. 0 is a plan of which no rank works now."""

@@ -12,12 +12,12 @@ import itertools
 import logging
 import os
 import socket
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dataplane.errors import ClientClosed, counted
+from dataplane.latest import Latest
 from dataplane.launch.embedded import is_embedded
 from dataplane.peer.host import Host
 from dataplane.peer.once import Repeats
@@ -99,7 +99,7 @@ class Sessions:
         self._numbers = itertools.count(1)
         self._live: dict[int, Session] = {}
         self._quarantined: dict[int, Session] = {}
-        self._over: OrderedDict[int, tuple[str, str, float]] = OrderedDict()
+        self._over = Latest[int, tuple[str, str, float]](MAX_ENDED)
         """of sessions that are over: label, name in messages, when they ended"""
         self.last_seen = host.now()
         self.came = False
@@ -201,8 +201,6 @@ class Sessions:
         if session.partitions:
             self.last = session
         self._over[session.id] = session.label, session.who, self._host.now()
-        if len(self._over) > MAX_ENDED:
-            self._over.popitem(last=False)
         self._ended(session)
         if not self._host.space.holds(session.id):
             self._prove(session)  # of what it does not hold nothing must come back

@@ -17,6 +17,7 @@ import msgspec
 from dataplane.errors import counted
 from dataplane.events.follow import Look
 from dataplane.events.merge import Event
+from dataplane.latest import Latest
 from dataplane.timeline.spent import Hindrances, Spent, busy, carved, hindered
 from dataplane.wire.events import Kind, Reason
 from dataplane.wire.tables import Name
@@ -178,7 +179,7 @@ class Recorder:
         self.left_out: list[str] = []
         self.more_left_out = 0
         self._steps: dict[_Key, _OpenStep] = {}
-        self._over: dict[_Key, None] = {}
+        self._over = Latest[_Key, None](MAX_OVER)
         """the latest that are over: what still comes of them is passed over"""
         self._number = 0
         self._origin: float | None = None
@@ -187,9 +188,9 @@ class Recorder:
         self._suspect: dict[str, str] = {}
         """peers whose next step may have begun in a gap, and which gap"""
         self._hosts: dict[str, int] = {}
-        self._worked: dict[tuple[str, str], float] = {}
+        self._worked = Latest[tuple[str, str], float](MAX_WORKERS)
         """until when a stage's worker has worked, by stage and worker"""
-        self._asked: dict[tuple[str, str], float] = {}
+        self._asked = Latest[tuple[str, str], float](MAX_WORKERS)
         """until when it has worked or waited for rows"""
         self._waits = deque[Event](maxlen=MAX_WAITS)
         self.latest = -math.inf
@@ -283,7 +284,7 @@ class Recorder:
             case Kind.CLAIM_WAIT:
                 step.began = min(step.began, event.began)
                 self._claimed(step, event, event.began)
-                _note_last(self._asked, (event.stage, event.worker), event.at)
+                self._asked[event.stage, event.worker] = event.at
             case Kind.LEASE_BEGIN:
                 self._claimed(step, event, event.at)
                 if event.rows:
@@ -341,8 +342,7 @@ class Recorder:
         who = event.stage, event.worker
         got = event.at - event.client_s if event.client_s else event.began
         began = max(event.began, got, self._worked.get(who, -math.inf))
-        _note_last(self._worked, who, event.at)
-        _note_last(self._asked, who, event.at)
+        self._worked[who] = self._asked[who] = event.at
         lease = step.leases.setdefault(event.lease, _Work(event))
         if event.at > began:
             of = lease.stage, lease.worker, lease.host
@@ -364,8 +364,6 @@ class Recorder:
     def _ended(self, key: _Key, one: _OpenStep) -> RecordedStep | None:
         del self._steps[key]
         self._over[key] = None
-        if len(self._over) > MAX_OVER:
-            del self._over[next(iter(self._over))]
         if not one.wrong and one.first_put == math.inf:
             one.wrong = "no rows were put"
         acked = any(group.acked for group in one.groups.values())
@@ -468,14 +466,6 @@ def _claims(step: _OpenStep) -> dict[str, tuple[int, int]]:
 
 def _worked_s(spent: Iterable[Spent]) -> float:
     return sum(one.seconds for one in spent if one.what in ("work", "put"))
-
-
-def _note_last(known: dict[tuple[str, str], float], who: tuple[str, str], at: float) -> None:
-    """Keep when these workers last did something."""
-    known.pop(who, None)
-    known[who] = at
-    if len(known) > MAX_WORKERS:
-        del known[next(iter(known))]
 
 
 def _rows(group: _OpenGroup) -> int:

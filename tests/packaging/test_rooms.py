@@ -11,6 +11,7 @@ PLUG_INS = {HOUSE / "gpu" / "client", HOUSE / "gpu" / "peer.py"}
 ORDER = {
     "": [
         "errors",
+        "latest",
         "plugins",
         "version",
         "wire",

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
 from dataplane.errors import LimitExceeded, counted
+from dataplane.latest import Latest
 from dataplane.metadata.roster.roster import (
     FIRST,
     MAX_ANCESTORS,
@@ -47,7 +48,7 @@ class Authority:
         self._keeper = keeper
         self._incarnation = incarnation
         self._number = roster.epoch[1]
-        self._gone: OrderedDict[Owner, None] = OrderedDict()
+        self._gone = Latest[Owner, None](MAX_GONE)
         self._told: dict[tuple[int, int], Roster] = {}
         """what members knew of authorities before this one when it began"""
         self._followers: set[Owner] = set()
@@ -135,8 +136,6 @@ class Authority:
         """Remove a process that is dead or cut off. ended: that is proven."""
         if self.roster.has(peer):
             self._gone[peer] = None
-            if len(self._gone) > MAX_GONE:
-                self._gone.popitem(last=False)
             self._followers.discard(peer)
             self._strays.discard(peer)
             self._remove(peer.peer, ended)

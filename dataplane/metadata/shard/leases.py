@@ -8,12 +8,12 @@ has members instead of a holder, with numbers of their own.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import msgspec
 
+from dataplane.latest import Latest
 from dataplane.metadata.shard.blocks import Block, Rows
 from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.tables.bits import bits_of, rows_of
@@ -172,7 +172,7 @@ class Leases:
     def __init__(self) -> None:
         self._leases: dict[int, Lease] = {}
         self._by_claim: dict[int, Lease] = {}
-        self.over: OrderedDict[int, str] = OrderedDict()
+        self.over = Latest[int, str](MAX_OVER)
         """members of plans that ended before their time, with why they did"""
         self.plans: dict[str, Plan] = {}
         """by stage"""
@@ -234,9 +234,7 @@ class Leases:
         """End a plan; the caller ends its lease. why: the reason for its members."""
         del self.plans[plan.lease.stage.name]
         if why:
-            self.over |= dict.fromkeys(plan.members, why)
-            while len(self.over) > MAX_OVER:
-                self.over.popitem(last=False)
+            self.over.update(dict.fromkeys(plan.members, why))
 
     @property
     def holders(self) -> set[int]:

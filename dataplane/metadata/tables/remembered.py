@@ -10,6 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
+from dataplane.latest import Latest
 from dataplane.wire.limits import MAX_LOST_PER_MESSAGE
 from dataplane.wire.tables import Name
 
@@ -147,16 +148,13 @@ class Producers:
 
     def __init__(self) -> None:
         self.rows = 0
-        self._of: OrderedDict[int, tuple[int, float | None]] = OrderedDict()
+        self._of = Latest[int, tuple[int, float | None]](MAX_PRODUCERS)
 
     def note(self, session: int, rows: int, now: float | None) -> None:
         """Note that a session put new rows."""
         self.rows += rows
         before, _ = self._of.get(session, (0, None))
         self._of[session] = before + rows, now
-        self._of.move_to_end(session)
-        if len(self._of) > MAX_PRODUCERS:
-            self._of.popitem(last=False)
 
     def add(self, rows: int) -> None:
         """Note rows from a checkpoint, or from sessions that are forgotten."""

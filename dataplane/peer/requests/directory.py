@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from dataplane.errors import (
     mixed_releases,
     nearest,
 )
+from dataplane.latest import Latest
 from dataplane.launch import rundir
 from dataplane.metadata.shard.reasons import FIRST_S, Facts, Producer, Subject
 from dataplane.peer.host import Caller, Host
@@ -62,7 +62,7 @@ class Directory:
     """the run directory of this host, None where runs do not matter"""
 
     def __post_init__(self) -> None:
-        self._clients: OrderedDict[int, _Client] = OrderedDict()
+        self._clients = Latest[int, _Client](MAX_KNOWN)
         self._elsewhere: set[str] = set()
         """partitions whose shards other peers have, when those were last asked"""
 
@@ -152,9 +152,6 @@ class Directory:
         for session, (who, gone_ms) in zip(body.sessions, told.clients, strict=False):
             gone_at = None if gone_ms < 0 else now - gone_ms / 1000
             self._clients[session] = _Client(who, gone_at, now + FRESH_S)
-            self._clients.move_to_end(session)
-        while len(self._clients) > MAX_KNOWN:
-            self._clients.popitem(last=False)
 
     def identify(self, caller: Caller, body: Identify) -> Body:
         if len(body.sessions) > MAX_IDENTIFIED:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,6 +23,7 @@ from dataplane.errors import (
     duration,
     mixed_releases,
 )
+from dataplane.latest import Latest
 from dataplane.metadata.roster.roster import Flags
 from dataplane.metadata.shard.store import Store, check_definition
 from dataplane.peer.host import Caller, Entry, Host, waits_s
@@ -67,9 +67,9 @@ class Partitions:
     def __post_init__(self) -> None:
         self.on_drop: Callable[[Entry], None] = lambda entry: None
         """called when a partition whose shard is here was dropped"""
-        self.declared: OrderedDict[str, None] = OrderedDict()
+        self.declared = Latest[str, None](MAX_NAMES)
         """partitions that clients here declared or attached to, the latest last; for people"""
-        self._ended: OrderedDict[tuple[Owner, int], Dropped] = OrderedDict()
+        self._ended = Latest[tuple[Owner, int], Dropped](MAX_ENDED)
         """by caller and number of the change"""
         self._newest = 0
         """the newest generation that this peer has heard of, of any partition"""
@@ -88,9 +88,6 @@ class Partitions:
         reply: Defined = await self.router.ask(body, timeout_s=wait_s + ANSWER_S)
         self.heard(partition, reply.generation)
         self.declared[partition] = None
-        self.declared.move_to_end(partition)
-        if len(self.declared) > MAX_NAMES:
-            self.declared.popitem(last=False)
         return reply
 
     def heard(self, partition: str, generation: int) -> None:
@@ -169,8 +166,6 @@ class Partitions:
         gets the same reply."""
         if change is not None:
             self._ended[change.caller, change.number] = dropped
-            if len(self._ended) > MAX_ENDED:
-                self._ended.popitem(last=False)
         return dropped
 
     # lost rows: their names are kept at the shard (`tables.remembered`), and who subscribes

@@ -238,7 +238,7 @@ def test_tables_share_small_shapes_and_not_those_that_would_fill_the_memory() ->
     one, other = both(["a", "b"], rows, bits_of(range(0, rows, 2)))
     assert one is other and one.runs("b") is one.runs("b") and len(one.runs("b")) == rows
     assert one.runs("a") is not one.runs("a") and one.runs("a") == one.runs("a")
-    assert {run.column for run in one.runs("a") if run.chunk == 0} == {0}
+    assert {column for chunk, column, _, _ in one.runs("a") if chunk == 0} == {0}
     one, other = both([letter * 500 for letter in "abc"], 8, all_of(8))  # over SHARED_BYTES
     assert one is not other and one.runs("c" * 500) == other.runs("c" * 500)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TypeAlias
 
 from dataplane.metadata.tables.bits import rows_of
 from dataplane.metadata.tables.incoming import MessageForm, form_of, shape_in
@@ -20,14 +20,9 @@ SHARED_RUNS = 512
 """Runs that a shape keeps, of all its fields together. Further ones are computed for each call."""
 
 
-class ChunkRun(NamedTuple):
-    """Consecutive rows of a table. Their values are rows `first` to `last` - 1 of a column of a
-    chunk. chunk: -1 if the rows lack the field."""
-
-    chunk: int
-    column: int
-    first: int
-    last: int
+ChunkRun: TypeAlias = tuple[int, int, int, int]
+"""Consecutive rows of a table: a chunk, or -1 for rows that lack the field; a column of it; and its
+rows, from the first up to, but not including, the last."""
 
 
 class TableShape:
@@ -60,7 +55,7 @@ class TableShape:
                 if field in one.fields:
                     chunk, at = self._used[one.chunk], one.fields.index(field)
                     for row, first, last in _stretches(one):
-                        placed.append((row, ChunkRun(chunk, at, first, last)))
+                        placed.append((row, (chunk, at, first, last)))
             runs = _without_gaps(placed, self._rows)
             if len(runs) <= self._free_runs:
                 self._free_runs -= len(runs)
@@ -98,9 +93,9 @@ def _without_gaps(placed: list[tuple[int, ChunkRun]], count: int) -> list[ChunkR
     runs, end = list[ChunkRun](), 0
     for row, run in sorted(placed):
         if row > end:
-            runs.append(ChunkRun(-1, 0, 0, row - end))
+            runs.append((-1, 0, 0, row - end))
         runs.append(run)
-        end = row + run.last - run.first
+        end = row + run[3] - run[2]
     if end < count:
-        runs.append(ChunkRun(-1, 0, 0, count - end))
+        runs.append((-1, 0, 0, count - end))
     return runs

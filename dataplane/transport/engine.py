@@ -18,7 +18,6 @@ import numpy as np
 
 from dataplane.errors import (
     DeadlineExceeded,
-    InvalidConfig,
     TransferFailed,
     Unavailable,
     sized,
@@ -74,12 +73,6 @@ class BulkEngine:
         identity: Identity | None = None,
         pools: Sequence[PoolHandle] = (),
     ) -> None:
-        if identity is not None and transports:
-            raise InvalidConfig(
-                f"transport {transports[0]} cannot encrypt values, so it cannot be used "
-                "with --bulk-tls: choose another --transport, or start all peers without "
-                "--bulk-tls"
-            )
         self._arena_fd = arena_rw_fd
         self._arena_bytes = arena_bytes
         self._host = host

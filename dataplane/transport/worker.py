@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import itertools
 import logging
 import mmap
 import os
@@ -172,15 +171,14 @@ def run(control_fd: int, arena_fd: int, arena_bytes: int, listen_fd: int) -> Non
 
 
 def _region(first: Configure, arena: mmap.mmap | None, arena_fd: int, arena_bytes: int) -> Region:
-    if arena is None:
-        ends = list(itertools.accumulate(pool.nbytes for pool in first.pools))
-        starts = [
-            arena_bytes - ends[-1] + end - pool.nbytes
-            for end, pool in zip(ends, first.pools, strict=True)
-        ]
-        pools = tuple(map(PlacedPool, starts, first.pools))
-        return Region(0, arena_bytes, "cuda", pools=pools)
-    return Region(np.frombuffer(arena, np.uint8).ctypes.data, arena_bytes, fd=arena_fd)
+    """The arena, or the pools, which follow each other up to `arena_bytes`."""
+    if arena is not None:
+        return Region(np.frombuffer(arena, np.uint8).ctypes.data, arena_bytes, fd=arena_fd)
+    start, pools = arena_bytes - sum(pool.nbytes for pool in first.pools), list[PlacedPool]()
+    for pool in first.pools:
+        pools.append(PlacedPool(start, pool))
+        start += pool.nbytes
+    return Region(0, arena_bytes, "cuda", pools=tuple(pools))
 
 
 def _engine(

@@ -41,6 +41,9 @@ class SimulatedEngine:
         if witnessed:
             self.network.witnessed[self.owner] = self.network.loop.now + WITNESS_S
 
+    def forget(self, owner: Owner) -> None:
+        """It keeps no connections."""
+
     async def read(
         self, remote: Remote, copies: Records, timeout_s: float = 30.0, transport: str = TCP
     ) -> ReadOutcome:

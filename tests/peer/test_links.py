@@ -191,9 +191,7 @@ async def test_what_may_have_been_carried_out_does_not_count_as_refused(broke: b
     async def send(*request: Any) -> Body:
         raise answers.pop(0)
 
-    async def ready(*asked: Any) -> None: ...
-
-    mesh._ask_now, mesh._ready, mesh._send = lambda *asked: None, ready, send
+    mesh._ask_now = send
     mesh._until, mesh.host = lambda *limit: time.monotonic() + 10, HOST
     put = Put("p", 1, Rows(b""), [], [])
     who = Caller("tcp://10.0.0.1:7101", 1, 5)
@@ -220,9 +218,7 @@ async def test_where_a_connection_broke_as_the_roster_changed_who_asks_looks_whe
             host.roster = SimpleNamespace(epoch=(1, 3))
         raise answers.pop(0)
 
-    async def ready(*asked: Any) -> None: ...
-
-    mesh._ask_now, mesh._ready, mesh._send = lambda *asked: None, ready, send
+    mesh._ask_now = send
     mesh._until, mesh.host = lambda *limit: time.monotonic() + 10, host
     who = Caller("tcp://10.0.0.1:7101", 1, 5)
     asked = _Call("tcp://10.0.0.2:7101", Put("p", 1, Rows(b""), [], []), who, epoch=epoch)
@@ -273,18 +269,16 @@ async def test_damage_of_the_way_is_met_by_asking_again_and_what_is_always_so_is
     always: bool,
 ) -> None:
     mesh: Any = object.__new__(Mesh)
-    links = 0
+    sent = 0
 
     async def send(*request: Any) -> Body:
-        if always or links == 1:
+        nonlocal sent
+        sent += 1
+        if always or sent == 1:
             raise Unreadable("not a reply")
         return Done()
 
-    async def ready(*asked: Any) -> None:
-        nonlocal links
-        links += 1
-
-    mesh._ask_now, mesh._ready, mesh._send = lambda *asked: None, ready, send
+    mesh._ask_now = send
     mesh._until, mesh.host = lambda *limit: time.monotonic() + 10, HOST
     who = Caller("tcp://10.0.0.1:7101", 1, 5)
     asked = mesh._asked(_Call("tcp://10.0.0.2:7101", Stats(), who), 1.0)
@@ -294,4 +288,4 @@ async def test_damage_of_the_way_is_met_by_asking_again_and_what_is_always_so_is
         assert type(told.value) is Unavailable
     else:
         assert await asked == Done()
-    assert links == 2
+    assert sent == 2

@@ -112,6 +112,31 @@ async def test_a_late_answer_of_a_peer_that_is_connected_is_not_taken_for_a_wron
         await mesh.call(THERE, Stats(), timeout_s=0.05)
 
 
+async def test_a_small_request_does_not_wait_for_all_long_ones(mesh: Mesh, far: Far) -> None:
+    """When a full stream could take more, all long requests that waited went at once, and a small
+    put waited 28 s for 400 MB."""
+    reading = list[Any]()
+
+    def take(stream: Any, frame: bytes) -> None:
+        if not reading:
+            stream.pause()
+            reading.append(stream)
+        far.asked.put_nowait(bytes(frame))
+
+    far.answer, far.streams._take = far.welcome, take
+    asked = [Stats("x" * (8 << 20)) for _ in range(6)]
+    calls = [asyncio.create_task(mesh.call(THERE, one)) for one in asked]
+    await asyncio.wait_for(far.asked.get(), 10)
+    calls.append(asyncio.create_task(mesh.call(THERE, Stats("small"))))
+    await asyncio.sleep(0.1)
+    reading[0].resume()
+    frames = [await asyncio.wait_for(far.asked.get(), 10) for _ in range(6)]
+    bodies: list[Any] = [peering.decode_request(frame).body for frame in frames]
+    assert "small" in [body.partition for body in bodies[:3]]
+    for call in calls:
+        call.cancel()
+
+
 async def test_who_waits_for_a_peer_to_be_there_does_not_once_it_is_no_member(
     mesh: Mesh, far: Far
 ) -> None:

@@ -194,10 +194,10 @@ class Link:
         """The stream for requests of this kind."""
         return self.streams.get(OPERATIONS[kind].channel)
 
-    def takes_now(self, kind: type[Body]) -> bool:
-        """Whether a request of this kind can be sent now."""
+    def is_full(self, kind: type[Body]) -> bool:
+        """Whether long requests of this kind wait until earlier ones have been sent."""
         way = self._way(kind)
-        return self.ended is None and way is not None and not way.is_full
+        return self.ended is None and way is not None and way.is_full
 
     async def takes(self, kind: type[Body]) -> None:
         """Wait until a request of this kind can be sent, or the link has ended."""

@@ -41,6 +41,9 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
 RECONNECT_S = 0.05
+SMALL_BYTES = 64 << 10
+"""Shorter requests are sent although longer ones wait for a full stream. Hundreds of megabytes
+would take them half a minute on a slow link."""
 
 
 T = TypeVar("T")
@@ -170,11 +173,11 @@ class Mesh:
         while True:
             try:
                 self._check_epoch(asked.address, asked.epoch)
-                answer = self._ask_now(asked, until)
-                if answer is None:
+                ahead_bytes = SMALL_BYTES
+                while (answer := self._ask_now(asked, until, ahead_bytes)) is None:
                     ready = self._ready(asked)
-                    link = await self._in_time(asked.address, kind.__name__, until, ready)
-                    answer = self._send(link, asked, until)
+                    await self._in_time(asked.address, kind.__name__, until, ready)
+                    ahead_bytes = 0  # it was too long, or there was no link
                 return await answer
             except LinkBroken as exc:
                 unreadable = type(exc) is type(broken) is Unreadable
@@ -193,17 +196,27 @@ class Mesh:
         """Whether the process that alone can answer is no member any more: it may run, and wait."""
         return asked.to is not None and not self.host.roster.has(Owner(asked.address, asked.to))
 
-    def _ask_now(self, asked: _Call, until: float) -> asyncio.Future[Body] | None:
-        """None where something has to be waited for."""
-        link = self._links.get(asked.address)
+    def _ask_now(
+        self, asked: _Call, until: float, ahead_bytes: int = SMALL_BYTES
+    ) -> asyncio.Future[Body] | None:
+        """None where something has to be waited for. ahead_bytes: a request of at most this many
+        bytes waits for no others."""
+        link, kind = self._links.get(asked.address), type(asked.body)
         if link is None or link.hello is None or self._tasks.closed:
             return None
-        if asked.to not in (None, link.hello.incarnation) or not link.takes_now(type(asked.body)):
+        is_full = link.is_full(kind)
+        if asked.to not in (None, link.hello.incarnation) or (is_full and not ahead_bytes):
             return None
-        return self._send(link, asked, until)
+        limit_s = max(0.0, until - self.host.now())
+        rid, frame = self._request(asked, limit_s)
+        if is_full and len(frame) > ahead_bytes:
+            return None
+        self.host.sent_between[kind.__name__] += 1
+        late = functools.partial(self._silent, asked.address, kind.__name__, limit_s)
+        return link.ask(kind, rid, frame, until, late)
 
-    async def _ready(self, asked: _Call) -> Link:
-        """The link to whom is asked, which takes the request."""
+    async def _ready(self, asked: _Call) -> None:
+        """Wait for a link to whom is asked, which takes the request."""
         link = await self._link(asked.address)
         assert link.hello is not None
         if asked.to not in (None, link.hello.incarnation):
@@ -212,12 +225,6 @@ class Mesh:
                 address=link.address,
             )
         await link.takes(type(asked.body))
-        return link
-
-    def _send(self, link: Link, asked: _Call, until: float) -> asyncio.Future[Body]:
-        limit_s, kind = max(0.0, until - self.host.now()), type(asked.body)
-        late = functools.partial(self._silent, asked.address, kind.__name__, limit_s)
-        return link.ask(kind, *self._request(asked, limit_s), until, late)
 
     async def _in_time(self, address: str, what: str, until: float, work: Awaitable[T]) -> T:
         limit_s = max(0.0, until - self.host.now())
@@ -285,13 +292,13 @@ class Mesh:
 
     async def _link(self, address: str) -> Link:
         """The link to a peer. What it refuses this one for; Unavailable."""
-        if address in self._links:
-            return self._links[address]
         if self._tasks.closed:
             raise Unavailable(
                 f"peer {self.host.name!r} is shutting down: connect to "
                 "another peer and repeat the call"
             )
+        if address in self._links:
+            return self._links[address]
         reaching = self._reaching.get(address)
         if reaching is None or reaching.done():
             reaching = self._reaching[address] = self.spawn(self._reach(address))
@@ -338,6 +345,7 @@ class Mesh:
         link = Link(address, self)
         asked = _Call(address, self.others.introduction(), self.host.caller())
         rid, greeting = self._request(asked, CALL_S)
+        self.host.sent_between[PeerHello.__name__] += 1
         try:
             await link.greet(rid, greeting)
         except BaseException:
@@ -420,7 +428,6 @@ class Mesh:
 
     def _request(self, asked: _Call, timeout_s: float) -> tuple[int, bytes]:
         rid, who = next(self._rids), asked.who
-        self.host.sent_between[type(asked.body).__name__] += 1
         request = PeerRequest(
             rid,
             self.host.address,

@@ -152,7 +152,7 @@ class Shipping:
         self._is_overdue = False
         """the backup has confirmed nothing for a while"""
         self._removed_at, self._rest_s = -math.inf, 0.0
-        """when this backup left the in-sync set last, and how long it stays out of it at least"""
+        """when this backup was late last, and how long it stays out of the in-sync set at least"""
         self._awaited: tuple[str, float] | None = None
         """the backup that answers wait for, and since when"""
         self.passed_on: dict[tuple[str, int], Entry] = {}
@@ -368,16 +368,19 @@ class Shipping:
         limit_s = patience_s + self._takes_s + (ATTEMPT_S if self._copies_values else 0.0)
         return self.host.now() - self._sent_at > limit_s
 
-    def demote(self) -> None:
+    def demote(self, late: bool = False) -> None:
         """Have the roster remove the backup from the in-sync set. Unless the backup is overdue,
         nothing leaves this peer before the backup knows. If the next roster may list the backup,
-        a no-op until that roster is here. The caller calls this again."""
+        a no-op until that roster is here. The caller calls this again. late: the backup may have
+        to rest, because it is behind a slow link. One that was stopped or cut off need not."""
         is_listed = self._is_listed()
         if not self.synced or self.backup is None or (self.has_all and not is_listed):
             return
-        now, is_first = self.host.now(), self.host.now() - self._removed_at > FORGET_S
-        rest_s = 0.0 if is_first else min(max(REST_S, 2 * self._rest_s), MOST_REST_S)
-        self._removed_at, self._rest_s = now, rest_s
+        now, rest_s = self.host.now(), 0.0
+        if late:
+            if now - self._removed_at <= FORGET_S:
+                rest_s = min(max(REST_S, 2 * self._rest_s), MOST_REST_S)
+            self._removed_at, self._rest_s = now, rest_s
         log.warning(
             "backup %s: removing this backup from the in-sync set%s, because it stopped "
             "confirming operations",

@@ -71,7 +71,7 @@ class Confirming:
             elif now - self._beat_at < PAUSE_S and now - self._beats_since > OVERDUE_S:
                 self.shipping.demote()
         elif not has_stalled and self.shipping.is_late(OVERDUE_S):
-            self.shipping.demote()
+            self.shipping.demote(late=True)
 
     def life_sign(self, peer: Owner, epoch: tuple[int, int]) -> None:
         """Note that a heartbeat of a peer that uses this roster reached the keeper, which is

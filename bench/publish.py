@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import outputs
+from bench import measured, outputs
 from bench.headline import CALLED, OURS
 from bench.options import Impossible
 from bench.page import document
@@ -36,6 +36,12 @@ def register(commands: Any) -> None:
     parser.add_argument(
         "report", type=Path, help="JSON report written by `python -m bench headline`"
     )
+    for kind in measured.KINDS:
+        parser.add_argument(
+            f"--{kind}",
+            type=Path,
+            help=f"JSON report written by `python -m bench {kind}` (default: the published one)",
+        )
     parser.set_defaults(perform=_perform)
 
 
@@ -48,11 +54,21 @@ def _perform(options: argparse.Namespace, command: str) -> int:
             "`python -m bench headline`"
         )
     try:
-        for path in publish(ROOT, told):
+        for path in publish(ROOT, {**told, **_measured(options)}):
             console.print(f"wrote {path.relative_to(ROOT)}", markup=False)
     except (OSError, ValueError, LookupError, TypeError) as exc:
         raise Impossible(str(exc)) from exc
     return 0
+
+
+def _measured(options: argparse.Namespace) -> dict[str, Report]:
+    """The reports of one or two hosts: those that were passed, or else the published ones."""
+    published = json.loads((ROOT / KEPT).read_text())
+    passed = {kind: getattr(options, kind) for kind in measured.KINDS}
+    return {
+        kind: measured.trimmed(kind, json.loads(path.read_text())) if path else published[kind]
+        for kind, path in passed.items()
+    }
 
 
 def publish(root: Path, whole: Report) -> list[Path]:
@@ -89,7 +105,12 @@ def filled(text: str, made: Mapping[str, str]) -> str:
 def blocks(told: Report) -> dict[str, str]:
     """Contents of the pages' blocks, as Markdown, by name."""
     sentences = told["headline"]
-    return {
+    limits = {}
+    if told.keys() >= {*measured.KINDS}:
+        perf, compare = told["perf"], told["compare"]
+        limits = {"limits": _table(("what", "result"), measured.rows(perf, compare))}
+        limits["measured"] = f"{measured.made(perf, compare)}.\n"
+    return limits | {
         "sentence": f"{sentences[0]}\n",
         "headline": "".join(f"- {said}\n" for said in sentences),
         "steps": _steps(told["runs"]),

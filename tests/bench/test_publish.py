@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from bench import measured
 from bench.cli import main
 from bench.page import document
 from bench.publish import KEPT, ROOT, blocks, filled, publish, trimmed
@@ -83,6 +84,81 @@ def test_readme_docs_and_pictures_are_those_of_the_report_that_is_kept(tmp_path:
         if path.suffix != ".md":
             relative = path.relative_to(tmp_path)
             assert path.read_bytes() == (ROOT / relative).read_bytes(), relative
+
+
+MACHINE = {"date": "2026-11-01", "commit": "0123456789", "cores": 2}
+PERF = {
+    "put": {"of_memcpy": 0.861},
+    "pull": {"of_socket": 1.26},
+    "shard": {
+        "claim_ms_p50_at_10k": 0.5,
+        "claim_ms_p50_at_1m": 0.55,
+        "bytes_per_row": 80.6,
+    },
+    "cycle": {"per_s": 2_000.0},
+    "backed_up": {"cycle_per_s": 800.0},
+    "group_life": {"per_s": 1_234.0},
+    "transports": {},
+    "machine": MACHINE,
+    "command": "python -m bench perf",
+}
+COMPARE = {
+    "results": [
+        {
+            "plane": plane,
+            "hosts": hosts,
+            "batch": "1 row",
+            "operation": of,
+            "seconds": {"median": s},
+        }
+        for plane, hosts, of, s in (
+            ("dataplane", 1, "put", 0.0004),
+            ("dataplane", 1, "cycle", 0.0005),
+            ("dataplane", 2, "cycle", 0.5),
+            ("ray-store", 1, "put", 0.5),
+        )
+    ],
+    "ratios": {
+        f"{which}: of {plane}": ratio
+        for which in (
+            "1 row, put+get, 1 host",
+            "512 MiB, put, 1 host",
+            "512 MiB, read, 1 host",
+            "512 MiB, read, 2 hosts",
+        )
+        for plane, ratio in (("transfer_queue", 8.44), ("ray-store", 0.774))
+    },
+    "planes": {},
+    "machine": MACHINE,
+    "command": "python -m bench compare",
+}
+
+
+def test_the_figures_of_one_or_two_hosts_come_from_perf_and_compare(told: dict[str, Any]) -> None:
+    kept = {"perf": measured.trimmed("perf", PERF), "compare": measured.trimmed("compare", COMPARE)}
+    made = blocks(told | kept)
+    lines = made["limits"].splitlines()
+    assert lines[2] == "| put of 256 × 1 MiB | 0.86 × memcpy's rate |"
+    assert "| claim at 1 million live rows | 1.1 × the time at 10 thousand |" in lines
+    assert "| put, claim and ack of one row | 0.50 ms; with a backup 1.25 ms |" in lines
+    assert (
+        "| one row of nine short fields, from one process to another | 0.90 ms; 8.4 × as fast as "
+        "TransferQueue, **0.77 ×** as fast as Ray's store |"
+    ) in lines
+    assert made["measured"] == (
+        "`python -m bench perf` on 2026-11-01, commit 0123456789 and `python -m bench compare` on "
+        "2026-11-01, commit 0123456789.\n"
+    )
+    assert "transports" not in kept["perf"] and "planes" not in kept["compare"]
+
+
+def test_a_report_that_lacks_what_is_shown_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    perf = tmp_path / "perf.json"
+    perf.write_text(json.dumps({name: PERF[name] for name in ("put", "machine", "command")}))
+    assert main(["publish", str(ROOT / KEPT), "--perf", str(perf)]) == 2
+    assert "has no 'pull'" in capsys.readouterr().err
 
 
 def full(plane: str, seconds: float, **changes: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections import Counter
 from typing import Any
 
@@ -176,6 +177,20 @@ def test_a_loop_that_ends_acks_and_one_that_is_left_releases(alone: Cluster) -> 
 def fails_within(plan: Any) -> None:
     for _mini in plan:
         raise ZeroDivisionError
+
+
+def test_a_loop_over_a_mini_batch_may_end_and_begin_again(alone: Cluster) -> None:
+    """Each time while the next micro-batch is fetched, at another moment of that."""
+    with alone.connect("a") as plane:
+        part = filled(plane, 16)
+        with part.plan("train", rank=0, ranks=1, minibatches=2) as plan:
+            minis = iter(plan)
+            mini = next(minis)
+            for turn in range(400):
+                assert len(next(iter(mini))) == 8
+                time.sleep(turn % 20 * 2e-4)
+            assert plan.state == "leased"
+        part.wait("train", below=1)
 
 
 def test_a_mini_batch_is_not_read_after_its_loop_has_acked_the_plan(alone: Cluster) -> None:

@@ -218,7 +218,7 @@ class Prefetch(Generic[B]):
                 del made
         except asyncio.CancelledError:
             if self._making is not None:  # the loop that has ended knows nothing of it
-                self._making.lease.abandon()
+                self._making._unused()
         except BaseException as exc:  # whatever it is, the loop is where it is told
             failure = exc
         self._failure = failure

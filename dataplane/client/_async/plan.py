@@ -54,6 +54,9 @@ class Micro(LeasedRows):
         assert isinstance(of, Micro)
         self.mask, self._positions = of.mask[at], of._positions[at]
 
+    def _unused(self) -> None:
+        """Keep the lease, which is that of the whole plan."""
+
     async def _more(self, fields: Sequence[str], timeout: float | None) -> None:
         self.lease.check()
         assert isinstance(self.lease, Part)

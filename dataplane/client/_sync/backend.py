@@ -174,7 +174,7 @@ class Prefetch(Generic[B]):
             if self._stopped:  # the loop that has ended does not know the latest of them
                 for batch in (*(batch for batch, _ in self._ready), self._making):
                     if batch is not None:
-                        batch.lease.abandon()
+                        batch._unused()
             self._failure = (
                 StreamEnd("this loader has ended: start a new one") if self._stopped else failure
             )

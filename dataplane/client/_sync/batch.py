@@ -205,6 +205,10 @@ class LeasedRows(Converting):
         self._of, self._where, self._outcome = of, at, ""
         self._at = at if of._at is None else of._at[at]
 
+    def _unused(self) -> None:
+        """Note that no caller will get what was prefetched. Its rows return to the stage."""
+        self.lease.abandon()
+
 
 class Batch(LeasedRows):
     """Rows leased by a stage. When the lease ends, rows that were neither acked nor dropped return

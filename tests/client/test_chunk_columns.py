@@ -130,6 +130,31 @@ def test_random_bytes_are_read_or_refused(raw: bytes, rows: int, data: st.DataOb
         assert value is not None
 
 
+def test_text_that_is_not_utf_8_is_refused() -> None:
+    spec = ColumnSpec("text")
+    (column,) = ChunkForm((spec,), 2).columns(laid_out([spec], [[b"fine", b"\xff\xfe"]]))
+    assert list(column.values(0, 1)) == ["fine"]
+    with pytest.raises(ProtocolError, match="UTF-8"):
+        column.values(0, 2)
+
+
+@pytest.mark.parametrize("rows", [1 << 61, 1 << 70])
+def test_more_lengths_than_memory_can_hold_are_refused(rows: int) -> None:
+    with pytest.raises(ProtocolError, match="invalid chunk"):
+        ChunkForm((ColumnSpec("bytes"),), rows).columns(np.zeros(64, np.uint8))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_row_that_a_caller_gives_another_shape_is_read_as_before(rows: int) -> None:
+    spec = ColumnSpec("array", "int64", (OPEN,))
+    memory = laid_out([spec], [[np.arange(4)] * rows])
+    (column,) = ChunkForm((spec,), rows).columns(memory)
+    for _ in range(2):
+        (first,) = column.values(0, 1)
+        assert first.shape == (4,)
+        first.shape = (2, 2)
+
+
 @pytest.mark.parametrize(
     "spec",
     [

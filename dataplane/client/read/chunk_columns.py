@@ -93,7 +93,10 @@ class ChunkColumn(msgspec.Struct, eq=False):
             return self.scalars(first, last)
         cells = self.cells(first, last)
         if kind == "text":
-            return [str(cell, "utf-8", "surrogatepass") for cell in cells]
+            try:
+                return [str(cell, "utf-8", "surrogatepass") for cell in cells]
+            except UnicodeDecodeError as exc:
+                raise mixed_releases(f"invalid chunk: expected UTF-8 text: {exc}") from exc
         return map(bytes if kind == "bytes" else objects.decode, cells)
 
     def arrays(self, first: int, last: int) -> Iterable[Array]:
@@ -105,7 +108,7 @@ class ChunkColumn(msgspec.Struct, eq=False):
             flat = self._flat = self._over((self.bounds[-1], *spec.unit_shape))
         if spec.width:
             if self.rows == 1:
-                return [flat]
+                return [flat[:]]  # its own, because a caller may give it another shape
             bounds = self.bounds
             spans = map(slice, bounds[first:last], bounds[first + 1 : last + 1])
             return map(flat.__getitem__, spans)
@@ -151,7 +154,10 @@ class ChunkForm:
             own = slice(count, count + spec.width * rows)
             self._columns.append((spec, own, units, None if spec.width else range(rows + 1)))
             count = own.stop
-        self._head = struct.Struct(f"<{count}I")
+        try:
+            self._head = struct.Struct(f"<{count}I")
+        except struct.error as exc:
+            raise mixed_releases(f"invalid chunk of {rows} rows: {exc}") from exc
 
     def columns(self, memory: Memory | bytes, lengths: bytes | None = None) -> list[ChunkColumn]:
         """The columns of a chunk.

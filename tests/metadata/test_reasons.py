@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dataplane.errors import StageUndefined, duration, nearest
-from dataplane.metadata.shard.inspection import idle, missing, unfinished, unknown_tags
+from dataplane.metadata.shard.inspection import idle, lacks, missing, unfinished, unknown_tags
 from dataplane.metadata.shard.journal import apply, dump
 from dataplane.metadata.shard.reasons import (
     FIRST_S,
@@ -564,3 +564,15 @@ def test_a_tag_that_no_row_has_is_named_with_those_that_rows_have() -> None:
     assert unknown_tags(s, where) == {"vresion": ["version"], "zzz": ["lang", "version"]}
     assert unknown_tags(s, None) == {}
     assert unknown_tags(s, ["not", ["exists", "zzz"]]) == {}  # it asks whether rows have the tag
+
+
+def test_what_rows_lack_is_counted_though_the_store_changes_meanwhile() -> None:
+    """A peer looks through many rows in pieces, and carries out other calls after each."""
+    s = store()
+    put(s, [1, 2])
+    before = list(s.blocks.values())
+    s.clear()
+    s.declare_stage("later", ["score"])
+    put(s, [3])
+    assert not lacks(s, before)
+    assert lacks(s, list(s.blocks.values()))["later", "score"] == 1

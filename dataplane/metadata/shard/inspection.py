@@ -210,11 +210,12 @@ def unleased(state: State, now: float, among: Mapping[int, int] | None = None) -
 
 
 def lacks(state: State, blocks: Sequence[Block]) -> Counter[tuple[str, str]]:
-    """How many rows of these blocks lack a field that a stage needs: (stage, field) → rows."""
+    """How many rows of these blocks lack a field that a stage needs: (stage, field) → rows. Blocks
+    that are no longer in the store have none."""
     found = Counter[tuple[str, str]]()
     for name, stage in state.stages.items():
         if stage.rows.counts[PENDING]:
-            pending = {b.number: rows for b in blocks if (rows := stage.pending(b))}
+            pending = {b.number: rows for b in blocks if b.live and (rows := stage.pending(b))}
             for field, rows in _lacking(state, stage, pending).items():
                 found[name, field] = rows
     return found

@@ -8,16 +8,27 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dataplane import Plane
 from dataplane.client._sync import calls
 from dataplane.client._sync.plan_part import SOUGHT, Fetching, Part, fetch
 from dataplane.client.balancing import Layout
 from dataplane.client.session.tally import Tally
-from dataplane.errors import FrameTooLarge, RowsGone
+from dataplane.errors import FrameTooLarge, RowsGone, Unavailable
 from dataplane.memory.mapping import Pin
 from dataplane.metadata.tables import names
-from dataplane.wire.messages import Fetch, Fetched
+from dataplane.wire.messages import (
+    Claim,
+    Claimed,
+    Define,
+    Defined,
+    Failed,
+    Fetch,
+    Fetched,
+    Finish,
+)
 from dataplane.wire.records import U4, column
-from dataplane.wire.tables import PlanRows, Rows, Shape, Table
+from dataplane.wire.tables import Definition, PlanRows, Rows, Shape, Table
+from tests.client.scripted_peer import ScriptedPeer
 
 
 class Shard:
@@ -118,3 +129,19 @@ def test_a_layout_that_is_kept_is_given_whole_to_whoever_asks_meanwhile() -> Non
     layout.mini = other_first  # type: ignore[method-assign]
     assert part.mini(0) == taken(0, 0, 0)
     assert part.mini(7) == taken(0, 3, 1)
+
+
+def test_a_plan_whose_fields_cannot_be_found_out_is_released(
+    peer: ScriptedPeer, plane: Plane
+) -> None:
+    """The stage was declared after this client had attached to the partition."""
+    peer.definition = Definition({})
+    part = plane.partition("x")
+    peer.scripts[Claim] = lambda r, b: Claimed(11, 0, Table(Rows(b"")), PlanRows(4))
+    peer.scripts[Define] = lambda r, b: (
+        Failed("Unavailable", "hm") if peer.bodies(Claim) else Defined(4, peer.definition, "open")
+    )
+    with pytest.raises(Unavailable):
+        part.plan("s", rank=0, ranks=1)
+    released = peer.await_body(Finish)
+    assert (released.lease, released.outcome) == (11, "release")

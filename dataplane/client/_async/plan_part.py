@@ -123,14 +123,18 @@ async def join(
     session.leased(claimed.lease, handle.name)
     if claimed.plan is None:
         raise mixed_releases("unexpected reply to a plan request: expected a plan, got a batch")
-    if wanted is None and stage not in handle.definition.stages:  # declared meanwhile
-        await define(handle, None, Deadline(DEFAULT_TIMEOUT_S))
-    needed = handle.definition.stages[stage] if wanted is None else wanted
-    part = Part(handle, stage, claimed.lease, claimed.plan.rows, rank, needed)
+    part = Part(handle, stage, claimed.lease, claimed.plan.rows, rank, wanted or [])
     try:
+        if wanted is None:
+            if stage not in handle.definition.stages:  # declared meanwhile
+                await define(handle, None, Deadline(DEFAULT_TIMEOUT_S))
+            part.fields = handle.definition.stages[stage]
         part.layout = Layout(shape, claimed.plan)
     except InvalidRows:
         await part.give_back(Deadline(DEFAULT_TIMEOUT_S))
+        raise
+    except BaseException:
+        part.abandon()
         raise
     return part
 

@@ -13,7 +13,7 @@ import pytest
 
 from dataplane.client.read.chunk_columns import ChunkForm
 from dataplane.client.read.column_view import ColumnView, cut
-from dataplane.client.read.table import TableReader, joined
+from dataplane.client.read.table import TableReader, join_readers
 from dataplane.client.read.table_shape import SHARED_RUNS, TableShape, shape_of_values
 from dataplane.client.write.chunks import pieces_of, plan
 from dataplane.client.write.columns import prepare
@@ -294,7 +294,7 @@ def test_rows_of_several_replies_are_one_table(arena: Any) -> None:
     for columns in ({"x": [1, 2]}, {"x": [3], "y": ["a"]}, {"y": ["b", "c"]}):
         (units,) = plan(prepare(columns), inline=True)
         pages.append(arena.reader(pieces_of(units)))
-    whole = joined(pages)
+    whole = join_readers(pages)
     assert whole.fields == ["x", "y"] and whole.volume == sum(page.volume for page in pages)
     order = np.array([4, 2, 0])
     for reader, rows in ((whole, range(5)), (whole.part(order), order)):

@@ -217,7 +217,7 @@ class Prefetch(Generic[B]):
                     self._changed.notify_all()
                 del made
         except asyncio.CancelledError:
-            if self._making is not None:  # the loop that has ended knows nothing of it
+            if self._making is not None:  # the loop ended before it got this batch
                 self._making._unused()
         except BaseException as exc:  # whatever it is, the loop is where it is told
             failure = exc

@@ -315,9 +315,8 @@ class Lease:
             order = self._order(rows, at) if given or values else None
             body, parts = self._finish_of(outcome, at, take_tags(given, order)), list[Added]()
             if values:
-                many, chosen = self.n if rows is None else len(rows), order
-                groups, what = self._groups_of(at), "values passed to release"
-                listed = None if chosen is None else chosen.tolist()
+                many, groups = self.n if rows is None else len(rows), self._groups_of(at)
+                what, listed = "values passed to release", None if order is None else order.tolist()
                 pieces = await self._write(what, values, deadline, listed, groups, many)
                 parts = [Added(at, pieces)]
             try:
@@ -460,7 +459,7 @@ class Lease:
     def _stored(
         self, rows: int, parts: Sequence[Added], brought: MessageValues, done: Body
     ) -> None:
-        """The shard has these values. What rows that are still open need again stays."""
+        """Note that the shard has these values. Keep those that open rows need again."""
         told = done if isinstance(done, PutDone) else PutDone()
         brought.committed(column(told.ranges, RANGE) if told.ranges else None)
         for one in parts:
@@ -532,7 +531,7 @@ class Lease:
             return
         self._doubt = None
         if doubt.brought is not None:
-            # What the answer grants is given back as the call that was given up is undone.
+            # The memory that the reply grants goes back when the cancelled call is undone.
             self._stored(doubt.rows, doubt.parts, doubt.brought, done)
         self._close(doubt.outcome, doubt.rows)
 

@@ -171,7 +171,7 @@ class Prefetch(Generic[B]):
             failure = exc
         self._cancel.close()
         with self._changed:
-            if self._stopped:  # the loop that has ended does not know the latest of them
+            if self._stopped:  # the loop ended before it got these batches
                 for batch in (*(batch for batch, _ in self._ready), self._making):
                     if batch is not None:
                         batch._unused()

@@ -143,8 +143,8 @@ def join(
 
 
 Fetching = tuple[TableReader, Index, Index, Mask]
-"""The fetched rows; which of them each row of a micro-batch is; the positions of these in the plan;
-a mask that is False for padding."""
+"""The fetched rows; for each row of a micro-batch, its index among them; its position in the plan;
+and a mask that is False for padding."""
 
 
 def fetch(part: Part, rows: Rows) -> Fetching:

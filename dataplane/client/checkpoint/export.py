@@ -107,7 +107,7 @@ def _new_directory(target: Path) -> Iterator[Path]:
 
 @dataclass(slots=True)
 class _Types:
-    """What the columns of a partition hold, but for nulls."""
+    """Which types of values each column of a partition has."""
 
     names: dict[str, set[object]] = field(default_factory=dict)
     """of the keys and the groups"""
@@ -328,7 +328,7 @@ def _type_of(kinds: set[object]) -> pa.DataType:
 
 
 def _scalars(values: list[Any], kinds: set[object]) -> pa.Array:
-    """Values of types that no column holds together are JSON: as texts, 7 and "7" would be one."""
+    """Keys, groups or a tag as an array. Mixed types become JSON, which tells 7 from "7"."""
     type_ = _type_of(kinds)
     if type_ == pa.string() and not kinds - _NULL <= {str}:
         values = [None if value is None else json.dumps(value) for value in values]

@@ -46,7 +46,8 @@ def exact(
     make: Callable[[Any], pa.Array] | None = None,
     **details: str,
 ) -> pa.Array:
-    """Values as an Arrow array; InvalidValue as for a field. make: how, if they are no objects."""
+    """Values as an Arrow array, with the errors of `from_field`. make: converts anything that is
+    not a list of objects."""
     make = make or _of_objects
     try:
         return make(values)

@@ -23,7 +23,7 @@ from dataplane.wire.limits import ALIGNMENT_BYTES
 Memory = npt.NDArray[np.uint8]
 _width = attrgetter("width")
 _UP, _DOWN = ALIGNMENT_BYTES - 1, -ALIGNMENT_BYTES
-"""`n + _UP & _DOWN` is `layouts.aligned(n)`."""
+"""`n + _UP & _DOWN` is `layouts.aligned(n)`, without a call for each column."""
 
 
 class ChunkColumn(msgspec.Struct, eq=False):
@@ -85,7 +85,7 @@ class ChunkColumn(msgspec.Struct, eq=False):
             raise mixed_releases(f"a value cannot have the shape {shape}: {exc}") from exc
 
     def values(self, first: int, last: int) -> Iterable[Any]:
-        """Neighbouring rows, of any kind."""
+        """The values of neighbouring rows of any kind."""
         kind = self.spec.kind
         if kind == "array":
             return self.arrays(first, last)
@@ -137,20 +137,20 @@ class ChunkColumn(msgspec.Struct, eq=False):
 
 
 class ChunkForm:
-    """What chunks of the same layout and equally many rows share: how their columns are found."""
+    """Finds the columns of chunks that have the same layout and the same number of rows."""
 
     def __init__(self, specs: tuple[ColumnSpec, ...], rows: int) -> None:
         self.specs, self._rows = specs, rows
-        self._columns: list[tuple[ColumnSpec, slice, Units | None, range | None]] = []
+        self._columns: list[tuple[ColumnSpec, slice, _UnitsOf | None, range | None]] = []
         """by column: its spec; which of the lengths are its own; how many units a row has, if not
         its length; and the bounds of its rows, if they do not depend on lengths"""
         count = 0
         for spec in specs:
-            units: Units | None = None
+            units: _UnitsOf | None = None
             if spec.width > 1:
-                units = partial(_products, spec.width)
+                units = partial(_array_units, spec.width)
             elif spec.kind == "object":
-                units = _aligned
+                units = _object_units
             own = slice(count, count + spec.width * rows)
             self._columns.append((spec, own, units, None if spec.width else range(rows + 1)))
             count = own.stop
@@ -200,14 +200,15 @@ def form_of(layout: bytes, rows: int) -> ChunkForm:
     return ChunkForm(layouts.decode(layout), rows)
 
 
-Units = Callable[[Sequence[int]], Iterable[int]]
+_UnitsOf = Callable[[Sequence[int]], Iterable[int]]
+"""From the lengths of rows to the number of units that each row has."""
 
 
-def _products(width: int, lengths: Sequence[int]) -> list[int]:
+def _array_units(width: int, lengths: Sequence[int]) -> list[int]:
     return [math.prod(lengths[at : at + width]) for at in range(0, len(lengths), width)]
 
 
-def _aligned(lengths: Sequence[int]) -> list[int]:
+def _object_units(lengths: Sequence[int]) -> list[int]:
     return [-(-length // OBJECT_ALIGNMENT_BYTES) for length in lengths]
 
 

@@ -246,8 +246,8 @@ class ColumnView(Sequence[Any]):
         return self
 
     def on_gpu(self, device: str) -> Any | None:
-        """Return the rows in the memory of GPUs, for `tensors.to_torch`. None if some are not, or
-        if they are wanted elsewhere."""
+        """Return the rows for `tensors.to_torch`, if all of them are on GPUs and `device` is a GPU;
+        else None."""
         return None
 
     # bytes
@@ -264,8 +264,8 @@ class ColumnView(Sequence[Any]):
         )
 
     def spans(self) -> list[Memory]:
-        """Return the bytes of the rows without a copy, as few read-only arrays of uint8: rows that
-        lie one after the other in shared memory share one. All rows must be arrays."""
+        """Return the bytes of the rows as read-only uint8 arrays, without a copy. Consecutive rows
+        of a chunk share one array. All rows must be arrays."""
         return [column.span(first, last) for column, first, last in self.runs if column is not None]
 
     def dense(self) -> Array | None:

@@ -39,7 +39,7 @@ def to_numpy(column: ColumnView, view: bool = False) -> Array | list[Any]:
 
 
 def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """An object with what `leaf` makes of each array and tensor in it."""
+    """A copy of an object in which `leaf` has replaced each array and tensor."""
     if isinstance(value, np.ndarray) or is_torch(value):
         return leaf(value)
     if isinstance(value, list | tuple):

@@ -123,8 +123,8 @@ class Padding:
     def mask(self, lengths: Sequence[int], width: int) -> npt.NDArray[np.bool_]:
         """bool [n, width]: where values are."""
         made = np.zeros((len(lengths), width), np.bool_)
-        for at in enumerate(self.spans(lengths, width)):
-            made[at] = True
+        for row, span in enumerate(self.spans(lengths, width)):
+            made[row, span] = True
         return made
 
 
@@ -247,7 +247,7 @@ def unlike(
 
 
 def refused(field: str, row: int, layout: str, why: str, instead: str) -> InvalidValue:
-    """The error of rows that make no tensor of this layout. row: the first that makes none."""
+    """The error for rows that do not form a tensor of this layout. row: the first wrong one."""
     tensor = {"auto": "tensor", "list": "list of tensors"}.get(layout, f"{layout} tensor")
     return InvalidValue(
         f"field {field!r}: {why}, so the rows do not form a {tensor}: {instead}",

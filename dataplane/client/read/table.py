@@ -48,14 +48,14 @@ class TableReader:
         except InvalidRows as exc:  # a peer made the table, and not the caller
             raise mixed_releases(f"the peer sent invalid rows: {exc.message}") from exc
         self._chunks: dict[int, Sequence[ChunkColumn | None]] = {-1: [None]}
-        """the columns of chunks that were used; -1: of rows that lack a field"""
+        """the columns of chunks that were used; -1: for rows that lack a field"""
         self._runs: dict[str, list[RowSpan]] = {}
         self._rows: Index | None = None
         """those of the table, in this order; None: all"""
         self._chosen: list[tuple[int, int]] = []
         """the same as stretches"""
         self._pages: list[TableReader] = []
-        """the readers whose rows these are, one after the other; [] for those of one table"""
+        """the readers that were joined, in the order of their rows; [] for a single table"""
 
     @property
     def fields(self) -> list[str]:
@@ -85,7 +85,7 @@ class TableReader:
         return ColumnView(field, runs, name_of)
 
     def _all_runs(self, field: str) -> list[RowSpan]:
-        """Of all rows of the table."""
+        """The runs of a field, for all rows of the table."""
         runs = self._runs.get(field)
         if runs is None and self._pages:
             runs = [run for page in self._pages for run in page._all_runs(field)]
@@ -128,7 +128,7 @@ class TableReader:
         return arena[offset : offset + nbytes]
 
     def _beyond(self, offset: int, nbytes: int) -> Memory:
-        """The bytes of a chunk that is not in the host arena."""
+        """The bytes of a chunk outside the host arena, where only a plug-in has memory."""
         raise mixed_releases(
             f"a chunk of {nbytes} bytes at offset {offset} is outside the arena of "
             f"{0 if self._arena is None else len(self._arena)} bytes"
@@ -137,12 +137,13 @@ class TableReader:
 
 def reader_of(session: Session, *replies: Claimed | Fetched | ReadDone) -> TableReader:
     """Return a reader of the tables of some replies, joined. It keeps what they pin."""
-    pin, pools = session.pinned(*[reply.pin for reply in replies]), session.pools
-    make, arena = TableReader if pools is None else pools.reader, pin if pin.number else NOWHERE
-    return joined([make(reply.table, arena) for reply in replies])
+    pin = session.pinned(*[reply.pin for reply in replies])
+    arena = pin if pin.number else NOWHERE
+    make = TableReader if session.pools is None else session.pools.reader
+    return join_readers([make(reply.table, arena) for reply in replies])
 
 
-def joined(pages: list[TableReader]) -> TableReader:
+def join_readers(pages: list[TableReader]) -> TableReader:
     """Join the readers of several replies. A field or tag that one lacks is absent in its rows."""
     if len(pages) == 1:
         return pages[0]

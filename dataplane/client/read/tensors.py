@@ -76,11 +76,11 @@ def to_torch(
     if not column.holds_arrays:
         return _object_tensors(column.on_host(), layout, view, device)
     _check_dtypes(column)
-    rows: Rows | None = column.on_gpu(device)
+    rows: TensorRows | None = column.on_gpu(device)
     if rows is None:
         column = column.on_host()
         rows = None if view or direct is None else direct.rows(column, device)
-    rows = rows or Rows(column, device)
+    rows = rows or TensorRows(column, device)
     if view:
         return rows.views(layout)
     uniform = None if layout == "jagged" else column.uniform
@@ -198,8 +198,8 @@ def _is_each(given: object) -> bool:
 
 
 def _fitting(layout: Layout, column: ColumnView) -> Layout:
-    """The layout that a field gets where this one is given for all fields: it leaves alone those to
-    which it does not apply."""
+    """The layout of a field if `layout` is given for all fields. A field to
+    which it does not apply keeps its usual layout."""
     if layout == "list" or not column.holds_arrays:
         return layout if layout == "list" else "auto"
     if layout != "dense" and column.uniform is not None and not column.loose:
@@ -262,7 +262,7 @@ def to_tensordict(
 
 
 def _add_mask(masks: dict[str, tuple[str, Any]], name: str, field: str, mask: Any) -> None:
-    """masks: by name, the first field of each, and the mask."""
+    """Add the mask of a field. masks: by name, the first field that a mask covers, and the mask."""
     first, known = masks.setdefault(name, (field, mask))
     if known is not mask and not sys.modules["torch"].equal(known, mask):
         raise InvalidCall(
@@ -306,12 +306,13 @@ _MOST_TOLD = 64
 # making tensors
 
 
-Index: TypeAlias = tuple[Any, ...]
+TensorIndex: TypeAlias = tuple[Any, ...]
+"""An int or a slice for each axis."""
 
 
-class Rows:
-    """Arrays from which tensors are made, in host memory; the GPU plug-in has others. All tensors
-    but views are private."""
+class TensorRows:
+    """Makes tensors of rows in host memory. The GPU plug-in has a subclass for rows on GPUs. All
+    tensors but views are private copies."""
 
     on_host = True
 
@@ -346,7 +347,7 @@ class Rows:
 
         return self._made((self.column.nbytes // self.column.dtypes[0].itemsize,), pack)
 
-    def placed(self, shape: tuple[int, ...], where: Sequence[Index], fill: Any = None) -> Any:
+    def placed(self, shape: tuple[int, ...], where: Sequence[TensorIndex], fill: Any = None) -> Any:
         """A tensor of this shape, with each row at its index in `where`, and `fill` elsewhere."""
         return self._made(shape, lambda array: place(array, self.column, where, fill))
 
@@ -363,7 +364,7 @@ class Rows:
         return made if device == "cpu" else made.to(device)
 
 
-def place(target: Any, rows: Iterable[Any], where: Sequence[Index], fill: Any) -> None:
+def place(target: Any, rows: Iterable[Any], where: Sequence[TensorIndex], fill: Any) -> None:
     """Copy each row to its index in an array or a tensor. fill: what the rest becomes."""
     if fill is not None:
         target[...] = fill
@@ -371,14 +372,14 @@ def place(target: Any, rows: Iterable[Any], where: Sequence[Index], fill: Any) -
         target[at] = row
 
 
-def _padded(column: ColumnView, rows: Rows, padding: Padding) -> Any:
-    """Rows that differ along several axes, or have none, get the padding's side on the first axis;
-    on the others they are filled up behind."""
+def _padded(column: ColumnView, rows: TensorRows, padding: Padding) -> Any:
+    """All rows as one padded tensor. If they differ along several axes, the padding's side is that
+    of the first axis, and the other axes are padded at the end."""
     field, n, ragged = column.field, len(column), column.ragged
     if ragged is not None:
         width = padding.width(field, ragged.lengths)
         dtype, shape = ragged.dtype, (n, *ragged.head, width, *ragged.tail)
-        where: list[Index] = list(enumerate(padding.spans(ragged.lengths, width)))
+        where: list[TensorIndex] = list(enumerate(padding.spans(ragged.lengths, width)))
         if ragged.axis:
             inner = (slice(None),) * ragged.axis
             where = [(row, *inner, span) for row, span in where]

@@ -265,7 +265,7 @@ class Housekeeper:
         session.settle_pools(_CLOSE_S)
         due = self._parting()
         due += [
-            Finish(lease, "abandon" if had else "release") for lease, had in session.leases.clear()
+            Finish(lease, "abandon" if got else "release") for lease, got in session.leases.clear()
         ]
         if session.spans is not None:
             session.spans.close()

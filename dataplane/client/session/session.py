@@ -273,7 +273,7 @@ class Session:
             self.keep(extents)
 
     def leased(self, lease: int, partition: str, ahead: bool = False) -> None:
-        """ahead: a loader claimed it, and its loop has not reached it yet."""
+        """Note a new lease. ahead: a loader claimed it, and its loop has not reached it yet."""
         self.leases.add(lease, partition, ahead)
         self.tend()
 
@@ -428,7 +428,7 @@ class Holdings:
         self._taken: dict[int, tuple[str, int]] = {}
         self._hands: dict[tuple[str, int], int] = {}
         self._ahead = set[int]()
-        """those that were claimed ahead, which no caller has got yet"""
+        """of them, those that were claimed ahead, and that no caller has got yet"""
 
     def add(self, number: int, partition: str, ahead: bool = False) -> None:
         hand = partition, caller()
@@ -465,7 +465,7 @@ class Holdings:
         self._ahead.discard(number)
 
     def clear(self) -> list[tuple[int, bool]]:
-        """All of them, which are nobody's now, and whether a caller had got each."""
+        """Remove all leases. Return each one, and whether a caller had got it."""
         with self._lock:
             taken = [(number, number not in self._ahead) for number in self._taken]
             self._taken, self._ahead = {}, set()

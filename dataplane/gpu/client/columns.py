@@ -18,7 +18,7 @@ import numpy as np
 from dataplane.client.read.chunk_columns import ChunkColumn, Memory
 from dataplane.client.read.column_view import ColumnView, RowSpan
 from dataplane.client.read.table import TableReader
-from dataplane.client.read.tensors import Index, Rows, cut, place
+from dataplane.client.read.tensors import TensorIndex, TensorRows, cut, place
 from dataplane.errors import DeviceMissing, InvalidValue, joined, mixed_releases
 from dataplane.gpu.direct import DirectCopies, Landing, Runs
 from dataplane.memory.mapping import Pin
@@ -184,11 +184,11 @@ class DeviceColumn(ColumnView):
         return found
 
 
-class GpuRows(Rows):
+class GpuRows(TensorRows):
     """Rows on GPUs.
 
-    runs: of each run of the column, its rows side by side, as a tensor [items] of one dtype.
-    private: they are one tensor, which nobody else has.
+    runs: for each run of the column, a tensor [items] of one dtype with the values of its rows.
+    private: whether `runs` is one tensor that nothing else refers to.
     """
 
     on_host = False
@@ -210,7 +210,7 @@ class GpuRows(Rows):
         items = self._runs[0] if self._private else sys.modules["torch"].cat(self._runs)
         return items.to(self.device)
 
-    def placed(self, shape: tuple[int, ...], where: Sequence[Index], fill: Any = None) -> Any:
+    def placed(self, shape: tuple[int, ...], where: Sequence[TensorIndex], fill: Any = None) -> Any:
         rows = self.each()
         made = sys.modules["torch"].empty(shape, dtype=rows[0].dtype, device=rows[0].device)
         place(made, rows, where, fill)

@@ -2,10 +2,10 @@
 
 | idea | file |
 |---|---|
-| the peer's door to bulk transfer; the process that may crash alone | engine, link, worker |
+| the peer's side; the worker process, which may crash alone | engine, link, worker, control |
 | the reader: asks the owner for pieces, over TCP or by another engine | reader, slices |
-| the owner: pins the pieces, and sends them or lets an engine move them | owner, control |
-| one read; connections; one stream, the same inside TLS | reading, connections, *stream |
+| the owner: pins the pieces, and sends them or lets an engine move them | owner |
+| one read, its connections and streams | reading, connections, stream, secure_stream |
 | frames and records, proofs and tickets | bulk_frames, tickets |
 | what an engine must be able to do, which there are | seam, registry |
 | the engines; a region as they register it; NCCL's two ranks | engines/ |

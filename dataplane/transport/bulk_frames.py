@@ -219,7 +219,7 @@ class PinAnswer(Frame, tag=13):
 
 
 class Forget(Frame, tag=14):
-    """This peer is no longer a member."""
+    """The peer `owner` is no longer a member."""
 
     owner: Owner
 

@@ -62,7 +62,7 @@ class Connections:
         self._changed = threading.Condition()
 
     def borrow(self, reading: Reading) -> Connection:
-        """Return a connection for one transfer, which the reading watches.
+        """Return a connection for one transfer. The reading aborts it when it stops.
 
         Raises TimeoutError if none is free before the deadline, and OSError if the connection
         fails or the reading was stopped.

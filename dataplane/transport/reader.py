@@ -261,7 +261,7 @@ class EngineReads(Reads):
             return True
 
     def _held(self, answer: FromOwner, nonce: bytes) -> Held:
-        """What the owner holds, checked that it says so itself."""
+        """Check that the answer says what the owner holds, and comes from the owner."""
         if not isinstance(answer, Held):
             raise mixed_releases(
                 f"unexpected reply to a request: expected Held, got {type(answer).__name__}"
@@ -296,7 +296,8 @@ class EngineReads(Reads):
 
 
 def _answer(stream: BulkStream, deadline: float) -> FromOwner | None:
-    """None: closed without an answer, as an owner does with idle connections."""
+    """Receive an answer. None: the owner closed the connection without one, as it does with idle
+    connections. Raises the error of a `Refused`."""
     frame = None
     with suppress(ConnectionError):
         frame = stream.receive(MAX_GET_FRAME_BYTES, deadline)
@@ -315,8 +316,8 @@ def _confirm(stream: BulkStream, nbytes: int, deadline: float) -> None:
 
 
 def _checking(reading: Reading, stream: BulkStream) -> Callable[[], None]:
-    """See `ReadRequest.check`. The owner says nothing while bytes move, unless it gives up; what it
-    says to one thread stops the read, and so reaches all."""
+    """See `ReadRequest.check`. The owner sends nothing while bytes move, unless it ends the
+    transfer. The thread that receives this stops the read, and so all its threads."""
     lock = threading.Lock()
 
     def check() -> None:

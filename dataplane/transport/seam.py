@@ -125,8 +125,8 @@ class Transport(ABC):
         """Make the region readable for other peers and a destination for `read`. Called once.
 
         Return the region's card: what others need to reach it, at most MAX_CARD_BYTES. Readers get
-        it authenticated, with every reply. It differs for every registration, so a reader notices
-        that the owner's worker has restarted.
+        it authenticated, with every reply. If a reader must notice that the owner's worker has
+        restarted, the card must differ for every registration.
         """
 
     @abstractmethod

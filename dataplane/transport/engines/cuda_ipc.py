@@ -46,8 +46,8 @@ _cards = msgspec.msgpack.Decoder(Card)
 
 
 class _OwnersPools:
-    """Pools of one owner as devices of ours map them. They are unmapped when the owner is forgotten
-    and the last read that uses them has ended: with the last reference to this."""
+    """Pools of one owner, mapped by devices of this peer. They are unmapped with the last reference
+    to this object: when the owner is forgotten and the last read that uses them has ended."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -103,7 +103,7 @@ class CudaIpcTransport(Transport):
                 pool = pools.open(placed[sources[at]].handle, device)
                 asked.append((targets[at], pool.address + inside[at], sizes[at], 0))
             try:
-                device.carry_out(asked, _now_and_then(request))
+                device.carry_out(asked, _rate_limited(request.check))
             except BaseException:
                 # Until the device is done something may still be written.
                 while not device.finish(FINISH_S):
@@ -115,17 +115,17 @@ class CudaIpcTransport(Transport):
             self._theirs.pop(owner, None)
 
 
-def _now_and_then(request: ReadRequest) -> Callable[[], None]:
-    """The request's check, which costs a system call, every CHECK_S."""
-    looked = time.monotonic()
+def _rate_limited(check: Callable[[], None]) -> Callable[[], None]:
+    """A check that costs a system call, carried out at most every CHECK_S."""
+    checked_at = time.monotonic()
 
-    def look() -> None:
-        nonlocal looked
-        if time.monotonic() - looked > CHECK_S:
-            request.check()
-            looked = time.monotonic()
+    def limited() -> None:
+        nonlocal checked_at
+        if time.monotonic() - checked_at > CHECK_S:
+            check()
+            checked_at = time.monotonic()
 
-    return look
+    return limited
 
 
 def this_host() -> str:

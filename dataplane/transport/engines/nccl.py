@@ -100,7 +100,7 @@ class NcclTransport(Transport):
         self._session = secrets.randbits(48)
         self._lines: OrderedDict[Owner, _Line] = OrderedDict()
         self._in_turn = threading.local()
-        """`line`: of the transfer that this thread has the turn for"""
+        """`line`: that of the transfer for which this thread has the turn"""
         self._sending: OrderedDict[int, _Sending] = OrderedDict()
         self._opened: tuple[OpenRegion, Ranks] | None = None
 

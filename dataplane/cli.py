@@ -322,8 +322,6 @@ def _token(arguments: argparse.Namespace) -> int:
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    # Imported here: `dataplane peer` must not load what only people read.
-
     seen = [_seen(run, arguments.peer) for run in _found(arguments.run, arguments.peer)]
     if arguments.json:
         print(json.dumps({"runs": seen}, default=str), flush=True)
@@ -334,7 +332,8 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _lines(peers: dict[str, Any]) -> list[str]:
-    """The lines about one run. A peer of another release hides no other run."""
+    """The lines about one run. An error of one run must not hide the others."""
+    # Imported here: `dataplane peer` must not load what only people read.
     from dataplane import cli_status
 
     try:

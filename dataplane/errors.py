@@ -284,7 +284,7 @@ def mixed_releases(what: str, /, **details: Any) -> ProtocolError:
 @contextmanager
 def reading_statistics() -> Iterator[None]:
     """Raise ProtocolError, not KeyError, if a peer's statistics lack an entry that the body reads:
-    the peer is of another commit."""
+    the peer is of another release."""
     try:
         yield
     except KeyError as exc:

@@ -200,7 +200,8 @@ def _open_mpi(environ: Environ) -> Job | None:
 
 
 def _of_ranks(environ: Environ, launcher: str, job: str, world: str, local: str) -> Job:
-    """world, local: the variables of the number of ranks, in all and on this host."""
+    """The job of a launcher. world, local: the variables with the number of ranks, in all and on
+    this host."""
     ranks = _integer(environ, world, 1)
     several = ranks > _integer(environ, local, ranks)
     master = environ.get("MASTER_ADDR", "")

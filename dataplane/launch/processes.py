@@ -48,7 +48,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def how_to_continue(pid: int) -> str:
-    """What to do about a stopped process, as the end of a sentence."""
+    """Why a stopped process is silent, and what to do about it, as the end of a sentence."""
     return (
         "it is stopped, by SIGSTOP or a debugger. To continue it, run `kill -CONT "
         f"{pid}`, then connect again. To end it and lose its rows, run `kill -9 {pid}`"

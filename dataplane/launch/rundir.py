@@ -591,6 +591,7 @@ def _files(folder: Path, suffix: str) -> list[Path]:
 
 
 def read_card(folder: Path, name: str) -> Card | None:
+    """Return the card of a peer. None if it has none that can be read."""
     try:
         return _cards.decode((folder / f"{name}.json").read_bytes())
     except (OSError, msgspec.MsgspecError):

@@ -175,7 +175,7 @@ class Progress:
         self.is_slow: Callable[[], bool] = lambda: True
         """whether the backup confirmed something recently; asked if a call ran out of time"""
         self.backup: Callable[[], str] = lambda: ""
-        """the backup's name and address, for messages"""
+        """see `Serving.backup`"""
 
     @property
     def is_settled(self) -> bool:
@@ -523,7 +523,7 @@ class Serving:
 
     @property
     def backup(self) -> str:
-        """The backup's name and address, for messages; "" without one."""
+        """The backup's name and address between commas, for messages; "" without a backup."""
         backup, _ = self.host.roster.backup_of(self.host.address)
         return "" if backup is None else f", peer {self.name_of(backup)} at {backup},"
 

@@ -25,8 +25,8 @@ comes on top."""
 
 
 def _latest(events: Sequence[Event], partition: str) -> int:
-    """Return the generation whose first event is the last: the clocks of several hosts make the
-    numbers, so a later one may be lower."""
+    """Return the generation that began last. The clocks of several hosts make the numbers, so a
+    later generation may have a lower number."""
     began: dict[int, float] = {}
     for e in events:
         if e.partition == partition:

@@ -139,6 +139,7 @@ class History:
         self._extents: dict[str, _Extent] = {}
         """of each partition's latest generation"""
         self._generations: dict[tuple[str, int], _Extent] = {}
+        """of all generations, by partition and generation"""
         self._cut: set[str] = set()
         """partitions that lost earlier events to the limit of events"""
         self._pictures: dict[tuple[str, int], tuple[int, Picture]] = {}

@@ -266,8 +266,8 @@ _INTERVAL = "month_day_nano_interval"
 
 
 def is_interval(column: object) -> bool:
-    """Whether an Arrow or pandas object has calendar intervals in it. NumPy 2.4 ends the process
-    when it reads one from pyarrow 26."""
+    """Whether an Arrow or pandas object has calendar intervals in it. NumPy 2.4 crashes when it
+    reads one from pyarrow 26."""
     return _INTERVAL in f"{getattr(column, 'type', '')} {getattr(column, 'dtype', '')}"
 
 

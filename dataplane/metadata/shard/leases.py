@@ -22,10 +22,10 @@ from dataplane.wire.tables import PlanRows, Shape
 MAX_OVER = 16_384
 """Members of plans that ended before their time, of one partition."""
 RETRY_KEY_S = 120.0
-"""At least so long a partition remembers a finished call, so that a retry is recognised: the
+"""A partition remembers a finished call for at least this long, so that it recognises a retry: the
 deadlines of two calls, and a pause between them."""
 MAX_RETRY_KEYS = 131_072
-"""Finished calls of one partition that are remembered, even if more come within that time."""
+"""A partition remembers at most this many finished calls, even if more come within that time."""
 
 
 class Part:

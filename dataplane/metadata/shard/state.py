@@ -86,7 +86,7 @@ class State:
     emit: receives the record of each change, at once, after it succeeded; it must not raise.
     None: nothing is recorded. A record contains what was decided, but not what follows from
     records. note: receives a record of each event, for people; it must not raise. None at a
-    backup. numbers: of leases; the same for all stores of a peer.
+    backup. numbers: for leases; all stores of a peer have the same iterator.
     """
 
     def __init__(
@@ -324,8 +324,8 @@ class State:
         self._count_rows(more, more.values())
 
     def _count_rows(self, chunks: Iterable[Chunk], more: Iterable[int]) -> None:
-        """Add so many rows, which may be negative, to those that have a value in each chunk. The
-        first one makes the chunk known, and the last one releases it."""
+        """Add `more` to the rows that have a value in each chunk. The first row makes the chunk
+        known. When the last row goes, the chunk is released."""
         for chunk, many in zip(chunks, more, strict=True):
             was = chunk.live_rows
             now = was + many

@@ -223,7 +223,8 @@ class Store(State):
 
         index: positions in the lease as it was granted; None for all unfinished rows. Raises
         LeaseExpired for a lease that has ended, and InvalidRows for a row that was finished
-        before. A retry of a call that was already applied raises LeaseExpired with `repeated`.
+        before. A retry of a call that was already applied raises LeaseExpired with `repeated`,
+        for a limited time from `now`.
         """
         lease = self.leases.get(asked.lease)
         if lease is None and (member := self.leases.member(asked.lease)) is not None:

@@ -495,7 +495,7 @@ class _Call(Call):
     def may_leave(self, reply: Body) -> bool:
         if not self.held or (self.host.progress.is_settled and self.host.serving.is_sure()):
             return True
-        # It promises nothing, and its reason is needed most while the backup is silent.
+        # BackPressure changed nothing, and people need its reason most while the backup is silent.
         return isinstance(reply, Failed) and reply.code == BackPressure.__name__
 
     def is_served_here(self) -> bool:

@@ -42,8 +42,8 @@ log = logging.getLogger(__name__)
 RETRY_S = 0.5
 RECONNECT_S = 0.05
 SMALL_BYTES = 64 << 10
-"""Shorter requests are sent although longer ones wait for a full stream. Hundreds of megabytes
-would take them half a minute on a slow link."""
+"""Requests of at most this size are sent while longer ones wait for a full stream: hundreds of
+megabytes delay them by half a minute on a slow link."""
 
 
 T = TypeVar("T")
@@ -177,7 +177,7 @@ class Mesh:
                 while (answer := self._ask_now(asked, until, ahead_bytes)) is None:
                     ready = self._ready(asked)
                     await self._in_time(asked.address, kind.__name__, until, ready)
-                    ahead_bytes = 0  # it was too long, or there was no link
+                    ahead_bytes = 0  # it has waited for the others, or for a link
                 return await answer
             except LinkBroken as exc:
                 unreadable = type(exc) is type(broken) is Unreadable
@@ -199,8 +199,8 @@ class Mesh:
     def _ask_now(
         self, asked: _Call, until: float, ahead_bytes: int = SMALL_BYTES
     ) -> asyncio.Future[Body] | None:
-        """None where something has to be waited for. ahead_bytes: a request of at most this many
-        bytes waits for no others."""
+        """Send a request, or return None if it must wait. ahead_bytes: a request of at most this
+        size does not wait for others."""
         link, kind = self._links.get(asked.address), type(asked.body)
         if link is None or link.hello is None or self._tasks.closed:
             return None
@@ -216,7 +216,7 @@ class Mesh:
         return link.ask(kind, rid, frame, until, late)
 
     async def _ready(self, asked: _Call) -> None:
-        """Wait for a link to whom is asked, which takes the request."""
+        """Wait until a link to the asked peer can take the request."""
         link = await self._link(asked.address)
         assert link.hello is not None
         if asked.to not in (None, link.hello.incarnation):

@@ -41,7 +41,7 @@ ASK_S = 1.0
 REUSE_S = 0.5
 """Replies younger than this are reused: to answer takes a peer with many groups 0.1 s."""
 PIECE = 8_192
-"""Blocks or chunks to look at before other calls are served."""
+"""The peer looks at this many blocks or chunks before it serves other calls."""
 MAX_ASKED = 8
 """The maximum number of peers asked for one message."""
 
@@ -275,14 +275,14 @@ class Room:
     # who holds the bytes
 
     async def _learn(self) -> None:
-        """Learn what rows here wait for, and other peers' rows."""
+        """Learn what rows wait for, here and at other peers."""
         self._ask_peers()
         await self._look()
         if self._asking:
             await asyncio.wait(self._asking, timeout=ASK_S)
 
     async def _look(self) -> None:
-        """Learn what rows here wait for, unless that is known since REUSE_S."""
+        """Learn what rows here wait for, unless that was less than REUSE_S ago."""
         if self._looking is None or self._looking.done():
             if self._host.now() <= self._looked_at + REUSE_S:
                 return

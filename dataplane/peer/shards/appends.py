@@ -77,11 +77,12 @@ LEAST_BYTES_S = 1 << 20
 """The slowest accepted link, in bytes per second. A message of n bytes may take n / LEAST_BYTES_S
 seconds longer. After that the backup leaves the in-sync set, and replies stop waiting for it."""
 REST_S, MOST_REST_S = 10.0, 300.0
-"""How long a backup that left the in-sync set again stays out of it at least. Each removal doubles
-it. Calls stop for some seconds before each removal, which on a slow link repeats."""
+"""A backup that is late again stays out of the in-sync set for at least REST_S. Each further
+removal doubles that time, up to MOST_REST_S. All calls stop for some seconds before each removal,
+and a backup behind a slow link is late again and again."""
 FORGET_S = 900.0
-"""After so long without a removal, the next one counts as the first. The backup rejoins after a
-first removal as soon as it has every operation."""
+"""After this long without a removal, the next one counts as the first. After a first removal, the
+backup rejoins as soon as it has every operation."""
 RETRY_S, MOST_RETRY_S = 0.5, 30.0
 """So soon a backup is asked again, or gets everything anew: later each time that is in vain."""
 
@@ -152,7 +153,7 @@ class Shipping:
         self._is_overdue = False
         """the backup has confirmed nothing for a while"""
         self._removed_at, self._rest_s = -math.inf, 0.0
-        """when this backup was late last, and how long it stays out of the in-sync set at least"""
+        """when this backup was last removed for being late, and for at least how long"""
         self._awaited: tuple[str, float] | None = None
         """the backup that answers wait for, and since when"""
         self.passed_on: dict[tuple[str, int], Entry] = {}
@@ -371,8 +372,9 @@ class Shipping:
     def demote(self, late: bool = False) -> None:
         """Have the roster remove the backup from the in-sync set. Unless the backup is overdue,
         nothing leaves this peer before the backup knows. If the next roster may list the backup,
-        a no-op until that roster is here. The caller calls this again. late: the backup may have
-        to rest, because it is behind a slow link. One that was stopped or cut off need not."""
+        this is a no-op until that roster arrives, and the caller calls it again. late: the backup
+        is behind a slow link, so it may have to stay out for a while. A backup that was stopped or
+        cut off need not."""
         is_listed = self._is_listed()
         if not self.synced or self.backup is None or (self.has_all and not is_listed):
             return
@@ -425,7 +427,7 @@ class Shipping:
         self.progress.wake()
 
     def _is_listed(self) -> bool:
-        """Whether the roster may have the backup promoted."""
+        """Whether the roster lists the backup as in sync, so that it may be promoted."""
         roster = self.host.roster
         return bool(roster.in_sync[roster.shards_of(self.host.address)].any())
 
@@ -567,7 +569,7 @@ class Shipping:
         self._settle()
 
     def _settle(self) -> None:
-        """Send what is due. If the backup has everything and need not rest, it is in sync."""
+        """Send what is due. If the backup has everything and need not stay out, it is in sync."""
         if self._under_way:
             return
         if self._is_due:
@@ -585,7 +587,7 @@ class Shipping:
         self._settle()
 
     def _rests(self) -> bool:
-        """Whether the backup stays out of the in-sync set, although it may have everything."""
+        """Whether the backup stays out of the in-sync set, even if it has everything."""
         return self.host.now() < self._removed_at + self._rest_s
 
     @property

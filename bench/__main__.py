@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> int:
-    """Run the command line: 130 for Ctrl-C even while modules load, 2 if a package is missing."""
+    """Return the exit code: 130 for Ctrl-C even while modules load, 2 if a package is missing."""
     try:
         from bench.cli import main
 

@@ -17,7 +17,8 @@ _EXAMPLES = 5
 
 @dataclass(slots=True)
 class Ledger:
-    """samples: rows of a group. fields: what trainers must get. filtered: untrained groups."""
+    """samples: rows of a group. fields: what trainers must get. filtered: groups that they must not
+    get."""
 
     prompts: int
     samples: int

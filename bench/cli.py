@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _stop(number: int, frame: object) -> None:
-    """End the command by an exception, which every `with` hears. Ignore further signals."""
+    """Raise an exception, which ends the command through every `with`. Ignore further signals."""
     for one in _STOPS:
         signal.signal(one, signal.SIG_IGN)
     if number == signal.SIGINT:

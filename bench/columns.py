@@ -57,7 +57,7 @@ _REWARD_NEEDS = ("uid", "responses", "response_mask")
 
 
 def rollout_fields(task: Task) -> tuple[Field, ...]:
-    """What rollout writes for each row; no raw frames of videos, which no stage reads."""
+    """The fields that rollout writes: no raw frames of videos, because no stage reads them."""
     return (*_TEXT, *_MEDIA) if task.media else _TEXT
 
 

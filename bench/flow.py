@@ -57,7 +57,7 @@ class Orders:
         self._since = 0.0
 
     def wait_for_policy(self, version: int) -> float:
-        """Wait until the trainers have finished `version` steps. Return since when they have."""
+        """Wait until the trainers have finished `version` steps. Return when that happened."""
         while self._version < version:
             self._hear()
         return self._since

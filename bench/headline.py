@@ -153,7 +153,7 @@ def _transfers(placements: list[list[Run]]) -> str:
 def _figures(
     placements: Iterable[list[Run]], figure: Callable[[Run], str], form: str
 ) -> Iterator[tuple[str, bool]]:
-    """The figures of each placement, and whether they name planes: if these differ from before."""
+    """The figures of each placement, and whether they name the planes: only if these change."""
     before: list[str] = []
     for same in placements:
         names = [_called(run) for run in same]

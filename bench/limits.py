@@ -120,8 +120,8 @@ class HostLimit:
 
 @contextmanager
 def limited_hosts(hosts: int, limit_bytes: int) -> Iterator[list[HostLimit]]:
-    """One cgroup per host, removed at the end. If the machine allows none: raises NoLimits, or
-    yields none where there is no limit."""
+    """Yield one cgroup per host, and remove them at the end. If the machine allows none, raise
+    NoLimits, or yield [] if no limit was asked for."""
     limits: list[HostLimit] = []
     with ExitStack() as opened:
         try:
@@ -133,15 +133,16 @@ def limited_hosts(hosts: int, limit_bytes: int) -> Iterator[list[HostLimit]]:
                 opened.callback(limits[-1].close)
                 limits[-1]._open()
         except (OSError, NoLimits) as exc:
-            if limit_bytes and isinstance(exc, NoLimits):
+            if not limit_bytes:
+                opened.close()
+                limits.clear()
+            elif isinstance(exc, NoLimits):
                 raise
-            if limit_bytes:
+            else:
                 raise NoLimits(
                     f"cannot set a memory limit on this machine: {exc}. Leave out "
                     "the limit, or run as root"
                 ) from exc
-            opened.close()
-            limits.clear()
         yield limits
 
 

@@ -31,7 +31,7 @@ def trimmed(kind: str, told: Report) -> Report:
 
 
 def made(perf: Report, compare: Report) -> str:
-    """Which commands measured it, and when."""
+    """Which commands measured the table, and when."""
     return " and ".join(
         f"`{told['command']}` on {told['machine']['date']}, commit {told['machine']['commit']}"
         for told in (perf, compare)
@@ -39,9 +39,9 @@ def made(perf: Report, compare: Report) -> str:
 
 
 def rows(perf: Report, compare: Report) -> list[tuple[str, str]]:
-    """What was measured, and the result."""
+    """The lines of the table: what was measured, and the result."""
     shard = perf["shard"]
-    at_once = shard["claim_ms_p50_at_1m"] / shard["claim_ms_p50_at_10k"]
+    growth = shard["claim_ms_p50_at_1m"] / shard["claim_ms_p50_at_10k"]
     cycle_ms, backed_up_ms = 1e3 / perf["cycle"]["per_s"], 1e3 / perf["backed_up"]["cycle_per_s"]
     timed = [line for line in compare["results"] if line["operation"] in ("put", "cycle")]
     row_ms = sum(line["seconds"]["median"] * 1e3 for line in timed)
@@ -55,7 +55,7 @@ def rows(perf: Report, compare: Report) -> list[tuple[str, str]]:
     return [
         ("put of 256 × 1 MiB", f"{perf['put']['of_memcpy']:.2g} × memcpy's rate"),
         ("pull of the same from another host", f"{perf['pull']['of_socket']:.2g} × a raw socket's"),
-        ("claim at 1 million live rows", f"{at_once:.2g} × the time at 10 thousand"),
+        ("claim at 1 million live rows", f"{growth:.2g} × the time at 10 thousand"),
         ("metadata per row", f"{shard['bytes_per_row']:.0f} B"),
         (
             "put, claim and ack of one row",
@@ -73,5 +73,5 @@ def rows(perf: Report, compare: Report) -> list[tuple[str, str]]:
 
 
 def _times(ratio: float) -> str:
-    """Bold where dataplane is slower."""
+    """A ratio, in bold if dataplane is slower."""
     return f"{ratio:.2g} ×" if ratio >= 1 else f"**{ratio:.2g} ×**"

@@ -17,7 +17,7 @@ _ROOM_BYTES = 64 * 1024  # of a small report: on a full disk files can be made, 
 
 
 class NotWritten(RuntimeError):
-    """A report cannot be written any more, because the disk is full for example."""
+    """A report can no longer be written, for example because the disk is full."""
 
 
 def add_reporting(commands: Any, name: str, what: str) -> ArgumentParser:

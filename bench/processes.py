@@ -51,8 +51,8 @@ def _how(returncode: int) -> str:
 
 @contextmanager
 def run_folder() -> Iterator[Path]:
-    """A folder for a run's sockets and logs, removed when the body ends. Folders of runners that
-    were killed with -9 are removed too: no process holds their lock."""
+    """A folder for a run's sockets and logs, removed when the body ends. Also removes the folders
+    of runners that were killed with -9, whose locks no process holds."""
     for lock in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*/{_LOCK}"):
         with suppress(OSError), lock.open() as left:  # OSError: its runner lives, or removes it
             fcntl.flock(left, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -147,7 +147,7 @@ class Crew:
 
     def account(self) -> str:
         """The processes that were stopped by SIGSTOP or a debugger, and the ends of all logs."""
-        import psutil  # here: workers start faster without
+        import psutil  # imported here: workers start faster without it
 
         states = {name: psutil.Process(pid).status() for name, pid in self.pids().items()}
         stopped = [name for name, state in states.items() if state in ("stopped", "tracing-stop")]
@@ -158,9 +158,11 @@ class Crew:
         """A sentence for each process that exited early, or with an exit code other than 0. killed:
         the kernel killed one, which takes a moment to exit if it has gigabytes."""
         deadline, members = time.monotonic() + _DYING_S, self.members.values()
-        while killed and time.monotonic() < deadline:
-            killed = all(m.process.poll() != -signal.SIGKILL for m in members)
-            time.sleep(_TICK_S / 10)
+        if killed:
+            while all(m.process.poll() != -signal.SIGKILL for m in members):
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(_TICK_S / 10)
         ended = [m for m in members if m.process.poll() is not None]
         return [
             f"{m.name} ended with {_how(m.process.returncode)}"

@@ -145,7 +145,8 @@ class Sampler:
 def cpu_seconds(members: Mapping[str, int]) -> dict[str, float]:
     """User and system seconds so far of these processes and all below them, also those that ended.
 
-    By name of an actor's class, of Ray's own program, or else of the member."""
+    The names are those of actors' classes, of Ray's own programs, or else of the members.
+    """
     spent = Counter[str]()
     for name, pid in members.items():
         with suppress(psutil.NoSuchProcess):

@@ -1,11 +1,12 @@
 """One controller process through which every byte of every stage passes.
 
-`controller` has barriers between stages, as verl's classic driver has; `controller-stream` has
-none, as `dataplane`, so those two differ in one thing. It is as fast as the design can be: no Ray,
-pickle, copy or padding; whole groups, of which a stage is sent what it reads; a blocking thread a
-connection and direction, into memory that was touched before the clock starts; unix sockets on its
-own host, which is a trainer's because a controller sends more than it receives; the next group is
-on its way while a worker has one; and dedup, which verl's driver lacks.
+`controller` has barriers between stages, as verl's classic driver has. `controller-stream` has
+none, as `dataplane`, so those two differ in one thing. The controller is as fast as the design can
+be. It needs no Ray, pickle, copy or padding, and has dedup, which verl's driver lacks. It sends
+whole groups, and of these only the fields that a stage reads. The next group is in flight while a
+worker has one. Each connection has a blocking thread per direction. Memory is touched before the
+clock starts. The controller is on a trainer's host, because it sends more than it receives, and
+uses unix sockets there.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class DataplanePlane(Plane):
         return {"peer": f"host{host}", "plane": self._plane_name, "run_dir": self.job.folder}
 
     def moved(self, done: Mapping[str, dict[str, Any]]) -> Moved:
-        """Peers read what lies at others, or are given it with a grant."""
+        """Bytes that peers pulled from each other, or got with a grant."""
         stats = [client.stats() for client in self._clients]
         return Moved([int(told["pulled_bytes"]) + int(told["carried_bytes"]) for told in stats])
 

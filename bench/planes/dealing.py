@@ -46,7 +46,7 @@ class Takers:
 
     def __init__(self) -> None:
         self.all: list[Taker] = []
-        self._loads: list[tuple[bool, int, int, Taker]] = []  # a heap, with loads of before
+        self._loads: list[tuple[bool, int, int, Taker]] = []  # a heap, also with outdated loads
 
     def add(self, worker: Taker) -> None:
         self.all.append(worker)
@@ -57,6 +57,7 @@ class Takers:
         heapq.heappush(self._loads, (*worker.load(), worker))
 
     def least_busy(self) -> Taker:
+        """The worker with the smallest load. Drops outdated loads from the top of the heap."""
         while self._loads[0][:3] != self._loads[0][3].load():
             heapq.heappop(self._loads)
         return self._loads[0][3]

@@ -175,5 +175,5 @@ class RayStorePlane(Plane):
 
 
 def shareable(values: Sequence[Array], dedup: bool) -> list[Array]:
-    """A column as Ray is to store it: pickle stores one array of several rows once, views not."""
+    """A column as Ray stores it. Pickle stores a shared array once, but each view separately."""
     return list(values) if dedup else [value.view() for value in values]

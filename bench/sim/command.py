@@ -196,7 +196,7 @@ def _repeats(case: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def _factors(
     costs: Mapping[str, Costs], cases: Sequence[Mapping[str, Any]]
 ) -> dict[str, tuple[float, float]]:
-    """By plane: how far transfers were below and above the model, at least 0.8 and 1.25."""
+    """By plane: how far transfers were below (0.8 or less) and above (1.25 or more) the model."""
     factors = {}
     for plane in costs:
         ratios = [

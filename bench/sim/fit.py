@@ -84,7 +84,7 @@ def priced(
     seen: Sequence[Seen], place: Place, end: float = 0.0, byte: float | None = None
 ) -> Costs:
     """The costs of one design. end: of a worker's process. byte: of one that a service moves, where
-    other runs have shown it. With more prices than these so few runs fit their own noise."""
+    other runs have shown it. With more prices than these, so few runs would fit their own noise."""
     # The runner's share of a core. More processes do not make it more: its looks at them rest nine
     # times as long as they took (bench/usage.py).
     watch = median(each.run["cpu_seconds"]["runner"] / each.run["seconds"] for each in seen)
@@ -107,7 +107,8 @@ def simulate(job: Job, costs: Costs, place: Place, seed: int = 0) -> Outcome:
 
 
 def check(job: Job, costs: Costs, place: Place, runs: Sequence[Seen]) -> dict[str, Any]:
-    """What these runs took, and what the model says: a mean over which hosts serve what."""
+    """What these runs took, and what the model says: a mean over several choices of which hosts
+    serve which step."""
     draws = _DRAWS if job.hosts > 2 and job.plane == "dataplane" else 1
     drawn = [simulate(job, costs, place, seed) for seed in range(draws)]
     predicted = mean(run.step_s for run in drawn)

@@ -102,7 +102,8 @@ def _rows(prompt: Prompt) -> list[_Row]:
 
 
 def read_rows(path: Path, form: type[list[T]], instead: str) -> tuple[dict[bytes, bytes], list[T]]:
-    """The metadata and rows of a Parquet file. instead: what else to do. Raises TraceError."""
+    """The metadata and rows of a Parquet file. instead: what to do if it cannot be read. Raises
+    TraceError."""
     try:
         told = pyarrow.parquet.read_metadata(path)
         # Of its row groups, as pyarrow makes room for so many before it reads any; what the file

@@ -177,7 +177,7 @@ def _chunks(rows: list[tuple[int, list[Turn]]], samples: int) -> list[Group]:
 
 
 def _prompts(path: Path, lines: Lines) -> Recorded:
-    """Without validation and the repeats of tensor-parallel ranks, by rank and local index."""
+    """Groups by rank and local index, without validation and repeats by tensor-parallel ranks."""
     found: dict[int, list[tuple[tuple[int, int], Group]]] = {}
     for number, record in _records(path, lines, _PromptLine):
         told = record.n_sampling

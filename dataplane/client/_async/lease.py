@@ -84,8 +84,8 @@ ENDED: dict[str, str] = {"ack": "acked", "release": "released", "drop": "dropped
 
 
 class Added(msgspec.Struct, eq=False):
-    """Values added to leased rows but not yet acked. `rows` is a bit mask of positions in the
-    lease."""
+    """Values of leased rows that a message is to store: with the next ack, or with a release.
+    `rows` is a bit mask of positions in the lease."""
 
     rows: int
     pieces: list[NewPiece]
@@ -118,7 +118,7 @@ class Doubt(msgspec.Struct, eq=False):
     rows: int
     """bit mask of positions"""
     parts: list[Added] = []
-    """the added values that an ack stores"""
+    """the values that it stores"""
     brought: MessageValues | None = None
     """those values as the message encodes them"""
 

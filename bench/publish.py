@@ -63,12 +63,16 @@ def _perform(options: argparse.Namespace, command: str) -> int:
 
 def _measured(options: argparse.Namespace) -> dict[str, Report]:
     """The reports of one or two hosts: those that were passed, or else the published ones."""
+    found = dict[str, Report]()
     published = json.loads((ROOT / KEPT).read_text())
-    passed = {kind: getattr(options, kind) for kind in measured.KINDS}
-    return {
-        kind: measured.trimmed(kind, json.loads(path.read_text())) if path else published[kind]
-        for kind, path in passed.items()
-    }
+    for kind in measured.KINDS:
+        if path := getattr(options, kind):
+            found[kind] = measured.trimmed(kind, json.loads(path.read_text()))
+        elif kind in published:
+            found[kind] = published[kind]
+        else:
+            raise Impossible(f"no report of `{kind}` is published yet: pass --{kind} FILE")
+    return found
 
 
 def publish(root: Path, whole: Report) -> list[Path]:

@@ -62,7 +62,7 @@ _V2 = _Files("memory.max", "memory.swap.max", "memory.current", "memory.events",
 
 
 @dataclass(frozen=True, slots=True)
-class HostLimit:
+class HostCgroup:
     """One host's cgroup. limit_bytes: 0 where there is no limit."""
 
     path: Path
@@ -119,17 +119,17 @@ class HostLimit:
 
 
 @contextmanager
-def limited_hosts(hosts: int, limit_bytes: int) -> Iterator[list[HostLimit]]:
+def host_cgroups(hosts: int, limit_bytes: int) -> Iterator[list[HostCgroup]]:
     """Yield one cgroup per host, and remove them at the end. If the machine allows none, raise
     NoLimits, or yield [] if no limit was asked for."""
-    limits: list[HostLimit] = []
+    limits: list[HostCgroup] = []
     with ExitStack() as opened:
         try:
             parent, files = _parent()
             _remove_leftovers(parent)
             for host in range(hosts):
                 path = parent / f"{_PREFIX}-{os.getpid()}-host{host}"
-                limits.append(HostLimit(path, files, limit_bytes))
+                limits.append(HostCgroup(path, files, limit_bytes))
                 opened.callback(limits[-1].close)
                 limits[-1]._open()
         except (OSError, NoLimits) as exc:
@@ -146,7 +146,7 @@ def limited_hosts(hosts: int, limit_bytes: int) -> Iterator[list[HostLimit]]:
         yield limits
 
 
-def check(limits: Sequence[HostLimit]) -> None:
+def check(limits: Sequence[HostCgroup]) -> None:
     """Raise OutOfMemory or MachineFull if the kernel has killed a process on one of the hosts."""
     for host, limit in enumerate(limits):
         if limit.kills():

@@ -149,7 +149,7 @@ class _Run:
         self._ended: float | None = None
         self._sampler = Sampler(dict)
         self._sampled_before_s = 0.0
-        self._limits: list[limits.HostLimit] = []
+        self._cgroups: list[limits.HostCgroup] = []
         self.network: Network | None = None
         self._traffic: Traffic | None = None
         # What the report says of the end, where there was one.
@@ -167,8 +167,8 @@ class _Run:
         """The whole run, under the limits that the job asks for."""
         job, crew = self._job, Crew(Path(self._job.folder))
         self._plane = PLANES[job.plane](job)
-        with limits.limited_hosts(job.hosts, job.memory_limit_bytes) as self._limits:
-            self._sampler = Sampler(crew.pids, self._limits if job.memory_limit_bytes else ())
+        with limits.host_cgroups(job.hosts, job.memory_limit_bytes) as self._cgroups:
+            self._sampler = Sampler(crew.pids, self._cgroups if job.memory_limit_bytes else ())
             with crew, self._sampler:
                 self._perform(crew)
 
@@ -194,14 +194,14 @@ class _Run:
             speaking = {name for name, one in crew.members.items() if one.speaks}
             self._listen(crew, "the plane to finish", lambda: self._done.keys() >= speaking)
             self._moved = self._plane.moved(self._done)
-            limits.check(self._limits)
+            limits.check(self._cgroups)
         except Exception as exc:
-            self.endings = crew.endings(any(limit.kills() for limit in self._limits))
+            self.endings = crew.endings(any(group.kills() for group in self._cgroups))
             if not isinstance(exc, ProcessDied | RunTimeout):  # these have the logs' ends
                 self.endings += crew.account().splitlines()
             self.killed = self._killed()
             if not self.killed:  # a kill below the limit explains what else went wrong
-                limits.check(self._limits)
+                limits.check(self._cgroups)
             raise
         finally:
             self._ended = self._ended or time.monotonic()
@@ -214,15 +214,15 @@ class _Run:
 
     def _killed(self) -> dict[str, Any] | None:
         """The host at whose limit the kernel killed a process, if any, and when."""
-        for host, limit in enumerate(self._limits):
-            if limit.kills() and limit.met_limit():
+        for host, group in enumerate(self._cgroups):
+            if group.kills() and group.met_limit():
                 at = time.monotonic() - (self._started or self._opened)
                 return {"host": host, "seconds": at}
         return None
 
     def _start(self, crew: Crew, service: Service) -> None:
         argv = self.network.wrap(service.host, service.argv) if self.network else service.argv
-        argv = self._limits[service.host].wrap(argv) if self._limits else argv
+        argv = self._cgroups[service.host].wrap(argv) if self._cgroups else argv
         crew.start(service.name, argv, service.env, service.speaks)
 
     def _workers(self, crew: Crew) -> set[str]:
@@ -263,7 +263,7 @@ class _Run:
                         self._stepped(crew, event)
                     case _:
                         self._ledger.record(event)
-            limits.check(self._limits)
+            limits.check(self._cgroups)
             self._progress(self._ledger.trained_rows, self._ledger.expected_rows)
             if time.monotonic() > self._deadline:
                 trained = f"{self._ledger.trained_rows} of {self._ledger.expected_rows} rows"

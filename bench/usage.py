@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from bench.limits import HostLimit
+from bench.limits import HostCgroup
 
 INTERVAL_S = 0.1
 _REST = 9  # times what a look at the processes took, before the next one
@@ -62,7 +62,7 @@ class Sampler:
     """Records the curve and the peak of every process and arena."""
 
     def __init__(
-        self, pids: Callable[[], dict[str, int]], limits: Sequence[HostLimit] = ()
+        self, pids: Callable[[], dict[str, int]], limits: Sequence[HostCgroup] = ()
     ) -> None:
         self._pids = pids
         self._limits = limits

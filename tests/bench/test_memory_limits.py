@@ -14,7 +14,7 @@ import pytest
 
 from bench import limits, run
 from bench.cli import main
-from bench.limits import NoLimits, OutOfMemory, limited_hosts
+from bench.limits import NoLimits, OutOfMemory, host_cgroups
 from bench.planes.base import Job
 from bench.run import execute
 from tests import leaks
@@ -36,7 +36,7 @@ sys.stdin.read()
 
 def may_limit() -> bool:
     try:
-        with limited_hosts(1, 64 * MIB):
+        with host_cgroups(1, 64 * MIB):
             return True
     except NoLimits:
         return False
@@ -57,7 +57,7 @@ def start(argv: list[str]) -> subprocess.Popen[bytes]:
 
 @needs_cgroup
 def test_a_process_over_the_hosts_limit_is_killed_and_counted() -> None:
-    with limited_hosts(2, 96 * MIB) as (first, second):
+    with host_cgroups(2, 96 * MIB) as (first, second):
         with start(first.wrap([sys.executable, "-c", _TOUCH, str(256 * MIB)])) as process:
             assert process.wait() == -9
         assert (first.kills(), second.kills()) == (1, 0)
@@ -69,8 +69,8 @@ def test_a_process_over_the_hosts_limit_is_killed_and_counted() -> None:
 @needs_cgroup
 def test_a_kill_below_the_limit_is_the_machines_and_not_the_hosts() -> None:
     """As when the machine runs out: a limit above the host's kills, and counts at the host too."""
-    with limited_hosts(1, 96 * MIB) as (host,):
-        inner = limits.HostLimit(host.path / "inner", host.files, 64 * 1024 * MIB)
+    with host_cgroups(1, 96 * MIB) as (host,):
+        inner = limits.HostCgroup(host.path / "inner", host.files, 64 * 1024 * MIB)
         inner.path.mkdir()
         try:
             with start(inner.wrap([sys.executable, "-c", _TOUCH, str(256 * MIB)])) as process:
@@ -84,7 +84,7 @@ def test_a_kill_below_the_limit_is_the_machines_and_not_the_hosts() -> None:
 
 @needs_cgroup
 def test_all_processes_of_a_host_count_together_and_shared_pages_once() -> None:
-    with limited_hosts(1, 512 * MIB) as (host,):
+    with host_cgroups(1, 512 * MIB) as (host,):
         with start(host.wrap([sys.executable, "-c", _SHARE])) as sharing:
             assert sharing.stdout and sharing.stdout.readline() == b"held\n"
             shared = host.held_bytes()
@@ -99,7 +99,7 @@ def test_all_processes_of_a_host_count_together_and_shared_pages_once() -> None:
 
 @needs_cgroup
 def test_a_group_is_removed_together_with_those_who_are_left_in_it() -> None:
-    with limited_hosts(1, 96 * MIB) as (host,):
+    with host_cgroups(1, 96 * MIB) as (host,):
         process = start(host.wrap([sys.executable, "-c", _TOUCH, "1"]))
         assert process.stdout and process.stdout.readline() == b"held\n"
     with process:
@@ -133,8 +133,8 @@ def test_a_kill_beside_a_run_does_not_make_it_one_that_ran_out_of_memory() -> No
         trainers = [child for child in children if '"role":"train"' in str(child.cmdline())]
         if trainers:
             script = (
-                "import subprocess, sys; from bench.limits import limited_hosts\n"
-                "with limited_hosts(1, 96 << 20) as (host,):\n"
+                "import subprocess, sys; from bench.limits import host_cgroups\n"
+                "with host_cgroups(1, 96 << 20) as (host,):\n"
                 "    print(subprocess.run(host.wrap(sys.argv[1:])).returncode)"
             )
             touch = [sys.executable, "-c", _TOUCH, str(256 * MIB)]
@@ -155,7 +155,7 @@ def test_a_run_without_a_limit_says_that_the_memory_it_runs_under_ran_out(tmp_pa
     bench = [sys.executable, "-m", "bench", "run", "--trace", "video", "--planes", "controller"]
     options = ["--prompts", "2", "--hosts", "1", "--dedup", "off"]
     argv = [*bench, *options, "--link", "none", "--json", str(report)]
-    with limited_hosts(1, 1024 * MIB) as (host,), start(host.wrap(argv)) as runner:
+    with host_cgroups(1, 1024 * MIB) as (host,), start(host.wrap(argv)) as runner:
         assert runner.wait() == 1
     (told,) = json.loads(report.read_text())["runs"]
     assert told["status"] == "disturbed" and "ran out of memory" in told["error"]
@@ -221,7 +221,7 @@ def test_a_host_of_version_2_tells_what_it_holds_without_file_pages(tmp_path: Pa
     (tmp_path / "memory.stat").write_text("anon 300\nfile 500\nshmem 400\n")
     (tmp_path / "memory.current").write_text("900\n")
     (tmp_path / "memory.events").write_text("low 0\nhigh 0\nmax 7\noom 1\noom_kill 2\n")
-    host = limits.HostLimit(tmp_path, limits._V2, 1000)
+    host = limits.HostCgroup(tmp_path, limits._V2, 1000)
     assert (host.held_bytes(), host.kills(), host.met_limit()) == (800, 2, True)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from bench import limits
 from bench.cli import main
-from bench.limits import NoLimits, limited_hosts
+from bench.limits import NoLimits, host_cgroups
 from bench.planes.base import Job
 from tests.perf import smallest
 from tests.perf.smallest import limits_to_try
@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 def may_limit() -> bool:
     try:
-        with limited_hosts(1, 64 * MIB):
+        with host_cgroups(1, 64 * MIB):
             return True
     except NoLimits:
         return False

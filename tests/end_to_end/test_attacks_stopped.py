@@ -16,6 +16,7 @@ import pytest
 
 import dataplane
 from dataplane import aio
+from dataplane.errors import ShardFull
 from dataplane.launch import rundir
 from tests.end_to_end.attacks import no_leaks, used_bytes
 from tests.end_to_end.conftest import PLANE, Cluster, in_sync, line, until
@@ -365,6 +366,31 @@ def test_a_put_into_a_full_arena_says_what_fills_it_while_the_backup_is_stopped(
             part.put({"x": [np.zeros(MIB, np.uint8)]}, timeout=0.5)
         with pytest.raises(dataplane.DataplaneError, match="backup of .*, peer b at tcp://"):
             part.put({"x": [1]}, key=["small"], timeout=0.3)
+        cluster.wake("b")
+        part.drop()
+        no_leaks(plane)
+
+
+def test_a_put_without_space_for_its_names_says_so_while_the_backup_is_stopped(
+    cluster: Cluster,
+) -> None:
+    cluster.start("a", "b", arena="32MiB")
+    with cluster.connect("a") as plane, cluster.connect("b") as there:
+        in_sync(plane)
+        for number in range(40):
+            part = plane.partition(f"p{number}", {"s": ["x"]})
+            if part.name not in there.stats()["partitions"]:
+                break
+
+        def put(first: int) -> None:
+            part.put({"x": [0] * 4096}, key=[f"{first + n:0500}" for n in range(4096)], timeout=2)
+
+        with pytest.raises(ShardFull):
+            for number in range(32):
+                put(4096 * number)
+        cluster.freeze("b")
+        with pytest.raises(ShardFull, match="peer 'a'"):
+            put(1 << 30)
         cluster.wake("b")
         part.drop()
         no_leaks(plane)

@@ -32,6 +32,8 @@ from dataplane.errors import (
     LimitExceeded,
     PeerLost,
     ProtocolError,
+    ShardFull,
+    SpillFull,
     VersionMismatch,
     counted,
     mixed_releases,
@@ -75,6 +77,7 @@ AFTER_S = 0.4
 find out why there are none."""
 FRAME_S = 30.0
 """How long a larger frame keeps the room that it was given while it arrives."""
+_NO_SPACE = {one.__name__ for one in (BackPressure, ShardFull, SpillFull)}
 
 
 @dataclass(eq=False, repr=False)
@@ -496,7 +499,7 @@ class _Call(Call):
         if not self.held or (self.host.progress.is_settled and self.host.serving.is_sure()):
             return True
         # BackPressure changed nothing, and people need its reason most while the backup is silent.
-        return isinstance(reply, Failed) and reply.code == BackPressure.__name__
+        return isinstance(reply, Failed) and reply.code in _NO_SPACE
 
     def is_served_here(self) -> bool:
         """Whether this peer serves the call's partition. Otherwise its owner checks the reply."""

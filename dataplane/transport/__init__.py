@@ -2,13 +2,15 @@
 
 | idea | file |
 |---|---|
-| the peer's side; the worker process, which may crash alone | engine, link, worker, control |
+| the peer's side, and its limit on bytes in flight | engine, link, limiter |
+| the worker process, which may crash alone; the witness | worker, control, witness |
 | the reader: asks the owner for pieces, over TCP or by another engine | reader, slices |
 | the owner: pins the pieces, and sends them or lets an engine move them | owner |
 | one read, its connections and streams | reading, connections, stream, secure_stream |
-| frames and records, proofs and tickets | bulk_frames, tickets |
+| frames and records; how a reader joins; proofs and tickets | bulk_frames, joining, tickets |
 | what an engine must be able to do, which there are | seam, registry |
 | the engines; a region as they register it; NCCL's two ranks | engines/ |
+| apart from bulk transfer: the calls to etcd that a roster needs | etcd |
 """
 
 from __future__ import annotations

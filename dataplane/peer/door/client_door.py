@@ -498,7 +498,7 @@ class _Call(Call):
     def may_leave(self, reply: Body) -> bool:
         if not self.held or (self.host.progress.is_settled and self.host.serving.is_sure()):
             return True
-        # BackPressure changed nothing, and people need its reason most while the backup is silent.
+        # Such a call changed nothing, and people need the reason most while the backup is silent.
         return isinstance(reply, Failed) and reply.code in _NO_SPACE
 
     def is_served_here(self) -> bool:

@@ -137,6 +137,27 @@ async def test_a_small_request_does_not_wait_for_all_long_ones(mesh: Mesh, far: 
         call.cancel()
 
 
+async def test_small_requests_that_a_peer_does_not_read_are_bounded(
+    mesh: Mesh, far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_BYTES_UNDER_WAY", 6 << 20)
+    paused = asyncio.Event()
+
+    def take(stream: Any, frame: bytes) -> None:
+        stream.pause()
+        paused.set()
+
+    far.answer, far.streams._take = far.welcome, take
+    calls = [asyncio.create_task(mesh.call(THERE, Stats()))]
+    await asyncio.wait_for(paused.wait(), 10)
+    calls += [asyncio.create_task(mesh.call(THERE, Stats("x" * 60_000))) for _ in range(600)]
+    await asyncio.sleep(0)  # each has been sent, or waits
+    waiting = mesh._links[THERE].streams[Channel.CALLS].waiting_bytes
+    assert 5 << 20 < waiting < 7 << 20, waiting
+    for call in calls:
+        call.cancel()
+
+
 async def test_who_waits_for_a_peer_to_be_there_does_not_once_it_is_no_member(
     mesh: Mesh, far: Far
 ) -> None:

@@ -199,6 +199,11 @@ class Link:
         way = self._way(kind)
         return self.ended is None and way is not None and way.is_full
 
+    def lets_pass(self, kind: type[Body]) -> bool:
+        """Whether short requests of this kind need not wait while the stream is full."""
+        way = self._way(kind)
+        return way is not None and way.waiting_bytes <= limits.MAX_BYTES_UNDER_WAY
+
     async def takes(self, kind: type[Body]) -> None:
         """Wait until a request of this kind can be sent, or the link has ended."""
         if (way := self._way(kind)) is not None:

@@ -337,7 +337,8 @@ def test_the_line_after_ten_seconds_asks_again_who_is_connected(
             return caught.value.message
 
         claim = pool.submit(part.claim, "s", rows=2, timeout=FIRST_S + 4)
-        until(lambda: bool(plane.stats()["waits"][0]["why"]), "its reason was looked for", 20)
+        looked_for = lambda: any(one["why"] for one in plane.stats()["waits"])  # noqa: E731
+        until(looked_for, "its reason was looked for", 20)
         assert f"pid {producer.pid} on host b, `" in why() and "(connected)" in why()
         producer.kill()
         producer.wait()

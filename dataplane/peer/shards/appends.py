@@ -76,7 +76,7 @@ out doubles it. A slow link delivers a message late, and another copy of it late
 LEAST_BYTES_S = 1 << 20
 """The slowest accepted link, in bytes per second. A message of n bytes may take n / LEAST_BYTES_S
 seconds longer. After that the backup leaves the in-sync set, and replies stop waiting for it."""
-REST_S, MOST_REST_S = 10.0, 300.0
+REST_S, MOST_REST_S = 10.0, 30.0
 """A backup that is late again stays out of the in-sync set for at least REST_S. Each further
 removal doubles that time, up to MOST_REST_S. All calls stop for some seconds before each removal,
 and a backup behind a slow link is late again and again."""

@@ -13,7 +13,7 @@ _SHOWN = {
     "compare": ("ratios", "results"),
 }
 """What the table takes from each report."""
-_OTHERS = {"transfer_queue": "TransferQueue", "ray-store": "Ray's store"}
+_OTHERS = {"transfer_queue": "TransferQueue's rate", "ray-store": "that of Ray's store"}
 
 
 def trimmed(kind: str, told: Report) -> Report:
@@ -48,8 +48,8 @@ def rows(perf: Report, compare: Report) -> list[tuple[str, str]]:
 
     def beside(which: str) -> str:
         return ", ".join(
-            f"{_times(compare['ratios'][f'{which}: of {plane}'])} as fast as {called}"
-            for plane, called in _OTHERS.items()
+            f"{_times(compare['ratios'][f'{which}: of {plane}'])} {rate}"
+            for plane, rate in _OTHERS.items()
         )
 
     return [

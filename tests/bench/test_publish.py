@@ -142,8 +142,8 @@ def test_the_figures_of_one_or_two_hosts_come_from_perf_and_compare(told: dict[s
     assert "| claim at 1 million live rows | 1.1 × the time at 10 thousand |" in lines
     assert "| put, claim and ack of one row | 0.50 ms; with a backup 1.25 ms |" in lines
     assert (
-        "| one row of nine short fields, from one process to another | 0.90 ms; 8.4 × as fast as "
-        "TransferQueue, **0.77 ×** as fast as Ray's store |"
+        "| one row of nine short fields, from one process to another | 0.90 ms; 8.4 × "
+        "TransferQueue's rate, **0.77 ×** that of Ray's store |"
     ) in lines
     assert made["measured"] == (
         "`python -m bench perf` on 2026-11-01, commit 0123456789 and `python -m bench compare` on "

@@ -87,8 +87,8 @@ def hosts(runs: Sequence[Run]) -> Figure | None:
     sentence = (
         "Each host brings the same work, so a flat line means that hosts share no bottleneck. "
         "Points are medians of steady steps, bands show the fastest and the slowest; each step has "
-        "other prompts. The figures at the right are those on the most hosts; `cold` is a first "
-        "step, which a run of one step has only."
+        "other prompts. The figures at the right are those on the most hosts. A run of one step "
+        "has only a cold first step, marked “cold”."
     )
     return Figure("hosts", "Step time over hosts", sentence, panels) if panels else None
 

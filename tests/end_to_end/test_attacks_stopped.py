@@ -348,16 +348,22 @@ def test_an_ack_that_timed_out_is_repeated_after_a_thousand_other_calls(cluster:
         del batch, half, others
 
 
+def _not_served_by(there: dataplane.Plane, plane: dataplane.Plane) -> dataplane.Partition:
+    """A partition that the peer of `there` backs up and does not serve."""
+    in_sync(plane)
+    for number in range(40):
+        part = plane.partition(f"p{number}", {"s": ["x"]})
+        if part.name not in there.stats()["partitions"]:
+            return part
+    raise AssertionError("the other peer serves all partitions")
+
+
 def test_a_put_into_a_full_arena_says_what_fills_it_while_the_backup_is_stopped(
     cluster: Cluster,
 ) -> None:
     cluster.start("a", "b", arena="32MiB")
     with cluster.connect("a") as plane, cluster.connect("b") as there:
-        in_sync(plane)
-        for number in range(40):
-            part = plane.partition(f"p{number}", {"s": ["x"]})
-            if part.name not in there.stats()["partitions"]:
-                break
+        part = _not_served_by(there, plane)
         with pytest.raises(dataplane.BackPressure):
             for _ in range(32):
                 part.put({"x": [np.zeros(MIB, np.uint8)]}, timeout=0.5)
@@ -376,11 +382,7 @@ def test_a_put_without_space_for_its_names_says_so_while_the_backup_is_stopped(
 ) -> None:
     cluster.start("a", "b", arena="32MiB")
     with cluster.connect("a") as plane, cluster.connect("b") as there:
-        in_sync(plane)
-        for number in range(40):
-            part = plane.partition(f"p{number}", {"s": ["x"]})
-            if part.name not in there.stats()["partitions"]:
-                break
+        part = _not_served_by(there, plane)
 
         def put(first: int) -> None:
             part.put({"x": [0] * 4096}, key=[f"{first + n:0500}" for n in range(4096)], timeout=2)

@@ -229,10 +229,10 @@ class PeerLock:
                 self._write(card)
 
     def _write(self, card: Card) -> None:
-        self._card = card
         draft = self.folder / f".{self.name}.json"
         draft.write_bytes(msgspec.json.encode(card))
         draft.replace(self.card_path)
+        self._card = card
 
     def restore(self) -> list[str]:
         """Restore the folder, the lock and the card if another program has removed them, and return

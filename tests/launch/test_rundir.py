@@ -118,6 +118,21 @@ def test_a_peer_that_went_with_rows_leaves_a_card_that_says_so(run_dir: Path) ->
     assert (dead.card.rows, dead.card.ended) == (4, "killed by `dataplane clean` (pid 7)")
 
 
+def test_a_card_that_could_not_be_written_is_written_by_the_next_note(run_dir: Path) -> None:
+    """Also if the peer has the same rows by then: the next peer would report none of them."""
+    folder = rundir.plane_dir("p")
+    lock = rundir.claim_name(folder, "a")
+    lock.note(0, [])
+    (draft := folder / ".a.json").mkdir()
+    with pytest.raises(IsADirectoryError):
+        lock.note(3, ["step-1"])
+    draft.rmdir()
+    lock.note(3, ["step-1"])
+    (peer,) = rundir.living_peers(folder)
+    assert peer.card is not None and (peer.card.rows, peer.card.partitions) == (3, ["step-1"])
+    lock.release()
+
+
 def test_a_forked_child_does_not_keep_its_parents_name(run_dir: Path) -> None:
     folder = rundir.plane_dir("p")
     lock = rundir.claim_name(folder, "a")

@@ -168,6 +168,7 @@ class Progress:
         self.required = False
         """the roster calls the backup in sync, so it must have them"""
         self._held_by: asyncio.Future[None] | None = None
+        self._held_why = ""
         self._waiting = OrderedDict[asyncio.Future[None], int]()
         """with the number of operations that each waits for, which only grows"""
         self.on_awaited: Callable[[], None] = lambda: None
@@ -195,9 +196,10 @@ class Progress:
         self.confirmed = confirmed
         self.wake()
 
-    def hold(self, work: asyncio.Future[None]) -> None:
-        """Let no reply leave before `work` is done, however it ends."""
-        self._held_by = work
+    def hold(self, work: asyncio.Future[None], why: str) -> None:
+        """Let no reply leave before `work` is done, however it ends. why: what the error says if a
+        call times out before that."""
+        self._held_by, self._held_why = work, why
         work.add_done_callback(self._release)
 
     def _release(self, work: asyncio.Future[None]) -> None:
@@ -230,12 +232,18 @@ class Progress:
         self._waiting.pop(reached, None)
 
     def _late(self) -> Unavailable:
+        why, check, is_slow = self._held_why, "", True
+        if self._held_by is None:
+            why = (
+                f"the backup of this host's peer{self.backup()} did not confirm the call in time: "
+                "it may be busy, suspended or cut off"
+            )
+            check = ". If the error persists, check the backup with `dataplane status`"
+            is_slow = self.is_slow()
         return Unavailable(
-            f"the backup of this host's peer{self.backup()} did not confirm the call in time: it "
-            "may be busy, suspended or cut off. The call may have taken effect. Repeat the call "
-            "(for a put, use the same keys). If the error persists, check the backup with "
-            "`dataplane status`",
-            **({OVERDUE: True} if self.is_slow() else {}),
+            f"{why}. The call may have taken effect. Repeat the call (for a put, use the same keys)"
+            f"{check}",
+            **({OVERDUE: True} if is_slow else {}),
         )
 
 

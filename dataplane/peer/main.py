@@ -180,7 +180,11 @@ def _await_first_rows(lock: rundir.PeerLock, peer: Peer) -> None:
     def note() -> None:
         host.on_first_rows = None
         writing = write(host.rows, peer.directory.declared())
-        host.progress.hold(peer.mesh.spawn(writing))
+        why = (
+            f"the peer could not write {lock.card_path} in time, as it must before it confirms its "
+            "first rows: the disk may be slow"
+        )
+        host.progress.hold(peer.mesh.spawn(writing), why)
 
     if peer.config.listen is None:  # a peer with an address always reports lost rows
         host.on_first_rows = note

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 import dataplane
+from dataplane import DeadlineExceeded
 from dataplane.client.session import opening
 from dataplane.launch import ending, rundir
 from tests.end_to_end.conftest import PLANE, Cluster, free_addresses, line, until
@@ -444,6 +445,25 @@ def test_a_disk_that_takes_long_to_write_the_card_stops_no_other_call(
         assert len(putting.result()) == 3
         card.unlink()  # the draft took its place
         until(card.is_file, "the peer has restored its card")
+
+
+def test_a_put_that_waits_for_the_disk_in_vain_blames_the_disk(
+    run_dir: Path, launch: Launch
+) -> None:
+    """This peer has no backup that could be late."""
+    with dataplane.connect(run="grpo") as plane:
+        part = plane.partition("p", {"s": ["x"]})
+        card = run_dir / "grpo" / "embedded.json"
+        until(lambda: json.loads(card.read_text())["partitions"] == ["p"], "it is on the card")
+        os.mkfifo(draft := card.with_name(".embedded.json"))
+        with pytest.raises(DeadlineExceeded, match="the disk may be slow") as caught:
+            part.put({"x": [1, 2, 3]}, timeout=1)
+        assert str(card) in str(caught.value)
+        assert "backup" not in str(caught.value)
+        with draft.open("rb") as written:
+            assert json.load(written)["rows"] == 3
+        card.unlink()  # the draft took its place
+        assert plane.stats()["partitions"]["p"]["rows"] == 3
 
 
 def test_who_says_fresh_twice_begins_twice(launch: Launch) -> None:

@@ -52,9 +52,9 @@ async def test_only_a_backup_that_confirmed_just_now_is_called_slow(is_slow: boo
 async def test_replies_wait_for_work_that_comes_before_them() -> None:
     progress = Progress()
     first, second = (asyncio.get_running_loop().create_future() for _ in range(2))
-    progress.hold(first)
+    progress.hold(first, "the first work is not done")
     reached = progress.reached(math.inf)
-    progress.hold(second)
+    progress.hold(second, "the second work is not done")
     first.cancel()
     await asyncio.sleep(0)
     assert not reached.done() and not progress.is_settled

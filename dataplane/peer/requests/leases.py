@@ -211,7 +211,7 @@ class Finishing:
             done = self._finish_at(entry, asked)
         except BaseException as exc:
             self._keep(lease, body, committed, exc)
-            self.grants.not_taken(session, committed)
+            self.grants.not_taken(committed)
             if _is_repeated(exc):
                 return self._finished(lease, body, committed, PutDone())
             if isinstance(exc, LeaseExpired):

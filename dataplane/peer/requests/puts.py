@@ -277,7 +277,7 @@ class Grants:
             self.host.space.give_back(session.id, written)
         self.room.pump()
 
-    def not_taken(self, session: Session, committed: Committed) -> None:
+    def not_taken(self, committed: Committed) -> None:
         """Free the values of a message that failed and that no shard has."""
         if len(committed.ranges):
             self.room.release(committed.ranges)
@@ -335,7 +335,7 @@ class Writing:
             done = self._put_into(entry, asked, session.id)
         except BaseException as exc:
             self.grants.keep_where_full(session, committed, exc)
-            self.grants.not_taken(session, committed)
+            self.grants.not_taken(committed)
             raise
         self.run_effects(entry)
         return self._put_done(session, body, committed, done)

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from dataplane.errors import duration
+from dataplane.errors import duration, reading_statistics
 from dataplane.events.follow import Follower
 from dataplane.events.merge import Event
 from dataplane.timeline.why import OF_ROWS
@@ -146,7 +146,11 @@ class History:
         """by partition and generation, with the step's number; the oldest first. It is replaced and
         never changed, so another thread may read it."""
         self._numbers = 0
-        self._stats: dict[str, Any] | None = None
+        self._queues: list[Queue] = []
+        self._hosts: list[HostArena] = []
+        self._stuck: list[Stuck] = []
+        self._peers: dict[str, str] = {}
+        """address → name of the peers that are there"""
         self._left: dict[str, tuple[str, float]] = {}
         """by address: peers that are no longer there, and when that was seen"""
         self._follower = Follower()
@@ -161,9 +165,11 @@ class History:
 
     def look(self, events: Sequence[Event], stats: dict[str, Any] | None, asked: float) -> None:
         """Take in what the plane answered. asked: when it was asked. stats: None if only events
-        were asked for."""
+        were asked for. Raise ProtocolError, and change nothing, if stats of a peer of another
+        release lack an entry."""
         if stats is not None:
-            self._meet(stats, asked)
+            with reading_statistics():
+                self._meet(stats, asked)
         found = self._follower.take(events, asked)
         new, self._now = found.events, found.now
         touched = {e.partition for e in (*new, *self._now)}
@@ -188,7 +194,11 @@ class History:
         listed = [_step(number, one) for number, one in self._pictures.values()]
         latest = list(self._pictures.values())[-1][1] if self._pictures else None
         sentence = latest.sentence if latest else "no rows have been put yet"
-        queues, hosts, stuck = self._queues(), self._hosts(), self._stuck()
+        order = {short(name): at for at, (name, _) in enumerate(self._pictures)}
+        queues = sorted(
+            self._queues, key=lambda one: (-order.get(one.partition, -1), one.partition)
+        )
+        hosts, stuck = self._hosts, self._stuck
         return View(
             self.run,
             sentence if latest or not self._error else self._error,
@@ -210,16 +220,16 @@ class History:
     # inside
 
     def _meet(self, stats: dict[str, Any], asked: float) -> None:
-        """Note which peers are no longer there."""
+        """Read the stats, and note which peers are no longer there."""
+        queues, hosts, stuck = _queues(stats), _hosts(stats), _stuck(stats)
         there = {one["address"]: name for name, one in stats["peers"].items()}
-        before = self._stats["peers"] if self._stats else {}
-        left = {one["address"]: (name, asked) for name, one in before.items()}
+        left = {address: (name, asked) for address, name in self._peers.items()}
         self._left = {
             address: known
             for address, known in (left | self._left).items()
             if address not in there and asked - known[1] < LEFT_S
         }
-        self._stats = stats
+        self._queues, self._hosts, self._stuck, self._peers = queues, hosts, stuck, there
 
     def _forget(self, over: float) -> None:
         """Drop this many of the earliest events."""
@@ -296,70 +306,66 @@ class History:
         for name in sorted(lost):
             yield f"peer {short(name)} overwrote events of these steps before they could be fetched"
 
-    def _everywhere(self) -> dict[str, Any]:
-        nothing: dict[str, Any] = {"partitions": {}, "waits": [], "holders": [], "clients": []}
-        return self._stats["everywhere"] if self._stats else nothing
 
-    def _queues(self) -> list[Queue]:
-        """Return the queues of partitions that have rows or waiting calls, the newest first."""
-        everywhere, found = self._everywhere(), list[Queue]()
-        order = {name: at for at, (name, _) in enumerate(self._pictures)}
-        partitions = everywhere["partitions"]
-        for name in sorted(partitions, key=lambda one: (-order.get(one, -1), one)):
-            for stage, figures in partitions[name]["stages"].items():
-                waits = [
-                    w for w in everywhere["waits"] if w["partition"] == name and w["stage"] == stage
-                ]
-                if figures["ready_rows"] or figures["leased_rows"] or waits:
-                    found.append(
-                        Queue(
-                            short(name),
-                            short(stage),
-                            figures["ready_rows"],
-                            figures["leased_rows"],
-                            figures["acked_rows_per_s"],
-                            sum(wait["calls"] for wait in waits),
-                            max([wait["for_s"] for wait in waits], default=0.0),
-                        )
-                    )
-        return found
-
-    def _hosts(self) -> list[HostArena]:
-        found, clients = list[HostArena](), self._everywhere()["clients"]
-        called = {one["peer"]: one["host"] for one in clients}  # embedded peers have one name
-        for name, host in self._stats["peers"].items() if self._stats else ():
-            if "error" in host:
-                found.append(HostArena(short(name), short(host["error"])))
-                continue
-            held = [
-                Holder(short(one["client"]), one["granted_bytes"] + one["pinned_bytes"])
-                for one in clients
-                if one["peer"] == name and one["granted_bytes"] + one["pinned_bytes"]
+def _queues(stats: dict[str, Any]) -> list[Queue]:
+    """Return the queues of partitions that have rows or waiting calls."""
+    everywhere, found = stats["everywhere"], list[Queue]()
+    for name, partition in everywhere["partitions"].items():
+        for stage, figures in partition["stages"].items():
+            waits = [
+                w for w in everywhere["waits"] if w["partition"] == name and w["stage"] == stage
             ]
-            found.append(
-                HostArena(
-                    short(called.get(name, name)),
-                    "",
-                    host["used_bytes"],
-                    host["size_bytes"],
-                    host["spilled_bytes"],
-                    sorted(held, key=lambda one: -one.nbytes)[:MAX_HOLDERS],
-                )
+            queue = Queue(
+                short(name),
+                short(stage),
+                figures["ready_rows"],
+                figures["leased_rows"],
+                figures["acked_rows_per_s"],
+                sum(wait["calls"] for wait in waits),
+                max([wait["for_s"] for wait in waits], default=0.0),
             )
-        return found
+            if queue.ready or queue.leased or waits:
+                found.append(queue)
+    return found
 
-    def _stuck(self) -> list[Stuck]:
-        waits = [w for w in self._everywhere()["waits"] if w["for_s"] >= STUCK_S]
-        return [
-            Stuck(
-                short(f"{w['kind']} of {w['partition']!r}" if w["partition"] else w["kind"])
-                + (f", stage {short(w['stage'])!r}" if w["stage"] else ""),
-                short(w["peer"]),
-                w["for_s"],
-                w["why"],
-            )
-            for w in sorted(waits, key=lambda one: -one["for_s"])
+
+def _hosts(stats: dict[str, Any]) -> list[HostArena]:
+    found, clients = list[HostArena](), stats["everywhere"]["clients"]
+    called = {one["peer"]: one["host"] for one in clients}  # embedded peers have one name
+    for name, host in stats["peers"].items():
+        if "error" in host:
+            found.append(HostArena(short(name), short(host["error"])))
+            continue
+        held = [
+            Holder(short(one["client"]), one["granted_bytes"] + one["pinned_bytes"])
+            for one in clients
+            if one["peer"] == name and one["granted_bytes"] + one["pinned_bytes"]
         ]
+        found.append(
+            HostArena(
+                short(called.get(name, name)),
+                "",
+                host["used_bytes"],
+                host["size_bytes"],
+                host["spilled_bytes"],
+                sorted(held, key=lambda one: -one.nbytes)[:MAX_HOLDERS],
+            )
+        )
+    return found
+
+
+def _stuck(stats: dict[str, Any]) -> list[Stuck]:
+    waits = [w for w in stats["everywhere"]["waits"] if w["for_s"] >= STUCK_S]
+    return [
+        Stuck(
+            short(f"{w['kind']} of {w['partition']!r}" if w["partition"] else w["kind"])
+            + (f", stage {short(w['stage'])!r}" if w["stage"] else ""),
+            short(w["peer"]),
+            w["for_s"],
+            w["why"],
+        )
+        for w in sorted(waits, key=lambda one: -one["for_s"])
+    ]
 
 
 def _at(event: Event) -> float:

@@ -49,21 +49,25 @@ class Watcher:
         try:
             with Plane(visit(self._find())) as plane:
                 events = plane.events(self.history.since(began))
-                stats = self._stats(plane) if began >= self._stats_due else None
+                stats, due = None, self._stats_due
+                if began >= due:
+                    stats, due = self._stats(plane)
+            self.history.look(events, stats, began)
         except DataplaneError as error:
             self.history.failed(error.message)
         else:
-            self.history.look(events, stats, began)
+            self._stats_due = due
         took_s = time.monotonic() - began
         self._every_s = min(SLOWEST_S, max(EVERY_S, took_s / BUSY_SHARE))
         return self.view()
 
-    def _stats(self, plane: Plane) -> dict[str, Any]:
+    @staticmethod
+    def _stats(plane: Plane) -> tuple[dict[str, Any], float]:
+        """Ask for stats. Return them and when to ask for them again."""
         began = time.monotonic()
         stats = plane.stats()
         now = time.monotonic()
-        self._stats_due = now + min(STATS_SLOWEST_S, (now - began) / STATS_SHARE)
-        return stats
+        return stats, now + min(STATS_SLOWEST_S, (now - began) / STATS_SHARE)
 
     def view(self) -> View:
         return self.history.view(time.monotonic(), self._every_s)

@@ -75,7 +75,6 @@ def test_a_step_is_read_while_a_look_is_under_way(
 def test_an_unexpected_error_is_shown_and_the_next_look_is_made(
     looking: Watcher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Errors of any kind, such as those of a stats field that a peer of another release lacks."""
     good = looking.look()
     views, many = list[View](), threading.Semaphore(0)
 
@@ -84,14 +83,32 @@ def test_an_unexpected_error_is_shown_and_the_next_look_is_made(
         many.release()
 
     def broken(self: Told, since: float) -> list[Event]:
-        raise KeyError("clients")
+        raise RuntimeError("a bug")
 
     with monkeypatch.context() as patch, looking.looking(seen):
         patch.setattr(Told, "events", broken)
-        while not any("KeyError('clients')" in "".join(one.trouble) for one in views):
+        while not any("RuntimeError('a bug')" in "".join(one.trouble) for one in views):
             assert many.acquire(timeout=20)
         patch.undo()
         while views[-1].trouble:
             assert many.acquire(timeout=20)
     assert views[-1].sentence == good.sentence
-    assert "watcher of run 'run': update failed" in caplog.text and "KeyError" in caplog.text
+    assert "watcher of run 'run': update failed" in caplog.text and "RuntimeError" in caplog.text
+
+
+@pytest.mark.parametrize("entry", ["everywhere", "peers"])
+def test_a_peer_of_another_release_that_reports_less_is_named_in_one_sentence(
+    looking: Watcher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, entry: str
+) -> None:
+    """As by `dataplane status`. What was known before stays on view."""
+    good = looking.look()
+    less = {name: value for name, value in Told.stats(Told(None)).items() if name != entry}
+    with monkeypatch.context() as patch:
+        patch.setattr(Told, "stats", lambda self: less)
+        patch.setattr(looking, "_stats_due", 0.0)
+        views = [looking.look(), looking.look()]
+    for view in views:
+        (trouble,) = view.trouble
+        assert f"a peer's statistics have no entry '{entry}'. Install the same" in trouble
+        assert (view.sentence, view.queues, view.hosts) == (good.sentence, good.queues, good.hosts)
+    assert not looking.look().trouble and not caplog.text

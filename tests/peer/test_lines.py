@@ -155,6 +155,28 @@ async def test_room_that_came_as_it_was_given_up_goes_to_the_next() -> None:
     await asyncio.wait_for(asked[1], 10)
 
 
+async def test_bytes_that_claims_may_pull_come_back_once_and_go_to_who_waits() -> None:
+    space = Space(16 * PAGE)
+    host: Any = SimpleNamespace(
+        space=space, now=lambda: 0.0, notices=Notices(), events=Ring(), entries={}, lent=Lent(),
+        who=str,
+    )  # fmt: skip
+    room = Room(host, NOBODY)
+    all_bytes = room.credit_bytes()
+    assert room.promise(1, PAGE) and room.promise(2, 3 * PAGE)
+    assert room.credit_bytes() == all_bytes - 4 * PAGE
+    assert not room.promise(3, all_bytes - 3 * PAGE)
+    waiting = asyncio.create_task(room.promised(3, 9, all_bytes - PAGE, 20))
+    await settled()
+    room.back(1)
+    room.back(1)
+    assert room.credit_bytes() == all_bytes - 3 * PAGE and not waiting.done()
+    room.back(2)
+    assert await waiting and room.credit_bytes() == PAGE
+    room.back(3)
+    assert room.credit_bytes() == all_bytes
+
+
 async def test_room_of_what_was_added_in_vain_goes_to_who_waits_for_it() -> None:
     space = Space(16 * PAGE)
     host: Any = SimpleNamespace(

@@ -106,7 +106,9 @@ class Room:
         self._lines: dict[Admission, deque[Waiter]] = {a: deque() for a in ranked}
         """by class, the highest first"""
         self._promised: dict[int, int] = {}
-        """by a number that each claim has chosen"""
+        """bytes that claims may pull, by a number that each claim has chosen"""
+        self._promised_bytes = 0
+        """the sum of these"""
         self._claims: dict[int, _StarvedClaim] = {}
         self._activities: dict[Owner, Activity | None] = {}
         """the replies of other peers; None: no reply yet"""
@@ -464,7 +466,7 @@ class Room:
 
     def credit_bytes(self) -> int:
         """The bytes that claims may still pull from other hosts."""
-        return max(0, self.space.pullable_bytes - sum(self._promised.values()))
+        return max(0, self.space.pullable_bytes - self._promised_bytes)
 
     def promise(self, claim: int, nbytes: int) -> bool:
         """Whether this claim may pull this many bytes, all of them or none. They count until
@@ -473,11 +475,13 @@ class Room:
         if nbytes > self.credit_bytes():
             return False
         self._promised[claim] = nbytes
+        self._promised_bytes += nbytes
         return True
 
     def back(self, claim: int) -> None:
         """Note that the claim's bytes are here, or will not come."""
-        if self._promised.pop(claim, 0):
+        if nbytes := self._promised.pop(claim, 0):
+            self._promised_bytes -= nbytes
             self._look_at_claims()
 
     def _look_at_claims(self) -> None:

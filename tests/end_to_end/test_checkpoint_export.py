@@ -88,10 +88,11 @@ def test_rows_of_every_kind_are_read_with_pyarrow(plane: Plane, tmp_path: Path) 
     assert {rows[3][name] for name in ("logits", "text", "reward", "calls", "version")} == {None}
 
 
-def test_a_column_has_one_type_however_many_portions_it_has(
+def test_a_column_has_one_type_however_many_records_it_has(
     plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(export, "PORTION_BYTES", 1 << 16)
+    monkeypatch.setattr("dataplane.client._sync.save.SAVE_BYTES", 1 << 16)
+    monkeypatch.setattr(export, "WRITE_BYTES", 1 << 16)
     part = plane.partition("p", free="drop")
     for n in range(8):
         x, y = np.full(4_000 + n, n), n if n % 2 else n / 4
@@ -111,7 +112,7 @@ def test_a_column_has_one_type_however_many_portions_it_has(
 
 
 @pytest.mark.parametrize(("text", "raw"), [("a", b"a"), ([{"a": ["x"]}], [{"a": [b"x"]}])])
-def test_texts_do_not_become_bytes_because_other_portions_have_bytes(
+def test_texts_do_not_become_bytes_because_other_records_have_bytes(
     plane: Plane,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -119,7 +120,8 @@ def test_texts_do_not_become_bytes_because_other_portions_have_bytes(
     text: object,
     raw: object,
 ) -> None:
-    monkeypatch.setattr(export, "PORTION_BYTES", 1 << 12)
+    monkeypatch.setattr("dataplane.client._sync.save.SAVE_BYTES", 1 << 12)
+    monkeypatch.setattr(export, "WRITE_BYTES", 1 << 12)
     part = plane.partition("p", free="drop")
     for n, one in enumerate((text, raw)):
         part.put({"x": [one], "fill": [np.zeros(9_000, np.uint8)]}, key=[n], group=n)
@@ -151,7 +153,7 @@ def test_values_that_no_column_holds_are_named_and_the_other_fields_exported(
 
 
 def flip(saved: Path) -> None:
-    path = saved / "0000" / "bytes.bin"
+    path = saved / "0000"
     data = bytearray(path.read_bytes())
     data[0] ^= 1
     path.write_bytes(data)
@@ -165,7 +167,7 @@ def flip(saved: Path) -> None:
         (
             flip,
             ["{0}/saved", "{0}/out"],
-            "the checkpoint is damaged ({0}/saved/0000/bytes.bin: it has ",
+            "the checkpoint is damaged ({0}/saved/0000: it has ",
         ),
         (
             None,

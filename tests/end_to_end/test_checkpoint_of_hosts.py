@@ -9,7 +9,7 @@ import pytest
 
 from dataplane import DataplaneError, Partition, Plane
 from dataplane.client._sync import restore
-from dataplane.client.checkpoint import arrow_out
+from dataplane.client.checkpoint import records
 from tests.end_to_end.conftest import until
 from tests.end_to_end.test_attacks_peers import Addressed, hosts
 from tests.end_to_end.test_succession import GO_ON_S, check, planes, put
@@ -65,7 +65,7 @@ def test_a_checkpoint_that_a_death_ended_is_made_once_the_rows_are_served_again(
     hosts: Addressed, planes: dict[str, Plane], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     twice_kept(planes)
-    write = arrow_out.PartFiles.write
+    write = records.write
     killed = []
 
     def then_kill(*args: Any) -> None:
@@ -74,7 +74,7 @@ def test_a_checkpoint_that_a_death_ended_is_made_once_the_rows_are_served_again(
             hosts.kill("b")
             killed.append("b")
 
-    monkeypatch.setattr(arrow_out.PartFiles, "write", then_kill)
+    monkeypatch.setattr(records, "write", then_kill)
 
     def written() -> bool:
         try:

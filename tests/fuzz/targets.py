@@ -22,6 +22,7 @@ import bench.traces.load
 from bench.traces import TASKS, generate, parquet
 from bench.traces.parquet import TraceError
 from dataplane.client.checkpoint import archive
+from dataplane.client.checkpoint.records import RecordReader
 from dataplane.client.read.chunk_columns import ChunkForm
 from dataplane.errors import (
     CheckpointCorrupt,
@@ -38,7 +39,8 @@ from dataplane.metadata.tables.pieces import split
 from dataplane.progress import Bar
 from dataplane.transport import bulk_frames
 from dataplane.wire import frames, journal, layouts, objects, peering, records
-from dataplane.wire.tables import INLINE, Chunk, Owner, Piece, Values
+from dataplane.wire.checkpoint import Progress, Restore
+from dataplane.wire.tables import INLINE, Chunk, Owner, Piece, Rows, Values
 
 VECTORS = Path(__file__).resolve().parents[2] / "protocol" / "vectors"
 SPLIT = 7
@@ -132,6 +134,16 @@ def _manifest(data: bytes) -> None:
             archive.verified(Path(name), Bar("verify"))
 
 
+def _records(data: bytes) -> None:
+    """The file of a partition in a checkpoint."""
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "0000"
+        path.write_bytes(data)
+        reader = RecordReader(path)
+        with contextlib.closing(reader), contextlib.suppress(CheckpointCorrupt):
+            list(reader.records())
+
+
 def _trace(data: bytes) -> None:
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "t"
@@ -176,9 +188,18 @@ def _some_values() -> list[bytes]:
 
 
 def _manifests() -> list[bytes]:
-    note = archive.PartitionNote("p", {"s": ["x"]}, 8, None, "acked", 1, False, 0)
-    made = archive.Manifest(archive.FORMAT, archive.VERSION, "u1", "2026", [note], {})
+    note = archive.PartitionNote(
+        "p", {"s": ["x"]}, 8, None, "acked", 1, False, archive.FileNote(0, "")
+    )
+    made = archive.Manifest(archive.FORMAT, archive.VERSION, "u1", "2026", [note])
     return [made.signed().text(), made.text(), b"{}", b"[]"]
+
+
+def _some_records() -> list[bytes]:
+    values = Values(["a"], [], [b"x"], [Chunk(0, 0, 2, 80, 0)], [Piece(0, [0], 0, b"\3")])
+    made = Restore("p", 0, Rows(bytes(range(32))), values, {"t": [1, None]}, Progress())
+    message = msgspec.msgpack.encode(made)
+    return [(len(message).to_bytes(4, "little") + message + bytes(128)) * 2]
 
 
 def _traces() -> list[bytes]:
@@ -205,6 +226,7 @@ TARGETS = {
     "columns": Target(_columns, lambda: [b"", bytes(8), bytes(96)]),
     "filters": Target(_filters, lambda: [objects.encode(w)[0] for w in _FILTERS]),
     "manifest": Target(_manifest, _manifests),
+    "records": Target(_records, _some_records),
     "traces": Target(_trace, _traces),
 }
 

@@ -8,48 +8,38 @@ interrupted drops the rows that it has restored.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
+from msgspec.structs import replace
 
 from dataplane import progress
 from dataplane.client._async.attaching import attach, define
 from dataplane.client._async.backend import to_its_end
 from dataplane.client._async.calls import UNKNOWN, ask, limit_beside, send
 from dataplane.client._async.save import filing, path_of, within
-from dataplane.client._async.space import give_back
-from dataplane.client.checkpoint.archive import Manifest, PartitionNote, directory_name, verified
+from dataplane.client._async.space import give_back, room_for
+from dataplane.client.checkpoint.archive import Manifest, PartitionNote, file_name, verified
+from dataplane.client.checkpoint.records import RecordReader
 from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
 from dataplane.client.session.connection import expect
 from dataplane.client.session.outgoing import Call
 from dataplane.client.session.session import Session
-from dataplane.client.write.chunks import NewChunk, chunks_of
-from dataplane.client.write.message import values_of
+from dataplane.client.write.chunks import NewChunk, room_of, spaces_of
 from dataplane.errors import DataplaneError, PartitionConflict, counted
-from dataplane.memory.placement import placed
 from dataplane.progress import Bar
 from dataplane.wire import messages
-from dataplane.wire.checkpoint import Census, CensusDone, Progress, Restore
-from dataplane.wire.messages import Done, Drop, PutDone, Reserve, Reserved, Seal
-from dataplane.wire.records import EXTENT, U8, column
-from dataplane.wire.tables import Rows, Values
-
-if TYPE_CHECKING:
-    from dataplane.client.checkpoint.arrow_in import PartReader, Portion
+from dataplane.wire.checkpoint import Census, CensusDone, Restore
+from dataplane.wire.messages import Done, Drop, PutDone, Seal
 
 log = logging.getLogger(__name__)
 
-PORTION_BYTES = 32 << 20
-"""Bytes of values per message, and at most a quarter of the quota for new groups."""
 UNDO_S = 10.0
 """Seconds that a failed or cancelled restore waits at most, to drop the restored rows. With a
 shorter `timeout`, it waits that long again."""
-_WAITING = "waiting for space in the arena"
 _RESTORING = "the restore"
 
 
@@ -76,7 +66,7 @@ async def _restore(session: Session, path: Path, deadline: Deadline, bar: Bar) -
         for number, note in enumerate(manifest.partitions):
             handle = Handle(session, note.name)
             begun.append((handle, note))
-            await _partition(handle, note, path / directory_name(number), deadline, bar)
+            await _partition(handle, note, path / file_name(number), deadline, bar)
     except GeneratorExit:  # nobody carries out another step
         raise
     except BaseException as exc:  # cancelled and interrupted ones too
@@ -111,82 +101,59 @@ async def _undo(
 
 
 async def _partition(
-    handle: Handle, note: PartitionNote, part: Path, deadline: Deadline, bar: Bar
+    handle: Handle, note: PartitionNote, path: Path, deadline: Deadline, bar: Bar
 ) -> None:
-    from dataplane.client.checkpoint.arrow_in import PartReader as Reader
-
     await define(handle, note.definition, within(deadline, _RESTORING))
-    with ExitStack() as opened:  # also where this is cancelled as it opens them
-        reader: Reader = await filing(lambda: opened.enter_context(closing(Reader(part))))
-        most = min(PORTION_BYTES, handle.session.share_bytes[0] // 4)
-        portions: Iterator[Portion] = reader.portions(most)
+    with ExitStack() as opened:  # also where this is cancelled as it opens the file
+        reader: RecordReader = await filing(
+            lambda: opened.enter_context(closing(RecordReader(path)))
+        )
+        records = reader.records()
         while True:
-            portion: Portion | None = await filing(lambda: next(portions, None))
-            if portion is None:
+            found: Any = await filing(lambda: next(records, None))
+            if found is None:
                 break
-            await _put(handle, reader, portion, deadline)
-            nbytes = sum([chunk.nbytes for chunk in chunks_of(portion.pieces)])
-            bar.advance(nbytes, f"partition {handle.name!r}")
+            record, chunks, at = found
+            await _put(handle, reader, record, chunks, at, deadline)
+            bar.advance(room_of(chunks), f"partition {handle.name!r}")
     generation = await attach(handle, deadline)
-    if note.closed_groups:
-        body = Restore(
-            handle.name, generation, Rows(b""), Values(), {}, Progress(), note.closed_groups
-        )
-        await ask(handle.session, body, PutDone, within(deadline, _RESTORING))
     if note.sealed:
-        await ask(
-            handle.session,
-            Seal(handle.name, generation, keep_short=True),
-            Done,
-            within(deadline, _RESTORING),
-        )
+        body = Seal(handle.name, generation, keep_short=True)
+        await ask(handle.session, body, Done, within(deadline, _RESTORING))
 
 
-async def _put(handle: Handle, reader: PartReader, portion: Portion, deadline: Deadline) -> None:
-    """Copy the chunks of a portion into the arena, and say what they are."""
+async def _put(
+    handle: Handle,
+    reader: RecordReader,
+    record: Restore,
+    chunks: list[NewChunk],
+    at: int,
+    deadline: Deadline,
+) -> None:
+    """Read the chunks of a record, which start at `at`, into the arena, and say where they are."""
     session = handle.session
     generation = await attach(handle, deadline)
-    chunks = chunks_of(portion.pieces)
     if chunks:
-        sizes = [chunk.nbytes for chunk in chunks]
-        unit = Reserve(handle.name, generation, [np.array(sizes, U8).tobytes()])
-        reserved = await ask(session, unit, Reserved, within(deadline, _WAITING), _WAITING)
-        left = space = column(reserved.extents, EXTENT).tolist()
-        try:
-            offsets, left = placed(sizes, space)
-            for chunk, offset in zip(chunks, offsets, strict=True):
-                chunk.offset = offset
-            await filing(lambda: _fill(session, reader, chunks, portion.sources))
-        except BaseException:
-            give_back(session, chunks)
-            raise
-        finally:
-            session.keep(left)
+        await room_for(handle, generation, [chunks], False, within(deadline, _RESTORING))
     call = None
     try:
-        brought = values_of(session.owner, portion.pieces)
-        body = Restore(
-            handle.name,
-            generation,
-            portion.rows,
-            brought.values,
-            portion.tags,
-            portion.progress,
-        )
+        await filing(lambda: _fill(session, reader, chunks, at))
+        placed = [
+            replace(one, offset=new.offset)
+            for one, new in zip(record.values.chunks, chunks, strict=True)
+        ]
+        values = replace(record.values, owners=[session.owner], chunks=placed)
+        body = replace(record, partition=handle.name, generation=generation, values=values)
         call = Call(body, within(deadline, _RESTORING))
-        done = expect(await send(session, call), PutDone, body)
+        expect(await send(session, call), PutDone, body)
     except BaseException:
         if call is None or not call.in_flight:
             give_back(session, chunks)
         raise
-    brought.committed()
-    session.keep(column(done.extents, EXTENT).tolist())
 
 
-def _fill(
-    session: Session, reader: PartReader, chunks: list[NewChunk], sources: dict[NewChunk, int]
-) -> None:
-    for chunk in chunks:
-        if chunk.nbytes:
-            memory = session.writes.view(chunk.offset, chunk.nbytes)
-            reader.read(sources[chunk], memoryview(memory))  # type: ignore[arg-type]
+def _fill(session: Session, reader: RecordReader, chunks: list[NewChunk], at: int) -> None:
+    for offset, length in spaces_of(chunks):
+        memory = session.writes.view(offset, length)
+        reader.read(at, memoryview(memory))  # type: ignore[arg-type]
+        at += length

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,13 +21,8 @@ from dataplane import progress
 from dataplane.client._sync.attaching import attach, define
 from dataplane.client._sync.backend import offload
 from dataplane.client._sync.calls import DEFAULT_TIMEOUT_S, ask
-from dataplane.client.checkpoint.archive import (
-    FILES,
-    Archive,
-    FileNote,
-    PartitionNote,
-    directory_name,
-)
+from dataplane.client.checkpoint import records
+from dataplane.client.checkpoint.archive import Archive, FileNote, PartitionNote, SummedFile
 from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
 from dataplane.client.session.session import Session
@@ -45,9 +40,6 @@ from dataplane.progress import Bar
 from dataplane.wire.arrays import shown
 from dataplane.wire.checkpoint import Census, CensusDone, Save, SaveDone, Survey, SurveyDone
 from dataplane.wire.records import KEY
-
-if TYPE_CHECKING:
-    from dataplane.client.checkpoint.arrow_out import PartFiles
 
 T = TypeVar("T")
 
@@ -140,8 +132,6 @@ class _Checkpoint:
 
     def _partition(self, name: str) -> None:
         """One that was dropped meanwhile is left out."""
-        from dataplane.client.checkpoint.arrow_out import PartFiles
-
         handle, number = Handle(self.session, name), len(self.notes)
         for again in reversed(range(_TIMES)):
             self.deadline.check("the checkpoint")
@@ -154,28 +144,35 @@ class _Checkpoint:
                 if not again:
                     raise
         archive = self.archive
-        with ExitStack() as opened:  # also where this is cancelled as it opens them
-            files: PartFiles = filing(
-                lambda: opened.enter_context(
-                    closing(PartFiles(archive.directory(number), archive.target))
-                )
-            )
+        with ExitStack() as opened:  # also where this is cancelled as it opens the file
+            file: SummedFile = filing(lambda: opened.enter_context(closing(archive.file(number))))
             try:
-                closed = self._rows(handle, files)
+                self._rows(handle, file)
             except PartitionGone:
                 opened.close()
                 filing(lambda: archive.abandon(number))
                 return
-            notes: list[FileNote] = filing(files.finish)
-        self.notes.append(_note(handle, closed))
-        for file, note in zip(FILES, notes, strict=True):
-            archive.files[f"{directory_name(number)}/{file}"] = note
+            note: FileNote = filing(file.finish)
+        self.notes.append(_note(handle, note))
 
-    def _rows(self, handle: Handle, files: PartFiles) -> int:
-        """Returns the groups that closed and are gone."""
+    def _rows(self, handle: Handle, file: SummedFile) -> None:
         groups, rows, closed = self._survey(handle)
         groups, rows = _each_once([groups, rows])
-        return closed + self._save_all(handle, files, groups, rows)
+        width, total = KEY.itemsize, len(groups) + len(rows)
+        many, tries, at = MAX_UNITS, 0, 0
+        while at < total or closed:
+            some = groups[at : at + many * width]
+            first = max(0, at - len(groups))
+            others = rows[first : first + many * width - len(some)]
+            try:
+                at += width * self._save(handle, file, some, others, closed)
+            except RowsGone:  # freed before they were read: now they are not there
+                many, tries = max(1, many // 4), tries + 1
+                if tries > _TRIES:
+                    raise
+                continue
+            many, tries, closed = MAX_UNITS, 0, 0
+            self.bar.at(self.number + at / max(1, total), f"partition {handle.name!r}")
 
     def _survey(self, handle: Handle) -> tuple[bytes, bytes, int]:
         """The keys of all groups, and of rows without one, and how many groups closed and went."""
@@ -191,38 +188,20 @@ class _Checkpoint:
             if not cursor:
                 return b"".join(groups), b"".join(rows), closed
 
-    def _save_all(self, handle: Handle, files: PartFiles, groups: bytes, rows: bytes) -> int:
-        width = KEY.itemsize
-        ended, many, tries, at = 0, MAX_UNITS, 0, 0
-        while at < len(groups) + len(rows):
-            some = groups[at : at + many * width]
-            first = max(0, at - len(groups))
-            others = rows[first : first + many * width - len(some)]
-            try:
-                units, more = self._save(handle, files, some, others)
-            except RowsGone:  # freed before they were read: now they are not there
-                many, tries = max(1, many // 4), tries + 1
-                if tries > _TRIES:
-                    raise
-                continue
-            many, tries = MAX_UNITS, 0
-            ended += more
-            at += units * width
-            share = at / (len(groups) + len(rows))
-            self.bar.at(self.number + share, f"partition {handle.name!r}")
-        return ended
-
     def _save(
-        self, handle: Handle, files: PartFiles, groups: bytes, rows: bytes
-    ) -> tuple[int, int]:
+        self, handle: Handle, file: SummedFile, groups: bytes, rows: bytes, closed: int
+    ) -> int:
+        """Write the first of these groups and rows, and return how many. closed: groups that closed
+        and were gone before."""
         session = self.session
         nbytes = min(SAVE_BYTES, session.share_bytes[2] // 4)
         generation = attach(handle, self.deadline)
         body = Save(handle.name, generation, groups, rows, nbytes)
         found = ask(session, body, SaveDone, self._limit())
         arena = np.asarray(session.pinned(found.pin))
-        filing(lambda: files.write(found, arena))
-        return found.units, found.ended_groups
+        closed += found.ended_groups
+        filing(lambda: records.write(file, handle.name, found, closed, arena))
+        return found.units
 
 
 def _each_once(columns: list[bytes]) -> list[bytes]:
@@ -234,8 +213,7 @@ def _each_once(columns: list[bytes]) -> list[bytes]:
     ]
 
 
-def _note(handle: Handle, closed: int) -> PartitionNote:
+def _note(handle: Handle, file: FileNote) -> PartitionNote:
     assert handle.defined is not None
     given = {f: getattr(handle.definition, f) for f in handle.definition.__struct_fields__}
-    sealed = handle.defined.phase != "open"
-    return PartitionNote(handle.name, **given, sealed=sealed, closed_groups=closed)
+    return PartitionNote(handle.name, **given, sealed=handle.defined.phase != "open", file=file)

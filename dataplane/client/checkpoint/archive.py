@@ -1,7 +1,7 @@
 """A checkpoint directory: written under a temporary name, synced, and renamed when complete.
 
-`manifest.json` lists the partitions, the size and xxh3-128 checksum of every file, and its own
-checksum. No path is ever read from it: the number of partitions determines the names of the files.
+`manifest.json` lists the partitions, each with the size and xxh3-128 checksum of its file, and has
+its own checksum. No path is ever read from it: the number of a partition is the name of its file.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -20,15 +20,15 @@ from xxhash import xxh3_128
 
 from dataplane.errors import CheckpointCorrupt, CheckpointFailed
 from dataplane.progress import Bar
+from dataplane.wire.objects import Buffer
 from dataplane.wire.tables import Definition
 
 FORMAT, VERSION = "dataplane-checkpoint", 1
 MANIFEST = "manifest.json"
-FILES = ("groups.arrow", "rows.arrow", "chunks.arrow", "pieces.arrow", "bytes.bin")
-"""The files of each partition, in a directory with its number."""
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 _MAX_MANIFEST_BYTES = 64 << 20
 _READ_BYTES = 4 << 20
+_WRITE_BYTES = 1 << 20
 
 
 class FileNote(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,8 +37,7 @@ class FileNote(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PartitionNote(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A partition as it was declared. closed_groups: the number of groups that closed and were
-    freed before the checkpoint."""
+    """A partition as it was declared, and its file."""
 
     name: str
     stages: dict[str, list[str]]
@@ -47,7 +46,7 @@ class PartitionNote(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     free: str
     replicas: int
     sealed: bool
-    closed_groups: int
+    file: FileNote
     fields: dict[str, str] = {}
 
     @property
@@ -64,7 +63,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     plane: str
     written: str
     partitions: list[PartitionNote]
-    files: dict[str, FileNote]
     checksum: str = ""
 
     def text(self) -> bytes:
@@ -76,35 +74,33 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SummedFile:
-    """A new file that computes the checksum of its contents. pyarrow can write to it."""
+    """A new file that computes the checksum of its contents. target: the checkpoint."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = open(path, "xb", buffering=0)  # noqa: SIM115
+    def __init__(self, path: Path, target: Path) -> None:
+        self.target = target
+        with failing(target):
+            self._file = open(path, "xb", buffering=_WRITE_BYTES)  # noqa: SIM115
         self._sum = xxh3_128()
-        self.nbytes = 0
-        self.closed = False
+        self._nbytes = 0
 
-    def write(self, data: bytes | memoryview) -> int:
-        rest = memoryview(data).cast("B")
-        self._sum.update(rest)
-        count = len(rest)
-        while rest:
-            rest = rest[self._file.write(rest) or 0 :]
-        self.nbytes += count
-        return count
-
-    def flush(self) -> None:
-        """Do nothing: the file has no buffer."""
+    def write(self, parts: Iterable[Buffer]) -> None:
+        with failing(self.target):
+            for part in parts:
+                self._sum.update(part)
+                self._nbytes += self._file.write(part)
 
     def close(self) -> None:
-        self.closed = True
-        self._file.close()
+        """Close the file, which need not be complete."""
+        with contextlib.suppress(OSError):
+            self._file.close()
 
     def finish(self) -> FileNote:
         """Sync and close the file, and return its size and checksum."""
-        os.fsync(self._file.fileno())
-        self.close()
-        return FileNote(self.nbytes, self._sum.hexdigest())
+        with failing(self.target):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+        return FileNote(self._nbytes, self._sum.hexdigest())
 
 
 class Archive:
@@ -114,7 +110,6 @@ class Archive:
         self.target = target
         mark = secrets.token_hex(4)
         self.partial = target.parent / f".{target.name}.partial-{mark}"
-        self.files: dict[str, FileNote] = {}
 
     def begin(self) -> None:
         with failing(self.target):
@@ -122,21 +117,17 @@ class Archive:
                 raise _there(self.target)
             self.partial.mkdir(mode=0o700)
 
-    def directory(self, number: int) -> Path:
-        """Create and return the directory for the files of a partition."""
-        path = self.partial / directory_name(number)
-        with failing(self.target):
-            path.mkdir(mode=0o700)
-        return path
+    def file(self, number: int) -> SummedFile:
+        """Create and return the file of a partition."""
+        return SummedFile(self.partial / file_name(number), self.target)
 
     def abandon(self, number: int) -> None:
-        """Remove the files of a partition that was dropped meanwhile."""
+        """Remove the file of a partition that was dropped meanwhile."""
         with failing(self.target):
-            shutil.rmtree(self.partial / directory_name(number))
+            (self.partial / file_name(number)).unlink()
 
     def clear(self) -> None:
         """Remove all files, to start again."""
-        self.files = {}
         with failing(self.target):
             shutil.rmtree(self.partial)
             self.partial.mkdir(mode=0o700)
@@ -144,13 +135,11 @@ class Archive:
     def commit(self, plane: str, partitions: list[PartitionNote]) -> None:
         """Write the manifest, and give the directory its final name in one step."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        manifest = Manifest(FORMAT, VERSION, plane, now, partitions, self.files).signed()
+        manifest = Manifest(FORMAT, VERSION, plane, now, partitions).signed()
         with failing(self.target):
-            file = SummedFile(self.partial / MANIFEST)
-            file.write(manifest.text())
+            file = SummedFile(self.partial / MANIFEST, self.target)
+            file.write([manifest.text()])
             file.finish()
-            for number in range(len(partitions)):
-                _sync(self.partial / directory_name(number))
             _sync(self.partial)
             try:
                 os.rename(self.partial, self.target)
@@ -172,18 +161,15 @@ def verified(directory: Path, bar: Bar, reads: int = 1) -> Manifest:
     no checkpoint. bar: expects each byte once more for each time that the caller then reads it.
     """
     manifest = _manifest(directory)
-    names = [MANIFEST, *_names(len(manifest.partitions))]
-    if set(manifest.files) != set(names[1:]):
-        raise corrupt(directory / MANIFEST, "the files it lists do not match its partitions")
-    bar.expect((1 + reads) * sum(note.bytes for note in manifest.files.values()))
-    for name in names[1:]:
-        note = manifest.files[name]
-        found = _summed(directory / name, bar)
-        if found != note:
+    bar.expect((1 + reads) * sum(note.file.bytes for note in manifest.partitions))
+    for number, note in enumerate(manifest.partitions):
+        path = directory / file_name(number)
+        found = _summed(path, bar)
+        if found != note.file:
             raise corrupt(
-                directory / name,
+                path,
                 f"it has {found.bytes} bytes with checksum {found.xxh3_128}, but the manifest "
-                f"says {note.bytes} bytes with {note.xxh3_128}",
+                f"says {note.file.bytes} bytes with {note.file.xxh3_128}",
             )
     return manifest
 
@@ -211,12 +197,8 @@ def failing(path: Path, reading: bool = False, what: str = "the checkpoint ") ->
         ) from exc
 
 
-def directory_name(number: int) -> str:
+def file_name(number: int) -> str:
     return f"{number:04}"
-
-
-def _names(partitions: int) -> list[str]:
-    return [f"{directory_name(number)}/{file}" for number in range(partitions) for file in FILES]
 
 
 def _manifest(directory: Path) -> Manifest:

@@ -1,7 +1,8 @@
 """The rows of a checkpoint as Parquet files, one for each partition, which need no dataplane.
 
 The values are read twice, some rows at a time: first to find the type that each column has in all
-rows, then to write them. Memory does not grow with the checkpoint. Imported on use, like arrow_in.
+rows, then to write them. Memory does not grow with the checkpoint. Imported on use, because it
+needs pyarrow.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -20,30 +22,28 @@ from urllib.parse import quote
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
+from msgspec.structs import replace
 
-from dataplane.client.checkpoint.archive import Manifest, directory_name, failing, verified
-from dataplane.client.checkpoint.arrow_in import PartReader, Portion
+from dataplane.client.checkpoint.archive import Manifest, failing, file_name, verified
+from dataplane.client.checkpoint.records import Memory, RecordReader
 from dataplane.client.read import arrow
 from dataplane.client.read.column_view import ColumnView
 from dataplane.client.read.convert import to_numpy
 from dataplane.client.read.table import TableReader
-from dataplane.client.write.chunks import chunks_of
-from dataplane.client.write.message import values_of
+from dataplane.client.write.chunks import NewChunk, room_of
 from dataplane.client.write.rows import row_groups, row_names
 from dataplane.errors import CheckpointFailed, FieldUnknown, InvalidValue, few
 from dataplane.progress import Bar
-from dataplane.wire.layouts import aligned
+from dataplane.wire.checkpoint import Restore
 from dataplane.wire.records import U8
-from dataplane.wire.tables import Owner, Table
+from dataplane.wire.tables import Table
 
-PORTION_BYTES = 32 << 20
-"""Bytes of values in memory at once, where a single row does not have more."""
+WRITE_BYTES = 32 << 20
+"""Bytes of values that are written at once, where a single row does not have more."""
 _READS = 2
 _NAMES = "key", "group"
 _MAX_FILE_NAME = 200
 _NAMED = 8
-_OWNER = Owner("", 0)
-"""of the chunks: the arrays that they are read into"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def export(
     with _new_directory(target) as partial:
         manifest = verified(directory, bar, _READS)
         parts = [
-            _Part(manifest, number, directory / directory_name(number), fields, bar)
+            _Part(manifest, number, directory / file_name(number), fields, bar)
             for number in range(len(manifest.partitions))
         ]
         for part in parts:
@@ -122,7 +122,7 @@ class _Part:
         self,
         manifest: Manifest,
         number: int,
-        directory: Path,
+        path: Path,
         chosen: Sequence[str] | None,
         bar: Bar,
     ) -> None:
@@ -135,7 +135,7 @@ class _Part:
             "plane": manifest.plane,
             "checkpoint_written": manifest.written,
         }
-        self._directory = directory
+        self._path = path
         self._chosen = chosen
         self._bar = bar
         file = quote(self.name, safe=" ")
@@ -173,30 +173,26 @@ class _Part:
         return ExportedPartition(self.name, self._file, count, nbytes)
 
     def _rows(self) -> Iterator[_RowsOfPart]:
-        with closing(PartReader(self._directory)) as reader:
-            for portion in reader.portions(PORTION_BYTES):
-                yield from _split(self._opened(reader, portion))
-                nbytes = sum([chunk.nbytes for chunk in chunks_of(portion.pieces)])
-                self._bar.advance(nbytes, f"partition {self.name!r}")
+        with closing(RecordReader(self._path)) as reader:
+            for record, chunks, at in reader.records():
+                memory = np.empty(room_of(chunks), np.uint8)
+                reader.read(at, memory.data)
+                yield from _split(self._opened(record, chunks, memory))
+                self._bar.advance(len(memory), f"partition {self.name!r}")
 
-    def _opened(self, reader: PartReader, portion: Portion) -> _RowsOfPart:
-        """A portion, whose values are read."""
-        chunks = chunks_of(portion.pieces)
-        *starts, size = np.cumsum([0, *(aligned(chunk.nbytes) for chunk in chunks)]).tolist()
-        memory = np.zeros(size, np.uint8)
-        places = []
-        for number, (chunk, at) in enumerate(zip(chunks, starts, strict=True), 1):
-            reader.read(portion.sources[chunk], memory.data[at : at + chunk.nbytes])
-            chunk.number = number  # it does not go with the message
-            places.append((at, chunk.nbytes))
-        values = values_of(_OWNER, portion.pieces).values
-        table = Table(portion.rows, values, places=np.array(places, U8).tobytes())
+    def _opened(self, record: Restore, chunks: list[NewChunk], memory: Memory) -> _RowsOfPart:
+        """A record, whose chunks are in `memory`."""
+        starts = accumulate([one.space for one in chunks], initial=0)
+        places = [(at, one.nbytes) for at, one in zip(starts, chunks, strict=False)]
+        named = [replace(one, number=1) for one in record.values.chunks]  # they are not inline
+        values = replace(record.values, chunks=named)
+        table = Table(record.rows, values, places=np.array(places, U8).tobytes())
         opened = TableReader(table, memory)
         self.known.update(dict.fromkeys(opened.fields))
         names = [name for name in opened.fields if self._chosen is None or name in self._chosen]
         return _RowsOfPart(
-            {"key": row_names(portion.rows), "group": row_groups(portion.rows)},
-            portion.tags,
+            {"key": row_names(record.rows), "group": row_groups(record.rows)},
+            record.tags,
             {name: opened.view(name) for name in names},
         )
 
@@ -286,9 +282,9 @@ class _RowsOfPart:
 
 
 def _split(rows: _RowsOfPart) -> Iterator[_RowsOfPart]:
-    """Rows that share a value have it once in a portion, and once each in a Parquet file."""
+    """Rows that share a value have it once in a record, and once each in a Parquet file."""
     half = len(rows.names["key"]) // 2
-    if half and sum(values.nbytes for values in rows.fields.values()) > PORTION_BYTES:
+    if half and sum(values.nbytes for values in rows.fields.values()) > WRITE_BYTES:
         yield from _split(rows.part(slice(0, half)))
         yield from _split(rows.part(slice(half, None)))
     else:

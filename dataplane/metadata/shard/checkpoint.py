@@ -34,7 +34,7 @@ from dataplane.metadata.tables.pieces import ANY_STAGE, Pieces, nbytes_of
 from dataplane.metadata.tables.remembered import of_group
 from dataplane.metadata.tables.tags import MISSING
 from dataplane.wire.checkpoint import Progress, Restore, SaveDone, SurveyDone
-from dataplane.wire.limits import MAX_CHUNKS_PER_RESTORE
+from dataplane.wire.limits import MAX_CHUNKS_PER_MESSAGE, MAX_CHUNKS_PER_RESTORE
 from dataplane.wire.records import U4, column
 
 MAX_UNITS_PER_SURVEY = 1 << 20
@@ -82,11 +82,13 @@ def save(state: State, groups: bytes, rows: bytes, nbytes: int) -> SaveDone:
     for key in keys_in(rows):
         found = [part for part in state.find(key).parts if not part[0].group]
         units.append((None, found))
-    many = size = 0
+    many = size = pieces = 0
     for taken, (_, parts) in enumerate(units):
         many += sum([bits.bit_count() for _, bits in parts])
         size += nbytes_of((block.values, bits) for block, bits in parts)
-        if taken and (many > MAX_ROWS_PER_SAVE or size > nbytes):
+        pieces += sum([len(block.values.shape.pieces) for block, _ in parts])
+        full = many > MAX_ROWS_PER_SAVE or pieces > MAX_CHUNKS_PER_MESSAGE
+        if taken and (full or size > nbytes):
             units = units[:taken]
             break
     here = [group for group, _ in units if group is not None]

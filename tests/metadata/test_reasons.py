@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from dataplane.errors import StageUndefined, duration, nearest
-from dataplane.metadata.shard.inspection import idle, lacks, missing, unfinished, unknown_tags
+from dataplane.metadata.shard import inspection
+from dataplane.metadata.shard.inspection import idle, lacks, unfinished, unknown_tags
 from dataplane.metadata.shard.journal import apply, dump
 from dataplane.metadata.shard.reasons import (
     FIRST_S,
@@ -202,6 +204,15 @@ def test_a_reason_that_one_process_was_told_is_for_others_too() -> None:
 
 
 # what a store knows of it
+
+
+def missing(of: Store, stage: str, unit: str, now: float, **form: Any) -> dict[str, Any]:
+    """What is found block by block, between which others are served."""
+    with mock.patch.object(inspection, "PIECE", 1):
+        look = inspection.Look(of, stage, unit, **form)
+        while look.go_on():
+            pass
+    return inspection.missing(look, now)
 
 
 def told(of: Store, stage: str, unit: str = "rows", **how: Any) -> str:
@@ -530,7 +541,7 @@ def test_a_wait_for_a_key_says_who_could_put_it(near: str, told: dict[str, Any],
 
 def test_a_value_that_no_row_has_is_named_with_those_that_rows_have() -> None:
     def told(*where: Any) -> Any:
-        return missing(s, "s", "rows", 1.0, list(where))["unknown_values"]
+        return missing(s, "s", "rows", 1.0, where=list(where))["unknown_values"]
 
     s = store(stages={"s": ["tokens"]})
     put(s, [1, 2, 3, 4], version=[4, 3, 2, 1], lang=["rust", "c", "python", "c"])

@@ -187,7 +187,9 @@ def test_missing_says_what_is_missing_and_who_holds_it() -> None:
     put(s, [1, 2, 3, 4, 5], ["p", "p", "q", "q", "r"])
     put(s, [1, 2], fields=("reward",))
     s.take("reward", Want("groups", 2, 2), 42, now=10.0)
-    found = inspection.missing(s, "train", "groups", now=100.0)
+    look = inspection.Look(s, "train", "groups")
+    assert not look.go_on()
+    found = inspection.missing(look, now=100.0)
     says = {
         "ready": 1,
         "units": 3,

@@ -15,12 +15,12 @@ from dataplane.events.ring import Ring
 from dataplane.memory.admission import Admission
 from dataplane.memory.lent import Lent
 from dataplane.memory.space import Space
+from dataplane.metadata.shard import inspection
 from dataplane.metadata.shard.reasons import Notices
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Entry
 from dataplane.peer.requests.leases import Finishing
 from dataplane.peer.requests.puts import Grants, Writing
-from dataplane.peer.room import admission
 from dataplane.peer.room.admission import Room
 from dataplane.wire.messages import Finish, Put
 from dataplane.wire.records import U8
@@ -76,7 +76,7 @@ async def test_what_rows_lack_is_counted_in_pieces() -> None:
     host: Any = SimpleNamespace(
         space=Space(PAGE), now=lambda: 0.0, entries={"step-1": Entry(store)}, who=str,
     )  # fmt: skip
-    with mock.patch.object(admission, "PIECE", 4):
+    with mock.patch.object(inspection, "PIECE", 4):
         looking = asyncio.ensure_future(Room(host, NOBODY).kept(OWNERS[0]))
         turns = 0
         while not looking.done():

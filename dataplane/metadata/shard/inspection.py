@@ -1,5 +1,5 @@
-"""Questions about a store for people: why is nothing ready, how large is it. Slow paths that may
-scan."""
+"""Questions about a store for people: why is nothing ready, how large is it. Whatever scans the
+blocks does so in pieces, so that a peer can serve other calls in between."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ from dataplane.metadata.tables.where import tags_of, wanted_values
 from dataplane.wire.messages import Done
 from dataplane.wire.tables import Name, Scalar, Where
 
+PIECE = 8_192
+"""Blocks that are looked at before a peer serves other calls: some 10 ms."""
 SHOWN_RANKS = 16
 SHOWN_GROUPS = 3
 SHOWN_TAGS = 3
@@ -43,29 +45,68 @@ Idle = tuple[str, int, float | None]
 None: never)."""
 
 
-def missing(
-    state: State,
-    name: str,
-    unit: str,
-    now: float,
-    where: Where | None = None,
-    budget_tag: str | None = None,
-) -> dict[str, Any]:
-    """Why units are not ready: parts of `reasons.Facts` by name.
+class Look:
+    """What keeps the pending rows of a stage from a call, found a piece of the blocks at a time, so
+    that a peer can serve other calls in between. Rows that change meanwhile may count or not."""
+
+    def __init__(
+        self,
+        state: State,
+        name: str,
+        unit: str,
+        where: Where | None = None,
+        budget_tag: str | None = None,
+    ) -> None:
+        """budget_tag: the tag by which the call weighs rows."""
+        self.state, self.stage, self.where, self.tag = state, state.stage(name), where, budget_tag
+        self.unit, self.units = unit, self.stage.units(unit)
+        self.lacking = Counter[str]()
+        """by field, the pending rows without it"""
+        self.ready = Counter[str]()
+        """by stage that has leased no rows, the pending rows that are ready for it"""
+        self.alone = 0
+        """rows without a group"""
+        self.tag_values: dict[str, set[Scalar]] = {}
+        """by tag that the filter compares with values, up to about MAX_COMPARED values of rows"""
+        if where is not None and self.units.ready(where) < self.units.ready(None):
+            self.tag_values = {tag: set() for tag, _ in wanted_values(where)}
+        self.weightless = 0
+        """the rows that have no weight"""
+        self.such: Name = ""
+        """one of them"""
+        self._left = iter(list(state.blocks.values()))
+
+    def go_on(self) -> bool:
+        """Look at the next PIECE blocks. Return whether there are more."""
+        blocks = list(itertools.islice(self._left, PIECE))
+        live = [block for block in blocks if block.live]
+        self.alone += sum([block.live.bit_count() for block in live if not block.group])
+        pending = [(block, rows) for block in live if (rows := self.stage.pending(block))]
+        self.lacking += _lacking(self.stage, pending)
+        for name, stage in self.state.stages.items():
+            if not stage.rows.counts[LEASED]:
+                ready = [(rows & stage.of(block).ready).bit_count() for block, rows in pending]
+                self.ready[name] += sum(ready)
+        for tag, there in self.tag_values.items():
+            for block in live:
+                if block.tags is not None and len(there) <= MAX_COMPARED:
+                    there |= block.tags.values_of(tag, block.live)
+        if self.tag:
+            parts = [(b, self.stage.pending(b) | self.stage.of(b).ready) for b in live]
+            if found := weights.weightless(parts, self.tag):
+                self.weightless += len(found)
+                self.such = found[0][0].name(found[0][1])
+        return len(blocks) == PIECE
+
+
+def missing(look: Look, now: float) -> dict[str, Any]:
+    """Why units are not ready: parts of `reasons.Facts` by name. look: which has seen all blocks.
 
     leases: [(holder, stage, rows, seconds)] of clients that lease rows which this stage has yet
     to get, the longest first. producers: [(session, rows, seconds)] of clients that put rows.
-    budget_tag: the tag by which the claim weighs rows.
     """
-    stage = state.stage(name)
-    pending = {b.number: rows for b in state.blocks.values() if (rows := stage.pending(b))}
-    lacking = _lacking(state, stage, pending)
-    units, ready, counts = (
-        stage.units(unit),
-        stage.units(unit).ready(where),
-        stage.units(unit).count(),
-    )
-    alone = [b.live.bit_count() for b in state.blocks.values() if not b.group]
+    state, stage, units, where = look.state, look.stage, look.units, look.where
+    ready, counts = units.ready(where), units.count()
     still_open = [group for group in state.groups.values() if not group.closed]
     still_open.sort(key=lambda group: group.seen > 0)
     short = still_open[:SHOWN_GROUPS]
@@ -74,42 +115,41 @@ def missing(
         "units": counts.remaining,
         "leased": counts.to_come - counts.remaining,
         "excluded": units.ready(None) - ready,
-        "alone": sum(alone) if unit == "groups" else 0,
-        "missing": lacking,
-        "adders": {name: by for name in lacking if (by := _adder(state, name))},
-        "near_fields": _near_fields(state, lacking),
+        "alone": look.alone if look.unit == "groups" else 0,
+        "missing": dict(look.lacking),
+        "adders": {name: by for name in look.lacking if (by := _adder(state, name))},
+        "near_fields": _near_fields(state, look.lacking),
         "unknown_tags": {
             tag: nearest(tag, sorted(state.tag_names)) for tag in _unknown_tags(state, where)
         },
-        "unknown_values": _unknown_values(state, where) if units.ready(None) > ready else [],
-        "idle": idle(state, now, pending),
+        "unknown_values": _unknown_values(look) if units.ready(None) > ready else [],
+        "idle": idle(state, now, look.ready),
         "open_groups": len(still_open),
         "short": [
             (group.name, group.seen, group.expected, _near_group(group, still_open))
             for group in short
         ],
-        "leases": _in_the_way(state, stage, pending, now),
+        "leases": _in_the_way(state, stage, now),
         "sealed": state.sealed,
         "put_rows": state.producers.rows,
         "groups_wanted": state.definition.groups or 0,
         "groups_closed": state.closed_groups,
         "producers": state.producers.latest(now),
         "lost": stage.lost,
-        "weightless": _weightless(state, stage, budget_tag) if budget_tag else [],
+        "weightless": [look.weightless, look.tag, look.such] if look.weightless else [],
     }
 
 
-def _lacking(state: State, stage: Stage, pending: dict[int, int]) -> dict[str, int]:
-    """Per field of a stage how many of its pending rows lack it; of none that has all."""
-    lacking = {}
+def _lacking(stage: Stage, pending: Sequence[tuple[Block, int]]) -> Counter[str]:
+    """Per field of a stage, how many of its pending rows lack it. No entry for a field that all
+    have."""
+    found = Counter[str]()
     for field in stage.fields:
-        rows = sum(
-            (bits & ~state.blocks[number].values.having([field])).bit_count()
-            for number, bits in pending.items()
-        )
-        if rows:
-            lacking[field] = rows
-    return lacking
+        need = [field]
+        lack = [(rows & ~block.values.having(need)).bit_count() for block, rows in pending]
+        if rows := sum(lack):
+            found[field] = rows
+    return found
 
 
 def _near_fields(state: State, lacking: Mapping[str, int]) -> dict[str, str]:
@@ -153,16 +193,14 @@ def unknown_tags(state: State, where: Where | None) -> dict[str, list[str]]:
     return found
 
 
-def _unknown_values(state: State, where: Where | None) -> list[tuple[str, str, list[str], int]]:
+def _unknown_values(look: Look) -> list[tuple[str, str, list[str], int]]:
     """The filter's comparisons with values that no row has: (tag, wanted values, up to SHOWN_TAGS
-    existing values with the most similar first, number of further values)."""
+    existing values with the most similar first, number of further values). None of a tag with over
+    MAX_COMPARED values."""
     found = []
-    for tag, values in wanted_values(where) if where is not None else ():
-        there = set[Scalar]()
-        for block in state.blocks.values():
-            if block.tags is not None:
-                there |= block.tags.values_of(tag, block.live)
-        if not there or not there.isdisjoint(values) or not values:
+    for tag, values in wanted_values(look.where) if look.where is not None else ():
+        there = look.tag_values.get(tag, set())
+        if not 0 < len(there) <= MAX_COMPARED or not there.isdisjoint(values) or not values:
             continue
         named = {_brief(value): value for value in sorted(there, key=_order)}
         first = nearest(_brief(values[0]), named)
@@ -187,23 +225,20 @@ def is_idle(asked_s: float | None) -> bool:
     return asked_s is None or asked_s >= IDLE_S
 
 
-def idle(state: State, now: float, among: Mapping[int, int] | None = None) -> list[Idle]:
+def idle(state: State, now: float, ready: Mapping[str, int] | None = None) -> list[Idle]:
     """Those of `unleased` that no client claims from."""
-    return [one for one in unleased(state, now, among) if is_idle(one[2])]
+    return [one for one in unleased(state, now, ready) if is_idle(one[2])]
 
 
-def unleased(state: State, now: float, among: Mapping[int, int] | None = None) -> list[Idle]:
-    """The stages that have leased no rows and have rows ready among these (None: all)."""
+def unleased(state: State, now: float, ready: Mapping[str, int] | None = None) -> list[Idle]:
+    """The stages that have leased no rows and have rows ready. ready: how many rows count, by
+    stage; None: all that are ready."""
     found: list[Idle] = []
     for name, stage in state.stages.items():
         if stage.rows.counts[LEASED]:
             continue
         asked = None if stage.claimed_at is None else now - stage.claimed_at
-        if among is None:
-            rows = stage.rows.counts[READY]
-        else:
-            ready = ((state.blocks[number], bits) for number, bits in among.items())
-            rows = sum([(bits & stage.of(block).ready).bit_count() for block, bits in ready])
+        rows = stage.rows.counts[READY] if ready is None else ready.get(name, 0)
         if rows:
             found.append((name, rows, asked))
     return found
@@ -215,8 +250,8 @@ def lacks(state: State, blocks: Sequence[Block]) -> Counter[tuple[str, str]]:
     found = Counter[tuple[str, str]]()
     for name, stage in state.stages.items():
         if stage.rows.counts[PENDING]:
-            pending = {b.number: rows for b in blocks if b.live and (rows := stage.pending(b))}
-            for field, rows in _lacking(state, stage, pending).items():
+            pending = [(b, rows) for b in blocks if b.live and (rows := stage.pending(b))]
+            for field, rows in _lacking(stage, pending).items():
                 found[name, field] = rows
     return found
 
@@ -225,11 +260,10 @@ def unfinished(state: State, group: Group) -> dict[str, Any]:
     """Why a group is not complete. lacks: field → (the stage that needs it, the stage that adds
     it, a similar field that rows have). of: how many rows it gets, 0 if it is closed, -1 if
     unknown."""
-    blocks: dict[int, Block] = {block.number: block for block in group.blocks}
     lacks: dict[str, tuple[str, str, str]] = {}
     for name, stage in state.stages.items():
-        mine = {number: bits for number, block in blocks.items() if (bits := stage.pending(block))}
-        lacking = _lacking(state, stage, mine)
+        mine = [(block, rows) for block in group.blocks if (rows := stage.pending(block))]
+        lacking = _lacking(stage, mine)
         near = _near_fields(state, lacking)
         for field in lacking:
             lacks.setdefault(field, (name, _adder(state, field), near.get(field, "")))
@@ -299,32 +333,23 @@ def _holders(state: State, counted: Callable[[Lease], int], now: float) -> list[
 
 
 def _adder(state: State, field: str) -> str:
-    """The stage that has added this field to some row; "" where none has."""
-    for block in state.blocks.values():
+    """The stage that has added this field to some row of the oldest blocks; "" where none has."""
+    for block in itertools.islice(state.blocks.values(), PIECE):
         for part in block.values.parts:
             if part.by in state.stages and field in part.fields:
                 return part.by
     return ""
 
 
-def _in_the_way(state: State, stage: Stage, pending: dict[int, int], now: float) -> list[Holder]:
+def _in_the_way(state: State, stage: Stage, now: float) -> list[Holder]:
     def wanted(lease: Lease) -> int:
         if lease.stage is stage:
             return len(lease.held)
         parts = lease.held.parts
-        return sum([(bits & pending.get(block.number, 0)).bit_count() for block, bits in parts])
+        return sum([(bits & stage.pending(block)).bit_count() for block, bits in parts])
 
     found = _holders(state, wanted, now)
     return sorted(found, key=lambda one: -one[3])
-
-
-def _weightless(state: State, stage: Stage, tag: str) -> list[Any]:
-    """How many rows that the stage may still get have no weight, the tag, and one of them."""
-    parts = [
-        (block, stage.pending(block) | stage.of(block).ready) for block in state.blocks.values()
-    ]
-    rows = weights.weightless(parts, tag)
-    return [len(rows), tag, rows[0][0].name(rows[0][1])] if rows else []
 
 
 def stats(state: State) -> dict[str, Any]:

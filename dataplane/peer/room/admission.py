@@ -40,8 +40,6 @@ ASK_S = 1.0
 """Other peers are asked what their rows wait for this long before a call's deadline."""
 REUSE_S = 0.5
 """Replies younger than this are reused: to answer takes a peer with many groups 0.1 s."""
-PIECE = 8_192
-"""The peer looks at this many blocks or chunks before it serves other calls."""
 MAX_ASKED = 8
 """The maximum number of peers asked for one message."""
 
@@ -80,9 +78,9 @@ class _StarvedClaim:
 
 
 async def _in_pieces(items: list[T]) -> AsyncIterator[list[T]]:
-    """Yield the items in pieces, and serve other calls after each."""
-    for at in range(0, len(items), PIECE):
-        yield items[at : at + PIECE]
+    """Yield the blocks or chunks in pieces, and serve other calls after each."""
+    for at in range(0, len(items), inspection.PIECE):
+        yield items[at : at + inspection.PIECE]
         await asyncio.sleep(0)
 
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -39,7 +40,6 @@ from dataplane.peer.net.router import TURN_S
 from dataplane.peer.shards.partitions import Partitions
 from dataplane.peer.shards.replication import Copying
 from dataplane.peer.shards.retries import Retries
-from dataplane.peer.tasks import in_time
 from dataplane.wire.events import Kind, Record
 from dataplane.wire.messages import (
     Admit,
@@ -72,8 +72,12 @@ ADMISSION = None
 """In place of a stage's name, which may be any text: who waits there waits to open groups."""
 
 Answer = asyncio.Future[Body]
+Late = Callable[[], Coroutine[Any, Any, ClaimTimeout]]
+"""Finds out why a call got nothing in its turn."""
 Key = tuple[str, int, str | None]
 """Partition, generation and stage, or `ADMISSION`."""
+Form = tuple[str, str, str | None]
+"""The unit, the filter and the budget tag of calls that wait for the same reasons."""
 
 
 @dataclass(slots=True)
@@ -84,11 +88,10 @@ class _Stage:
     entry: Entry
     queue: ClaimQueue | AdmitQueue
     waits: dict[asyncio.Future[Body], Wait] = field(default_factory=dict)
-    looked: dict[tuple[str, str, str | None], tuple[float, dict[str, Any]]] = field(
-        default_factory=dict
-    )
-    """what was found to be missing, by unit, filter and budget tag, and until when that is taken
-    for true"""
+    looked: dict[Form, tuple[float, dict[str, Any]]] = field(default_factory=dict)
+    """what was found to be missing, and until when that is taken for true"""
+    looking: dict[Form, asyncio.Task[dict[str, Any]]] = field(default_factory=dict)
+    """the looks that are under way"""
 
 
 @dataclass(eq=False, repr=False)
@@ -119,9 +122,9 @@ class WaitingCalls:
         """Grant rows at once if there are enough and no claim is ahead, else return a future reply.
 
         Raises PartitionGone, StageUndefined, StreamEnd, RowsLost, ValueTooLarge or
-        LimitExceeded; LeaseExpired for a claim that has already ended; ClaimTimeout for a claim
-        that does not wait, and at the end of its turn for one that does. The latter keeps its
-        position until it is withdrawn.
+        LimitExceeded, and LeaseExpired for a claim that has already ended. The future reply fails
+        with ClaimTimeout at the end of the claim's turn. A claim that waits keeps its position
+        until it is withdrawn.
         """
         entry = self.host.shard(body.partition, body.generation)
         if body.declare is not None and body.stage not in entry.store.stages:
@@ -185,11 +188,7 @@ class WaitingCalls:
         one = WaitingAdmit(body, caller.session, self.host.now() - body.waited_ms / 1000)
         stage.queue.add(one)
         late = functools.partial(self._not_admitted, stage, one)
-        try:
-            answer = self._answer_to(stage, caller, body, late)
-        except ClaimTimeout:  # who asks again and again waits as well
-            self.producers_wait()
-            raise
+        answer = self._answer_to(stage, caller, body, late)
         if not isinstance(answer, Body):
             self.producers_wait()
         return answer
@@ -203,7 +202,7 @@ class WaitingCalls:
             )
 
     def _answer_to(
-        self, stage: _Stage, caller: Caller, body: Claim | Admit, late: Callable[[], ClaimTimeout]
+        self, stage: _Stage, caller: Caller, body: Claim | Admit, late: Late
     ) -> Body | Answer:
         """What becomes of a call that is in its queue now; most often that is yet to come."""
         if body.number in self._answers:
@@ -220,15 +219,12 @@ class WaitingCalls:
             raise mine
         if mine is not None:
             return mine
-        if body.timeout_ms == 0:
-            why = late()
-            self._end(stage, body.number)
-            raise why
         if isinstance(stage.queue, ClaimQueue):
             stage.queue.note_reason(body.number)
         answer: Answer = asyncio.get_running_loop().create_future()
         self._answers[body.number] = answer
-        in_time(answer, self.host.now() + waits_s(body.timeout_ms), late)
+        ends = functools.partial(self._end, stage, body.number)
+        self._in_time(answer, body.timeout_ms, late, None if body.timeout_ms else ends)
         return answer
 
     def _repeated(self, entry: Entry, body: Claim) -> Claimed | None:
@@ -419,14 +415,31 @@ class WaitingCalls:
         if body.below:
             self.producers_wait()
         self._look_at(stage, answer, body)  # for the others nothing has changed
-        until = self.host.now() + waits_s(body.timeout_ms)
         late = self._late if body.key is None else self._no_key
-        in_time(answer, until, lambda: late(stage, body))
+        self._in_time(answer, body.timeout_ms, functools.partial(late, stage, body))
         return answer
 
     # why
 
-    def _no_key(self, stage: _Stage, body: Wait) -> ClaimTimeout:
+    def _in_time(
+        self, answer: Answer, timeout_ms: int, late: Late, ends: Callable[[], None] | None = None
+    ) -> None:
+        """Fail an answer at the end of the call's turn, with the reason that `late` finds out.
+        ends: called after that."""
+
+        async def fail_late() -> None:
+            why = await late()
+            if not answer.done():
+                fail(answer, why)
+                if ends is not None:
+                    ends()
+
+        if (left_s := waits_s(timeout_ms)) < math.inf:
+            loop = asyncio.get_running_loop()
+            timer = loop.call_later(max(0.0, left_s), lambda: self.mesh.spawn(fail_late()))
+            answer.add_done_callback(lambda _: timer.cancel())
+
+    async def _no_key(self, stage: _Stage, body: Wait) -> ClaimTimeout:
         """With what it waits for: `reasons.Facts` by name, and `near`."""
         assert body.key is not None
         told = inspection.around_key(stage.entry.store, body.key, self.host.now())
@@ -434,18 +447,11 @@ class WaitingCalls:
             f"row {body.key!r} does not exist yet: repeat the call to keep waiting", **told
         )
 
-    def _late(self, stage: _Stage, want: Want | Wait, claim: int = 0) -> ClaimTimeout:
+    async def _late(self, stage: _Stage, want: Want | Wait, claim: int = 0) -> ClaimTimeout:
         """With what it waits for: `reasons.Facts` by name."""
-        tag = want.budget_tag if isinstance(want, Want) else None
-        now, key = self.host.now(), (want.unit, str(want.where), tag)
+        missing = await self._missing(stage, want)
         assert isinstance(stage.queue, ClaimQueue)
-        until, missing = stage.looked.get(key, (0.0, {}))
-        if now >= until:
-            missing = self._missing(stage.entry, stage.queue.stage, want, now)
-            until = now + LOOK_SHARE * (self.host.now() - now)
-            stage.looked = {k: one for k, one in stage.looked.items() if now < one[0]}
-            stage.looked[key] = until, missing
-        before = stage.queue.before(claim), stage.queue.waits_for(claim, now)
+        before = stage.queue.before(claim), stage.queue.waits_for(claim, self.host.now())
         told = missing | {"before": before[0], "plan": before[1]}
         if claim in stage.queue:
             told["reason"] = str(stage.queue.reason(claim))
@@ -456,15 +462,40 @@ class WaitingCalls:
             **told,
         )
 
-    def _missing(self, entry: Entry, stage: str, want: Want | Wait, now: float) -> dict[str, Any]:
-        tag = want.budget_tag if isinstance(want, Want) else None
-        found = inspection.missing(entry.store, stage, want.unit, now, want.where, tag)
-        found["leases"] = [
-            [self.host.who(holder), of, rows, age] for holder, of, rows, age in found["leases"]
-        ]
-        return found
+    async def _missing(self, stage: _Stage, want: Want | Wait) -> dict[str, Any]:
+        """What keeps rows from a call, as of now or of shortly before. Calls of one form share a
+        look."""
+        form = want.unit, str(want.where), want.budget_tag if isinstance(want, Want) else None
+        until, missing = stage.looked.get(form, (0.0, {}))
+        if self.host.now() < until:
+            return missing
+        if form not in stage.looking:
+            assert isinstance(stage.queue, ClaimQueue)
+            name, store = stage.queue.stage, stage.entry.store
+            look = inspection.Look(store, name, want.unit, want.where, form[2])
+            stage.looking[form] = self.mesh.spawn(self._look_through(stage, look, form))
+        return await asyncio.shield(stage.looking[form])
 
-    def _not_admitted(self, stage: _Stage, one: WaitingAdmit) -> ClaimTimeout:
+    async def _look_through(
+        self, stage: _Stage, look: inspection.Look, form: Form
+    ) -> dict[str, Any]:
+        took_s, more, host = 0.0, True, self.host
+        try:
+            while more:
+                began = host.now()
+                more = look.go_on()
+                took_s += host.now() - began
+                await asyncio.sleep(0)
+            missing = inspection.missing(look, now := host.now())
+        finally:
+            del stage.looking[form]
+        missing["leases"] = [[host.who(holder), *rest] for holder, *rest in missing["leases"]]
+        until = host.now() + LOOK_SHARE * (took_s + host.now() - now)
+        stage.looked = {k: one for k, one in stage.looked.items() if now < one[0]}
+        stage.looked[form] = until, missing
+        return missing
+
+    async def _not_admitted(self, stage: _Stage, one: WaitingAdmit) -> ClaimTimeout:
         """With what it waits for."""
         store = stage.entry.store
         told = store.permits.stats(store) | {"before": stage.queue.before(one.number)}

@@ -34,10 +34,9 @@ class Census(Body, tag=70):
 
 
 class CensusDone(Body, tag=71):
-    """The reply to `Census`. placement: changes when rows move between peers."""
+    """The reply to `Census`. partitions: name → generation."""
 
-    partitions: list[str]
-    placement: int
+    partitions: dict[str, int]
 
 
 class Survey(Body, tag=72):

@@ -392,13 +392,13 @@ def test_a_full_disk_is_said_and_nothing_is_left(
     assert len(part.get()) == 12
 
 
-def test_where_a_peer_is_killed_half_way_the_checkpoint_begins_anew_with_what_is_left(
+def test_where_a_peer_is_killed_half_way_the_checkpoint_goes_on_with_what_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running("a", "b") as cluster, cluster.connect("a") as plane:
-        put_groups(plane, 3)
+        put_groups(plane, 8, nbytes=100_000)
         with cluster.connect("b") as other:
-            other.partition("step").put({"tokens": [np.zeros(2_000)]}, group="far")
+            other.partition("step").put({"tokens": [np.zeros(100_000)]}, group="far")
         in_sync(plane)  # else a partition whose primary is b is lost with it
         write = records.write
 
@@ -408,6 +408,7 @@ def test_where_a_peer_is_killed_half_way_the_checkpoint_begins_anew_with_what_is
                 cluster.peers["b"].kill()
                 cluster.peers["b"].wait()
 
+        monkeypatch.setattr("dataplane.client._sync.save.SAVE_BYTES", 1 << 18)
         monkeypatch.setattr(records, "write", then_kill)
         plane.checkpoint(tmp_path / "c", timeout=60)
         assert left_over(tmp_path) == ["c"]
@@ -415,7 +416,7 @@ def test_where_a_peer_is_killed_half_way_the_checkpoint_begins_anew_with_what_is
         kept = [*part.rows().keys]
         part.drop()
         plane.restore(tmp_path / "c")
-        assert [*plane.partition("step").rows().keys] == kept and len(kept) == 12
+        assert [*plane.partition("step").rows().keys] == kept and len(kept) == 32
 
 
 def test_a_partition_dropped_meanwhile_is_left_out(
@@ -423,13 +424,15 @@ def test_a_partition_dropped_meanwhile_is_left_out(
 ) -> None:
     part = put_groups(one, 3, nbytes=1 << 20)
     one.partition("a", free="drop").put({"x": [1]}, key="k")
-    one.partition("z", free="drop").put({"x": [1]}, key="k")
+    for name in ("y", "z"):
+        one.partition(name, free="drop").put({"x": [1]}, key="k")
     write = records.write
 
     def then_drop(file: Any, name: str, saved: Any, *args: Any) -> None:
         write(file, name, saved, *args)
         if saved.table.values.fields == ["tokens"]:
             part.drop()
+            one.partition("y").drop()
 
     monkeypatch.setattr("dataplane.client._sync.save.SAVE_BYTES", 1 << 20)
     monkeypatch.setattr(records, "write", then_drop)

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from dataplane import progress
-from dataplane.client._async.attaching import attach, define
 from dataplane.client._async.backend import offload
 from dataplane.client._async.calls import DEFAULT_TIMEOUT_S, ask
 from dataplane.client.checkpoint import records
@@ -24,18 +23,15 @@ from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
 from dataplane.client.session.session import Session
 from dataplane.errors import (
-    CheckpointFailed,
-    DeadlineExceeded,
     InvalidCall,
     PartitionGone,
-    PartitionUndefined,
     RowsGone,
-    Unavailable,
 )
 from dataplane.metadata.tables.keys import keys_in
 from dataplane.progress import Bar
 from dataplane.wire.arrays import shown
 from dataplane.wire.checkpoint import Census, CensusDone, Save, SaveDone, Survey, SurveyDone
+from dataplane.wire.messages import Define, Defined
 from dataplane.wire.records import KEY
 
 T = TypeVar("T")
@@ -44,14 +40,9 @@ SAVE_BYTES = 32 << 20
 """Bytes of values per request, and at most a quarter of the quota for pulls."""
 MAX_UNITS = 4096
 """Groups, or rows without a group, per request."""
-ATTACH_S = 5.0
-"""After this many seconds, a partition that is still undeclared counts as dropped."""
-_TIMES = int(DEFAULT_TIMEOUT_S / ATTACH_S)
 _FILE_WORK = 1 << 62
 """More bytes than any copy has, so that the work runs in a thread."""
 _TRIES = 16
-_ROSTERS = 3
-"""How many times a checkpoint starts if rows move between peers meanwhile."""
 
 
 def path_of(directory: Any) -> Path:
@@ -103,49 +94,26 @@ class _Checkpoint:
         """of the partition that is being written, among those that there are"""
 
     async def write(self) -> None:
-        for _ in range(_ROSTERS):
-            before = await self._census()
-            self.bar.expect(len(before.partitions))
-            for number, name in enumerate(before.partitions):
-                self.number = number
-                await self._partition(name)
-            after = await self._census()
-            if after.placement == before.placement:
-                await filing(lambda: self.archive.commit(self.session.plane, self.notes))
-                return
-            self.notes = []
-            await filing(self.archive.clear)
-        raise CheckpointFailed(
-            "rows moved between peers during every attempt, because peers joined, left or "
-            "died: call plane.checkpoint(…) again",
-            path=str(self.archive.target),
-        )
+        census = await ask(self.session, Census(), CensusDone, self._limit())
+        self.bar.expect(len(census.partitions))
+        for number, (name, generation) in enumerate(sorted(census.partitions.items())):
+            self.number = number
+            await self._partition(name, generation)
+        await filing(lambda: self.archive.commit(self.session.plane, self.notes))
 
     def _limit(self) -> Deadline:
         return within(self.deadline, "the checkpoint")
 
-    async def _census(self) -> CensusDone:
-        return await ask(self.session, Census(), CensusDone, self._limit())
-
-    async def _partition(self, name: str) -> None:
+    async def _partition(self, name: str, generation: int) -> None:
         """One that was dropped meanwhile is left out."""
-        handle, number = Handle(self.session, name), len(self.notes)
-        for again in reversed(range(_TIMES)):
-            self.deadline.check("the checkpoint")
-            try:
-                await define(handle, None, Deadline(ATTACH_S))
-                break
-            except PartitionUndefined:
-                return
-            except (DeadlineExceeded, Unavailable):  # a fail-over takes longer
-                if not again:
-                    raise
-        archive = self.archive
+        archive, handle, number = self.archive, Handle(self.session, name), len(self.notes)
         with ExitStack() as opened:  # also where this is cancelled as it opens the file
             file: SummedFile = await filing(
                 lambda: opened.enter_context(closing(archive.file(number)))
             )
             try:
+                body = Define(name, None, generation=generation)
+                handle.defined = await ask(self.session, body, Defined, self._limit())
                 await self._rows(handle, file)
             except PartitionGone:
                 opened.close()
@@ -176,9 +144,8 @@ class _Checkpoint:
     async def _survey(self, handle: Handle) -> tuple[bytes, bytes, int]:
         """The keys of all groups, and of rows without one, and how many groups closed and went."""
         groups, rows, closed, cursor = [], [], None, 0
-        generation = await attach(handle, self.deadline)
         while True:
-            body = Survey(handle.name, generation, cursor)
+            body = Survey(handle.name, handle.generation, cursor)
             found = await ask(self.session, body, SurveyDone, self._limit())
             groups.append(found.groups)
             rows.append(found.rows)
@@ -194,8 +161,7 @@ class _Checkpoint:
         and were gone before."""
         session = self.session
         nbytes = min(SAVE_BYTES, session.share_bytes[2] // 4)
-        generation = await attach(handle, self.deadline)
-        body = Save(handle.name, generation, groups, rows, nbytes)
+        body = Save(handle.name, handle.generation, groups, rows, nbytes)
         found = await ask(session, body, SaveDone, self._limit())
         arena = np.asarray(session.pinned(found.pin))
         closed += found.ended_groups

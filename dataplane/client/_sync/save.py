@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from dataplane import progress
-from dataplane.client._sync.attaching import attach, define
 from dataplane.client._sync.backend import offload
 from dataplane.client._sync.calls import DEFAULT_TIMEOUT_S, ask
 from dataplane.client.checkpoint import records
@@ -27,18 +26,15 @@ from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
 from dataplane.client.session.session import Session
 from dataplane.errors import (
-    CheckpointFailed,
-    DeadlineExceeded,
     InvalidCall,
     PartitionGone,
-    PartitionUndefined,
     RowsGone,
-    Unavailable,
 )
 from dataplane.metadata.tables.keys import keys_in
 from dataplane.progress import Bar
 from dataplane.wire.arrays import shown
 from dataplane.wire.checkpoint import Census, CensusDone, Save, SaveDone, Survey, SurveyDone
+from dataplane.wire.messages import Define, Defined
 from dataplane.wire.records import KEY
 
 T = TypeVar("T")
@@ -47,14 +43,9 @@ SAVE_BYTES = 32 << 20
 """Bytes of values per request, and at most a quarter of the quota for pulls."""
 MAX_UNITS = 4096
 """Groups, or rows without a group, per request."""
-ATTACH_S = 5.0
-"""After this many seconds, a partition that is still undeclared counts as dropped."""
-_TIMES = int(DEFAULT_TIMEOUT_S / ATTACH_S)
 _FILE_WORK = 1 << 62
 """More bytes than any copy has, so that the work runs in a thread."""
 _TRIES = 16
-_ROSTERS = 3
-"""How many times a checkpoint starts if rows move between peers meanwhile."""
 
 
 def path_of(directory: Any) -> Path:
@@ -106,47 +97,24 @@ class _Checkpoint:
         """of the partition that is being written, among those that there are"""
 
     def write(self) -> None:
-        for _ in range(_ROSTERS):
-            before = self._census()
-            self.bar.expect(len(before.partitions))
-            for number, name in enumerate(before.partitions):
-                self.number = number
-                self._partition(name)
-            after = self._census()
-            if after.placement == before.placement:
-                filing(lambda: self.archive.commit(self.session.plane, self.notes))
-                return
-            self.notes = []
-            filing(self.archive.clear)
-        raise CheckpointFailed(
-            "rows moved between peers during every attempt, because peers joined, left or "
-            "died: call plane.checkpoint(…) again",
-            path=str(self.archive.target),
-        )
+        census = ask(self.session, Census(), CensusDone, self._limit())
+        self.bar.expect(len(census.partitions))
+        for number, (name, generation) in enumerate(sorted(census.partitions.items())):
+            self.number = number
+            self._partition(name, generation)
+        filing(lambda: self.archive.commit(self.session.plane, self.notes))
 
     def _limit(self) -> Deadline:
         return within(self.deadline, "the checkpoint")
 
-    def _census(self) -> CensusDone:
-        return ask(self.session, Census(), CensusDone, self._limit())
-
-    def _partition(self, name: str) -> None:
+    def _partition(self, name: str, generation: int) -> None:
         """One that was dropped meanwhile is left out."""
-        handle, number = Handle(self.session, name), len(self.notes)
-        for again in reversed(range(_TIMES)):
-            self.deadline.check("the checkpoint")
-            try:
-                define(handle, None, Deadline(ATTACH_S))
-                break
-            except PartitionUndefined:
-                return
-            except (DeadlineExceeded, Unavailable):  # a fail-over takes longer
-                if not again:
-                    raise
-        archive = self.archive
+        archive, handle, number = self.archive, Handle(self.session, name), len(self.notes)
         with ExitStack() as opened:  # also where this is cancelled as it opens the file
             file: SummedFile = filing(lambda: opened.enter_context(closing(archive.file(number))))
             try:
+                body = Define(name, None, generation=generation)
+                handle.defined = ask(self.session, body, Defined, self._limit())
                 self._rows(handle, file)
             except PartitionGone:
                 opened.close()
@@ -177,9 +145,8 @@ class _Checkpoint:
     def _survey(self, handle: Handle) -> tuple[bytes, bytes, int]:
         """The keys of all groups, and of rows without one, and how many groups closed and went."""
         groups, rows, closed, cursor = [], [], None, 0
-        generation = attach(handle, self.deadline)
         while True:
-            body = Survey(handle.name, generation, cursor)
+            body = Survey(handle.name, handle.generation, cursor)
             found = ask(self.session, body, SurveyDone, self._limit())
             groups.append(found.groups)
             rows.append(found.rows)
@@ -195,8 +162,7 @@ class _Checkpoint:
         and were gone before."""
         session = self.session
         nbytes = min(SAVE_BYTES, session.share_bytes[2] // 4)
-        generation = attach(handle, self.deadline)
-        body = Save(handle.name, generation, groups, rows, nbytes)
+        body = Save(handle.name, handle.generation, groups, rows, nbytes)
         found = ask(session, body, SaveDone, self._limit())
         arena = np.asarray(session.pinned(found.pin))
         closed += found.ended_groups

@@ -126,12 +126,6 @@ class Archive:
         with failing(self.target):
             (self.partial / file_name(number)).unlink()
 
-    def clear(self) -> None:
-        """Remove all files, to start again."""
-        with failing(self.target):
-            shutil.rmtree(self.partial)
-            self.partial.mkdir(mode=0o700)
-
     def commit(self, plane: str, partitions: list[PartitionNote]) -> None:
         """Write the manifest, and give the directory its final name in one step."""
         now = datetime.now(UTC).isoformat(timespec="seconds")

@@ -11,7 +11,6 @@ import asyncio
 from collections.abc import Awaitable
 
 import msgspec
-from xxhash import xxh3_64_intdigest
 
 from dataplane.memory.admission import Admission
 from dataplane.metadata.roster.roster import Roster
@@ -51,13 +50,13 @@ class Checkpoints:
                 for one in roster.hosts
             )
             told: list[CensusDone] = await asyncio.gather(*asked)
-            names = sorted(name for one in told for name in one.partitions)
-            return CensusDone(names, _placement(roster))
+            return CensusDone({name: n for one in told for name, n in one.partitions.items()})
 
         return await self.router.reach(all_by, call_end(self.host.now()))
 
     async def census_here(self, caller: Caller, body: Census) -> Body:
-        return CensusDone(list(self.host.entries), 0)
+        entries = self.host.entries.items()
+        return CensusDone({name: entry.store.generation for name, entry in entries})
 
     async def survey(self, session: Session, request: Request, body: Survey) -> SurveyDone:
         found: SurveyDone = await self.router.ask(body)
@@ -70,9 +69,7 @@ class Checkpoints:
     async def save(self, session: Session, request: Request, body: Save) -> SaveDone:
         """Return a page of a snapshot. Raises RowsGone if values were freed before they were
         read; a retry then omits their rows."""
-        found: SaveDone = await self.router.ask(body)
-        where = self.reading.resolved(found.table, session.id, in_place=False)
-        found.table, found.pin = await where
+        found: SaveDone = await self.reading.found(body, session, "checkpoint", in_place=False)
         return found
 
     async def save_here(self, caller: Caller, body: Save) -> Body:
@@ -100,10 +97,3 @@ class Checkpoints:
             self.writing.share.check_rows()
         entry.store.restore(body)
         return PutDone()
-
-
-def _placement(roster: Roster) -> int:
-    """Another number where shards are served by other peers, or by another life of one."""
-    lives = zip(roster.members, roster.incarnations, strict=True)
-    text = "\n".join(f"{member} {incarnation}" for member, incarnation in lives)
-    return xxh3_64_intdigest(text.encode() + roster.primaries.tobytes())

@@ -32,6 +32,7 @@ from dataplane.peer.net.router import Router
 from dataplane.peer.requests.leases import Leases
 from dataplane.peer.room.pools import Pools
 from dataplane.peer.sessions import Session
+from dataplane.wire.checkpoint import SaveDone
 from dataplane.wire.limits import MAX_FRAME_BYTES
 from dataplane.wire.messages import Body, Fetch, Fetched, Read, ReadDone, Request
 from dataplane.wire.records import EXTENT, U8, Array, ranges_of
@@ -133,17 +134,18 @@ class Reading:
 
     async def read(self, session: Session, request: Request, body: Read) -> Body:
         """Read rows without a lease, wherever they are; one page of them if there are many."""
-        done: ReadDone = await self._found(body, session, "read")
+        done: ReadDone = await self.found(body, session, "read")
         return done
 
-    async def _found(self, body: Any, session: Session, call: str) -> Any:
+    async def found(self, body: Any, session: Session, call: str, *, in_place: bool = True) -> Any:
         """What the shard answers, with places here in its table, and pinned. A place is a hint: it
         is asked again where values went before they were here."""
         failed = 0
         while True:
-            found: ReadDone | Fetched = await self.router.ask(body)
+            found: ReadDone | Fetched | SaveDone = await self.router.ask(body)
+            resolved = self.resolved(found.table, session.id, in_place=in_place)
             try:
-                found.table, found.pin = await self.resolved(found.table, session.id)
+                found.table, found.pin = await resolved
                 return found
             except (RowsGone, RowsLost) as exc:
                 failed += 1
@@ -193,7 +195,7 @@ class Reading:
         call_context.set(msgspec.structs.replace(call_context.get(), stage=lease.stage))
         asked = Fetch(lease.number, body.fields, lease.partition, lease.generation, body.index)
         try:
-            found: Fetched = await self._found(asked, session, "fetch")
+            found: Fetched = await self.found(asked, session, "fetch")
             return found
         except LeaseExpired:
             self.leases.close(lease)

@@ -69,6 +69,7 @@ __all__ = [
     "TransferFailed",
     "TransportMissing",
     "Unavailable",
+    "ValueCorrupt",
     "ValueTooLarge",
     "VersionMismatch",
 ]
@@ -419,6 +420,12 @@ class RowsGone(DataplaneError, LookupError):
     """The rows were freed, dropped, lost, or never put."""
 
     next_step = "Read before the last ack. After a retried put, continue."
+
+
+class ValueCorrupt(DataplaneError):
+    """A value's bytes do not fit its layout. `details`: `field`, `key`, `writer`."""
+
+    next_step = "Put the row again, or drop it."
 
 
 class RowsLost(DataplaneError):

@@ -20,7 +20,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from dataplane.errors import DeviceMissing, ProtocolError, counted
+from dataplane.errors import DeviceMissing, ValueCorrupt, counted
 from dataplane.gpu.device import Copy, Device, Event, Located, Pool, PoolHandle, check_inside
 from dataplane.wire.arrays import dtype_name, dtype_of, is_torch
 
@@ -385,7 +385,7 @@ def _of_dtype(dtype: object) -> np.dtype[Any] | None:
     """As numpy has one of torch's; None for one that cannot travel."""
     try:
         return dtype_of(str(dtype).removeprefix("torch."))
-    except ProtocolError:
+    except ValueCorrupt:
         return None
 
 

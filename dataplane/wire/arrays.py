@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.errors import InvalidValue, mixed_releases
+from dataplane.errors import InvalidValue, ValueCorrupt
 from dataplane.wire.limits import MAX_RANK
 
 Array = npt.NDArray[Any]
@@ -67,7 +67,7 @@ def dtype_name(dtype: np.dtype[Any]) -> str | None:
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    """Return the dtype of a name from a message. Raise ProtocolError for an unknown name."""
+    """Return the dtype of a name from a layout. Raise ValueCorrupt for an unknown name."""
     dtype = _BY_NAME.get(name)
     if dtype is not None:
         return dtype
@@ -76,7 +76,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
             return np.dtype(name)
         except (TypeError, ValueError):
             pass
-    raise mixed_releases(f"dtype {name[:64]!r} is not part of this protocol")
+    raise ValueCorrupt(f"dtype {name[:64]!r} is not part of this protocol")
 
 
 def is_ready(value: object) -> bool:

@@ -21,9 +21,8 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from dataplane.errors import mixed_releases
+from dataplane.errors import ValueCorrupt
 from dataplane.wire.arrays import dtype_of
-from dataplane.wire.frames import decoded
 from dataplane.wire.limits import ALIGNMENT_BYTES, MAX_FIELDS, MAX_LAYOUT_BYTES, MAX_RANK
 
 OPEN = -1
@@ -97,40 +96,43 @@ def encode(columns: tuple[ColumnSpec, ...]) -> bytes:
 
 @lru_cache(1024)
 def decode(layout: bytes) -> tuple[ColumnSpec, ...]:
-    """Return the columns of a layout. Raise ProtocolError if it is invalid."""
+    """Return the columns of a layout. Raise ValueCorrupt if it is invalid."""
     if len(layout) > MAX_LAYOUT_BYTES:  # this function keeps the layouts that it decoded
-        raise mixed_releases(
-            f"a chunk layout is {len(layout)} bytes long: expected at most {MAX_LAYOUT_BYTES}"
+        raise ValueCorrupt(
+            f"its layout is {len(layout)} bytes long: expected at most {MAX_LAYOUT_BYTES}"
         )
-    found = decoded(_decoder, layout, "a chunk layout")
+    try:
+        found = _decoder.decode(layout)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
+        raise ValueCorrupt(f"its layout cannot be decoded: {exc}") from exc
     if found.version != VERSION:
-        raise mixed_releases(
-            f"a chunk has layout version {found.version}, but this client reads version {VERSION}"
+        raise ValueCorrupt(
+            f"its layout has version {found.version}, but this client reads version {VERSION}"
         )
     if not 0 < len(found.columns) <= MAX_FIELDS:
-        raise mixed_releases(
-            f"invalid chunk layout: expected 1 to {MAX_FIELDS} columns, got {len(found.columns)}"
+        raise ValueCorrupt(
+            f"its layout has {len(found.columns)} columns: expected 1 to {MAX_FIELDS}"
         )
     for spec in found.columns:
         if len(spec.shape) > MAX_RANK or any(length < OPEN for length in spec.shape):
-            raise mixed_releases(
-                f"invalid column shape {spec.shape}: expected at most {MAX_RANK} axes, each of "
-                f"length 0 or more, or {OPEN} for a variable length"
+            raise ValueCorrupt(
+                f"its layout has a column of shape {spec.shape}: expected at most {MAX_RANK} axes, "
+                f"each of length 0 or more, or {OPEN} for a variable length"
             )
         if bool(spec.dtype) != (spec.kind in _WITH_DTYPE):
-            raise mixed_releases(
-                f"invalid column of kind {spec.kind!r} with dtype {spec.dtype[:64]!r}: columns of "
+            raise ValueCorrupt(
+                f"its layout has a {spec.kind!r} column of dtype {spec.dtype[:64]!r}: columns of "
                 f"kinds {', '.join(_WITH_DTYPE)} must have a dtype, and other columns must not"
             )
         if spec.kind == "number" and spec.dtype not in _OF_NUMBERS:
-            raise mixed_releases(
-                f"invalid dtype {spec.dtype[:64]!r} for a column of kind 'number': expected "
+            raise ValueCorrupt(
+                f"its layout has a 'number' column of dtype {spec.dtype[:64]!r}: expected "
                 f"{', '.join(_OF_NUMBERS[:-1])} or {_OF_NUMBERS[-1]}"
             )
         if spec.dtype:
             dtype_of(spec.dtype)
         if spec.shape and spec.kind != "array":
-            raise mixed_releases(
-                f"invalid shape {spec.shape} for a column of kind {spec.kind!r}: expected ()"
+            raise ValueCorrupt(
+                f"its layout has a {spec.kind!r} column of shape {spec.shape}: expected ()"
             )
     return found.columns

@@ -34,7 +34,7 @@ from dataplane.errors import (
     DataplaneError,
     InvalidValue,
     LimitExceeded,
-    mixed_releases,
+    ValueCorrupt,
 )
 from dataplane.wire.arrays import (
     Array,
@@ -97,6 +97,7 @@ class Jagged(msgspec.Struct, array_like=True, frozen=True):
 _leaf_decoder = msgspec.msgpack.Decoder(Leaf)
 _jagged_decoder = msgspec.msgpack.Decoder(Jagged)
 _SIZE = Struct("<I")
+_SIZE_BYTES = _SIZE.size
 _PADDING = [bytes(length) for length in range(OBJECT_ALIGNMENT_BYTES)]
 
 
@@ -161,29 +162,29 @@ def _buffers(head: bytes, leaves: Sequence[Array], path: str) -> list[Buffer]:
     return buffers
 
 
-def decode(row: bytes | memoryview) -> Any:
+def decode(row: bytes | memoryview, corrupt: Callable[[str], ValueCorrupt] = ValueCorrupt) -> Any:
     """Return the value of a row. Its arrays are read-only views of the row's memory. Raise
-    ProtocolError if the row is invalid."""
+    what `corrupt` makes of the reason if the row is invalid."""
     nbytes = len(row)
-    begin = _SIZE.size + _SIZE.unpack_from(row)[0] if nbytes >= _SIZE.size else -1
+    begin = _SIZE_BYTES + _SIZE.unpack_from(row)[0] if nbytes >= _SIZE_BYTES else -1
     if not 0 < begin <= nbytes:
-        raise mixed_releases(
-            f"received a truncated object: its head takes {max(begin, _SIZE.size)} bytes, but the "
+        raise corrupt(
+            f"the object is truncated: its head takes {max(begin, _SIZE_BYTES)} bytes, but the "
             f"whole object is only {nbytes} bytes long"
         )
-    head, decoder = row[_SIZE.size : begin], _WITHOUT_ARRAYS
+    head, decoder = row[_SIZE_BYTES:begin], _WITHOUT_ARRAYS
     if nbytes > begin:
         arrays = memoryview(row)[begin + -begin % OBJECT_ALIGNMENT_BYTES :]
         decoder = _decoder_of(arrays.toreadonly())
     try:
         value = decoder.decode(head)
         if type(value) in _MAY_HOLD_TIME and _TIMESTAMP.search(head) and _holds_time(value):
-            raise mixed_releases(
-                "received a MessagePack timestamp (ext code -1), which is not part of this protocol"
+            raise ValueCorrupt(
+                "it holds a MessagePack timestamp (ext code -1), which is not part of this protocol"
             )
         return value
-    except (msgspec.MsgspecError, RecursionError, ValueError, TypeError) as exc:
-        raise mixed_releases(f"received a value that cannot be decoded ({exc})") from exc
+    except (ValueCorrupt, msgspec.MsgspecError, RecursionError, ValueError, TypeError) as exc:
+        raise corrupt(f"the object cannot be decoded: {exc}") from exc
 
 
 def _decoder_of(arrays: memoryview) -> msgspec.msgpack.Decoder[Any]:
@@ -210,8 +211,8 @@ def _ext(arrays: memoryview, code: int, data: memoryview) -> Any:
             return tuple(items)
     elif code == EXT_INT:
         return int.from_bytes(data, "little", signed=True)
-    raise mixed_releases(
-        f"received MessagePack ext code {code} ({len(data)} bytes), which is not part of this "
+    raise ValueCorrupt(
+        f"it holds MessagePack ext code {code} ({len(data)} bytes), which is not part of this "
         "protocol"
     )
 
@@ -226,7 +227,7 @@ def _array(arrays: memoryview, leaf: Leaf) -> Array:
         or offset % OBJECT_ALIGNMENT_BYTES
         or offset + nbytes > max(len(arrays), offset)
     ):
-        raise mixed_releases(
+        raise ValueCorrupt(
             f"an array of dtype {dtype} and shape {shape} at byte {offset} does not fit in its "
             f"object's {len(arrays)} bytes of array data"
         )
@@ -460,7 +461,7 @@ def _tensor(leaf: Array) -> Any:
     except ImportError:
         return leaf
     except InvalidValue as exc:
-        raise mixed_releases(f"received a tensor that cannot be decoded ({exc.message})") from exc
+        raise ValueCorrupt(f"it holds a tensor that torch cannot have: {exc.message}") from exc
 
 
 def _jagged(values: Array, offsets: Array, axis: int) -> Any:
@@ -468,12 +469,12 @@ def _jagged(values: Array, offsets: Array, axis: int) -> Any:
         offsets.dtype != np.int64
         or offsets.ndim != 1
         or len(offsets) < 1
-        or axis >= values.ndim
+        or not 0 <= axis < values.ndim
         or offsets[0] != 0
         or offsets[-1] != values.shape[axis]
         or (np.diff(offsets) < 0).any()
     ):
-        raise mixed_releases("received a nested tensor whose offsets do not match its values")
+        raise ValueCorrupt("the offsets of a nested tensor do not match its values")
     try:
         import torch
     except ImportError:
@@ -517,8 +518,8 @@ def _scalar(data: memoryview) -> Any:
     end = 1 + data[0] if len(data) else 0
     dtype = dtype_of(str(data[1:end], "ascii"))
     if len(data) - end != dtype.itemsize:
-        raise mixed_releases(
-            f"received {len(data) - end} bytes for a scalar of dtype {dtype}: expected "
+        raise ValueCorrupt(
+            f"a scalar of dtype {dtype} has {len(data) - end} bytes: expected "
             f"{dtype.itemsize} bytes"
         )
     return np.frombuffer(data, dtype, 1, end)[0]

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.client.read.chunk_columns import ChunkColumn, ChunkForm
-from dataplane.errors import ProtocolError
+from dataplane.errors import ValueCorrupt
 from dataplane.wire import layouts
 from dataplane.wire.layouts import OPEN, ColumnSpec
 from dataplane.wire.limits import MAX_LAYOUT_BYTES
@@ -114,7 +114,7 @@ def test_what_does_not_fit_is_refused(data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, len(memory) - 1)) if len(memory) else 0
     for wrong in (memory[:cut], np.concatenate((memory, np.zeros(1, np.uint8)))):
         if len(wrong) != len(memory):
-            with pytest.raises(ProtocolError):
+            with pytest.raises(ValueCorrupt):
                 ChunkForm(tuple(specs), rows).columns(wrong)
 
 
@@ -124,7 +124,7 @@ def test_random_bytes_are_read_or_refused(raw: bytes, rows: int, data: st.DataOb
     memory = np.frombuffer(raw, np.uint8)
     try:
         found = ChunkForm(tuple(specs), rows).columns(memory)
-    except ProtocolError:
+    except ValueCorrupt:
         return
     for value in itertools.chain.from_iterable(map(_values, found)):
         assert value is not None
@@ -134,13 +134,13 @@ def test_text_that_is_not_utf_8_is_refused() -> None:
     spec = ColumnSpec("text")
     (column,) = ChunkForm((spec,), 2).columns(laid_out([spec], [[b"fine", b"\xff\xfe"]]))
     assert list(column.values(0, 1)) == ["fine"]
-    with pytest.raises(ProtocolError, match="UTF-8"):
+    with pytest.raises(ValueCorrupt, match="UTF-8"):
         column.values(0, 2)
 
 
 @pytest.mark.parametrize("rows", [1 << 61, 1 << 70])
 def test_more_lengths_than_memory_can_hold_are_refused(rows: int) -> None:
-    with pytest.raises(ProtocolError, match="invalid chunk"):
+    with pytest.raises(ValueCorrupt, match="its chunk cannot have"):
         ChunkForm((ColumnSpec("bytes"),), rows).columns(np.zeros(64, np.uint8))
 
 
@@ -171,7 +171,7 @@ def test_a_row_that_a_caller_gives_another_shape_is_read_as_before(rows: int) ->
     ],
 )
 def test_a_spec_that_is_none_is_refused(spec: ColumnSpec) -> None:
-    with pytest.raises(ProtocolError):
+    with pytest.raises(ValueCorrupt):
         layouts.decode(layouts.encode((spec,)))
 
 
@@ -179,7 +179,7 @@ def test_a_layout_longer_than_the_limit_is_refused_and_not_kept() -> None:
     columns = ["text", "", [], False], *[["bytes", "", [], False]] * 3
     layout = msgspec.msgpack.encode([layouts.VERSION, columns, bytes(MAX_LAYOUT_BYTES)])
     kept = layouts.decode.cache_info().currsize
-    with pytest.raises(ProtocolError, match=f"at most {MAX_LAYOUT_BYTES}"):
+    with pytest.raises(ValueCorrupt, match=f"at most {MAX_LAYOUT_BYTES}"):
         layouts.decode(layout)
     assert layouts.decode.cache_info().currsize == kept
 
@@ -187,5 +187,5 @@ def test_a_layout_longer_than_the_limit_is_refused_and_not_kept() -> None:
 def test_lengths_whose_product_wraps_are_refused() -> None:
     spec = ColumnSpec("array", "int64", (OPEN, OPEN, OPEN, OPEN))
     lengths = np.full(4, 0xFFFF_FFFF, "<u4").view(np.uint8)
-    with pytest.raises(ProtocolError):
+    with pytest.raises(ValueCorrupt):
         ChunkForm((spec,), 1).columns(np.concatenate((lengths, np.zeros(48, np.uint8))))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dataplane.client.read.chunk_columns import ChunkForm
 from dataplane.client.read.column_view import ColumnView, RowSpan
-from dataplane.errors import FieldUnknown, ProtocolError
+from dataplane.errors import FieldUnknown, ValueCorrupt
 from dataplane.wire import objects
 from dataplane.wire.layouts import ColumnSpec
 from tests.client.test_chunk_columns import columns, laid_out
@@ -103,9 +103,11 @@ def test_a_view_with_a_value_that_cannot_be_decoded_has_a_representation() -> No
     column = ChunkForm((spec,), 2).columns(laid_out([spec], [rows]))[0]
     view = ColumnView("x", [(column, 0, 2)])
     assert view[0] is None
-    with pytest.raises(ProtocolError):
+    with pytest.raises(ValueCorrupt):
         view[1]
-    assert repr(view).startswith("<x: 2 rows, unreadable: received a truncated object")
+    assert repr(view).startswith(
+        "<x: 2 rows, unreadable: field 'x': the value of row 1 is corrupt: the object is "
+    )
 
 
 def test_a_wrong_index_is_the_error_of_a_sequence_and_names_the_field() -> None:

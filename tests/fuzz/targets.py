@@ -30,6 +30,7 @@ from dataplane.errors import (
     DataplaneError,
     InvalidCall,
     ProtocolError,
+    ValueCorrupt,
 )
 from dataplane.metadata.tables import where
 from dataplane.metadata.tables.bits import all_of
@@ -82,7 +83,8 @@ _BULK: list[Callable[[bytes], Any]] = [
 
 
 def _objects(data: bytes) -> None:
-    _each([objects.decode], data)
+    with contextlib.suppress(ValueCorrupt):
+        objects.decode(data)
 
 
 def _chunks(data: bytes) -> None:
@@ -90,7 +92,7 @@ def _chunks(data: bytes) -> None:
     if len(data) > 1:
         rows, size = data[0], data[1]
         memory = np.frombuffer(data[2 + size :], np.uint8)
-        with contextlib.suppress(DataplaneError):
+        with contextlib.suppress(ValueCorrupt):
             form = ChunkForm(layouts.decode(data[2 : 2 + size]), rows)
             for column in form.columns(memory):
                 if column.is_array:
@@ -121,7 +123,7 @@ def _columns(data: bytes) -> None:
 
 def _filters(data: bytes) -> None:
     """A filter as it arrives: any decoded object."""
-    with contextlib.suppress(ProtocolError):
+    with contextlib.suppress(ValueCorrupt):
         wire = objects.decode(data)
         with contextlib.suppress(InvalidCall, DataplaneError):
             where.checked(wire)

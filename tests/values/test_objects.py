@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from dataplane.errors import InvalidValue, LimitExceeded, ProtocolError
+from dataplane.errors import InvalidValue, LimitExceeded, ValueCorrupt
 from dataplane.wire.limits import MAX_LEAVES_PER_ROW, MAX_NESTING
 from dataplane.wire.objects import decode, encode, encode_many
 from tests.same import same
@@ -219,8 +219,8 @@ def test_plain_columns_are_encoded_at_once_and_others_are_not() -> None:
         b"\xa1\xff",
     ],
 )
-def test_a_head_that_is_not_ours_is_a_protocol_error(head: bytes) -> None:
-    with pytest.raises(ProtocolError):
+def test_a_head_that_is_not_ours_is_corrupt(head: bytes) -> None:
+    with pytest.raises(ValueCorrupt):
         decode(struct.pack("<I", len(head)) + head)
 
 
@@ -239,26 +239,26 @@ def test_a_head_that_is_not_ours_is_a_protocol_error(head: bytes) -> None:
         ["float64", 1, 0],
     ],
 )
-def test_an_array_that_is_not_in_its_row_is_a_protocol_error(leaf: list[object]) -> None:
+def test_an_array_that_is_not_in_its_row_is_corrupt(leaf: list[object]) -> None:
     head = msgpack.packb(msgpack.ExtType(1, msgpack.packb(leaf)))
     start = struct.pack("<I", len(head)) + head
-    with pytest.raises(ProtocolError):
+    with pytest.raises(ValueCorrupt):
         decode(start + bytes(-len(start) % 16) + bytes(8))
 
 
-def test_a_row_that_is_cut_off_is_a_protocol_error() -> None:
+def test_a_row_that_is_cut_off_is_corrupt() -> None:
     whole = row({"a": np.arange(3), "b": "text"})
     for end in range(len(whole)):
-        with pytest.raises(ProtocolError):
+        with pytest.raises(ValueCorrupt):
             decode(whole[:end])
 
 
 @given(st.binary(max_size=64), st.binary(max_size=32))
 @settings(max_examples=300)
-def test_any_bytes_decode_or_are_a_protocol_error(head: bytes, rest: bytes) -> None:
-    with contextlib.suppress(ProtocolError):
+def test_any_bytes_decode_or_are_corrupt(head: bytes, rest: bytes) -> None:
+    with contextlib.suppress(ValueCorrupt):
         decode(struct.pack("<I", len(head)) + head + rest)
-    with contextlib.suppress(ProtocolError):
+    with contextlib.suppress(ValueCorrupt):
         decode(head)
 
 

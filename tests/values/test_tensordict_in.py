@@ -15,7 +15,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack, te
 
 import dataplane
 from dataplane.client.write.columns import by_name, prepare
-from dataplane.errors import InvalidRows, InvalidValue, ProtocolError
+from dataplane.errors import InvalidRows, InvalidValue, ValueCorrupt
 from dataplane.wire import objects
 from dataplane.wire.layouts import ColumnSpec
 from tests.same import same
@@ -243,7 +243,7 @@ def test_offsets_that_fit_no_values_are_refused() -> None:
     assert offsets.tolist() == [0, 2, 5]
     for wrong in ([5, 2, 0], [0, 2, 4], [1, 2, 5]):
         row[-1] = np.array(wrong)
-        with pytest.raises(ProtocolError, match="offsets"):
+        with pytest.raises(ValueCorrupt, match="offsets"):
             objects.decode(b"".join(row))
 
 

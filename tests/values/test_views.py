@@ -17,7 +17,7 @@ from dataplane.client.read.table import TableReader, join_readers
 from dataplane.client.read.table_shape import SHARED_RUNS, TableShape, shape_of_values
 from dataplane.client.write.chunks import pieces_of, plan
 from dataplane.client.write.columns import prepare
-from dataplane.errors import FieldUnknown, ProtocolError
+from dataplane.errors import FieldUnknown, ProtocolError, ValueCorrupt
 from dataplane.metadata.tables.bits import all_of, bits_of, bytes_of
 from dataplane.wire import layouts
 from dataplane.wire.layouts import ColumnSpec
@@ -254,12 +254,6 @@ def test_places_outside_the_arena_are_refused(arena: Any, place: tuple[int, int]
     [
         changed(chunks=[Chunk(0, 1, 4, 32, 1)]),
         changed(chunks=[Chunk(0, 1, -1, 32, 0)]),
-        changed(chunks=[Chunk(0, 1, 1 << 40, 32, 0)]),
-        changed(chunks=[Chunk(0, 1, 5, 32, 0)]),
-        changed(chunks=[Chunk(1, 0, 4, 32, 0, bytes(31))]),
-        changed(layouts=[b"no layout"]),
-        changed(layouts=[layouts.encode((ColumnSpec("array", "int64", (2,)),))]),
-        changed(layouts=[layouts.encode((INT, INT))]),
         changed(pieces=[Piece(1, [0], 0, b"\x0f")]),
         changed(pieces=[Piece(-1, [0], 0, b"\x0f")]),
         changed(pieces=[Piece(0, [1], 0, b"\x0f")]),
@@ -282,11 +276,37 @@ def test_values_that_do_not_fit_together_are_refused(arena: Any, values: Values)
         read(arena, values, [(0, 32)])
 
 
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        (changed(chunks=[Chunk(0, 1, 1 << 40, 32, 0)]), "the columns of its chunk take"),
+        (changed(chunks=[Chunk(0, 1, 5, 32, 0)]), "take 40 bytes, but the chunk has 32"),
+        (changed(chunks=[Chunk(1, 0, 4, 32, 0, bytes(31))]), "but the chunk has 31"),
+        (changed(layouts=[b"no layout"]), "its layout cannot be decoded"),
+        (changed(layouts=[layouts.encode((ColumnSpec("array", "int64", (2,)),))]), "take 64 bytes"),
+        (
+            changed(layouts=[layouts.encode((ColumnSpec("array", "int65"),))]),
+            "dtype 'int65' is not",
+        ),
+        (changed(layouts=[layouts.encode((INT, INT))]), "its layout has 2 columns"),
+    ],
+)
+def test_a_chunk_that_does_not_fit_its_layout_is_corrupt(
+    arena: Any, values: Values, why: str
+) -> None:
+    with pytest.raises(ValueCorrupt, match=why) as corrupt:
+        read(arena, values, [(0, 32)])
+    inline = not values.chunks[0].number
+    assert corrupt.value.details["writer"] == ("" if inline else values.owners[0].peer)
+
+
 def test_a_shape_that_numpy_does_not_have_is_refused() -> None:
     spec = ColumnSpec("array", "int64", (1 << 40, 1 << 40, 0))
     (column,) = ChunkForm((spec,), 1).columns(np.zeros(0, np.uint8))
-    with pytest.raises(ProtocolError):
-        ColumnView("x", [(column, 0, 1)])[0]
+    view = ColumnView("x", [(column, 0, 1)])
+    for read_it in (lambda: view[0], lambda: list(view), view.dense):
+        with pytest.raises(ValueCorrupt, match="shape"):
+            read_it()
 
 
 def test_rows_of_several_replies_are_one_table(arena: Any) -> None:

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,8 @@ from dataplane.client.read.column_view import ColumnView
 from dataplane.client.read.convert import to_numpy
 from dataplane.client.read.table import TableReader
 from dataplane.client.write.chunks import NewChunk, room_of
-from dataplane.client.write.rows import row_groups, row_names
-from dataplane.errors import CheckpointFailed, FieldUnknown, InvalidValue, few
+from dataplane.client.write.rows import row_groups, row_name, row_names
+from dataplane.errors import CheckpointFailed, FieldUnknown, InvalidValue, ValueCorrupt, few
 from dataplane.progress import Bar
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.records import U8
@@ -187,13 +188,13 @@ class _Part:
         named = [replace(one, number=1) for one in record.values.chunks]  # they are not inline
         values = replace(record.values, chunks=named)
         table = Table(record.rows, values, places=np.array(places, U8).tobytes())
-        opened = TableReader(table, memory)
+        opened, name_of = TableReader(table, memory), partial(row_name, record.rows)
         self.known.update(dict.fromkeys(opened.fields))
         names = [name for name in opened.fields if self._chosen is None or name in self._chosen]
         return _RowsOfPart(
             {"key": row_names(record.rows), "group": row_groups(record.rows)},
             record.tags,
-            {name: opened.view(name) for name in names},
+            {name: opened.view(name, name_of) for name in names},
         )
 
     def _schema(self) -> pa.Schema:
@@ -221,11 +222,11 @@ class _Part:
     def _array(self, name: str, values: ColumnView) -> pa.Array:
         """The values, and null where a row has none."""
         absent = values.absent
-        there = to_numpy(values.take(np.flatnonzero(~absent)), view=True)
         try:
+            there = to_numpy(values.take(np.flatnonzero(~absent)), view=True)
             array = arrow.from_field(name, there, self._instead(name), tensors=False)
-        except InvalidValue as exc:
-            raise InvalidValue(f"partition {self.name!r}, {exc.message}", **exc.details) from exc
+        except (InvalidValue, ValueCorrupt) as exc:
+            raise type(exc)(f"partition {self.name!r}, {exc.message}", **exc.details) from exc
         if not absent.any():
             return array
         return array.take(pa.array(np.cumsum(~absent) - 1, mask=absent))

@@ -6,7 +6,7 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
-from itertools import accumulate
+from itertools import accumulate, repeat
 from operator import attrgetter
 from typing import Any
 
@@ -14,13 +14,16 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.errors import mixed_releases
+from dataplane.errors import ValueCorrupt
 from dataplane.wire import layouts, objects
 from dataplane.wire.arrays import Array, dtype_name
 from dataplane.wire.layouts import OBJECT_ALIGNMENT_BYTES, OPEN, ColumnSpec
 from dataplane.wire.limits import ALIGNMENT_BYTES
 
 Memory = npt.NDArray[np.uint8]
+Refused = Callable[["ChunkColumn", int, int, str], ValueCorrupt]
+"""Makes the error of neighbouring rows, from the first up to, but not including, the last, one of
+which does not fit its layout, and why."""
 _width = attrgetter("width")
 _UP, _DOWN = ALIGNMENT_BYTES - 1, -ALIGNMENT_BYTES
 """`n + _UP & _DOWN` is `layouts.aligned(n)`, without a call for each column."""
@@ -82,22 +85,26 @@ class ChunkColumn(msgspec.Struct, eq=False):
         try:
             return np.ndarray(shape, spec.items, self.memory, self.start + bound * spec.unit_bytes)
         except ValueError as exc:
-            raise mixed_releases(f"a value cannot have the shape {shape}: {exc}") from exc
+            raise ValueCorrupt(f"a value cannot have the shape {shape}: {exc}") from exc
 
-    def values(self, first: int, last: int) -> Iterable[Any]:
-        """The values of neighbouring rows of any kind."""
-        kind = self.spec.kind
-        if kind == "array":
+    def values(self, first: int, last: int, refused: Refused | None = None) -> Iterable[Any]:
+        """The values of neighbouring rows of any kind. Raise ValueCorrupt if one does not fit its
+        layout. Objects are decoded as the caller comes to them: `refused` makes their errors."""
+        if self.spec.kind == "array":
             return self.arrays(first, last)
         if self.spec.dtype:
             return self.scalars(first, last)
-        cells = self.cells(first, last)
+        cells, kind = self.cells(first, last), self.spec.kind
         if kind == "text":
             try:
                 return [str(cell, "utf-8", "surrogatepass") for cell in cells]
             except UnicodeDecodeError as exc:
-                raise mixed_releases(f"invalid chunk: expected UTF-8 text: {exc}") from exc
-        return map(bytes if kind == "bytes" else objects.decode, cells)
+                raise ValueCorrupt(f"expected UTF-8 text: {exc}") from exc
+        if kind == "bytes":
+            return map(bytes, cells)
+        if refused is None:
+            return map(objects.decode, cells)
+        return map(objects.decode, cells, repeat(partial(refused, self, first, last)))
 
     def arrays(self, first: int, last: int) -> Iterable[Array]:
         """Neighbouring rows as views."""
@@ -140,7 +147,7 @@ class ChunkForm:
     """Finds the columns of chunks that have the same layout and the same number of rows."""
 
     def __init__(self, specs: tuple[ColumnSpec, ...], rows: int) -> None:
-        self.specs, self._rows = specs, rows
+        self.specs, self.count, self._rows = specs, len(specs), rows
         self._columns: list[tuple[ColumnSpec, slice, _UnitsOf | None, range | None]] = []
         """by column: its spec; which of the lengths are its own; how many units a row has, if not
         its length; and the bounds of its rows, if they do not depend on lengths"""
@@ -157,46 +164,44 @@ class ChunkForm:
         try:
             self._head = struct.Struct(f"<{count}I")
         except struct.error as exc:
-            raise mixed_releases(f"invalid chunk of {rows} rows: {exc}") from exc
+            raise ValueCorrupt(f"its chunk cannot have {rows} rows: {exc}") from exc
 
     def columns(self, memory: Memory | bytes, lengths: bytes | None = None) -> list[ChunkColumn]:
         """The columns of a chunk.
 
-        lengths: if they are not stored before the values, as for a chunk on a device. ProtocolError
+        lengths: if they are not stored before the values, as for a chunk on a device. ValueCorrupt
         if specs, lengths and bytes do not match.
         """
-        head, rows, found = self._head, self._rows, []
+        head, rows = self._head, self._rows
+        found = []
         try:
             if lengths is None:
-                numbers, end = head.unpack_from(memory), head.size  # type: ignore[arg-type]
+                numbers = head.unpack_from(memory)  # type: ignore[arg-type]
+                end = head.size
             else:
                 numbers, end = head.unpack(lengths), 0
         except struct.error as exc:
-            raise mixed_releases(
-                f"invalid chunk of {rows} rows, each with {sum(map(_width, self.specs))} lengths: "
+            raise ValueCorrupt(
+                f"its chunk has {rows} rows, each with {sum(map(_width, self.specs))} lengths: "
                 f"expected {'at least ' if lengths is None else ''}{head.size} bytes of lengths, "
                 f"got {len(memory if lengths is None else lengths)}"
             ) from exc
         for spec, own, units, fixed in self._columns:
             mine = numbers[own]
-            bounds: Sequence[int]
-            if fixed is not None:
-                bounds = fixed
-            else:
-                bounds = list(accumulate(units(mine) if units else mine, initial=0))
+            bounds = fixed or list(accumulate(units(mine) if units else mine, initial=0))
             start = end + _UP & _DOWN
             end = start + bounds[-1] * spec.unit_bytes
             found.append(ChunkColumn(spec, rows, mine, bounds, memory, start))
         if end != len(memory):
-            raise mixed_releases(
-                f"invalid chunk: expected {end} bytes (the size of its columns), got {len(memory)}"
+            raise ValueCorrupt(
+                f"the columns of its chunk take {end} bytes, but the chunk has {len(memory)}"
             )
         return found
 
 
 @lru_cache(1024)
 def form_of(layout: bytes, rows: int) -> ChunkForm:
-    """The form of chunks of a layout. ProtocolError for an invalid layout."""
+    """The form of chunks of a layout. ValueCorrupt for an invalid layout."""
     return ChunkForm(layouts.decode(layout), rows)
 
 

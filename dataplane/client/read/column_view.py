@@ -21,13 +21,14 @@ import numpy.typing as npt
 from dataplane.client.read.chunk_columns import ChunkColumn, Memory
 from dataplane.client.read.ragged import Ragged, ragged_of
 from dataplane.client.write.parallel import carry_out
-from dataplane.errors import DataplaneError, FieldUnknown, joined
+from dataplane.errors import DataplaneError, FieldUnknown, ValueCorrupt, joined
 from dataplane.wire.arrays import (
     Array,
     ArrayForm,
     shown,
 )
 from dataplane.wire.layouts import OPEN, ColumnSpec
+from dataplane.wire.tables import INLINE, Owner
 
 _SHOWN = 4
 """How many numbers of a value a representation shows."""
@@ -35,6 +36,10 @@ _LOOKED_AT = 64
 """Objects whose types a representation names."""
 
 
+NameOf: TypeAlias = Callable[[int], object]
+"""Returns the key of a row."""
+OwnerOf: TypeAlias = Callable[[ChunkColumn], Owner]
+"""Returns the owner of the chunk of a column. INLINE: not known."""
 RowSpan: TypeAlias = tuple[ChunkColumn | None, int, int]
 """Rows of a chunk column, from the first up to, but not including, the last. None: rows that lack
 the field."""
@@ -45,16 +50,22 @@ class ColumnView(Sequence[Any]):
 
     Arrays are read-only NumPy views of shared memory. If the field has one number per row, each
     entry is a 0-d array. Objects have the Python types they were put with.
-    Reading a row that lacks the field raises FieldUnknown.
+    Reading a row that lacks the field raises FieldUnknown, and a value whose bytes do not fit its
+    layout raises ValueCorrupt.
     """
 
     def __init__(
-        self, field: str, runs: Sequence[RowSpan], name_of: Callable[[int], object] | None = None
+        self,
+        field: str,
+        runs: Sequence[RowSpan],
+        name_of: NameOf | None = None,
+        owner_of: OwnerOf = lambda column: INLINE,
     ) -> None:
-        """runs: none is empty. name_of: returns the key of a row, for messages."""
+        """runs: none is empty. name_of, owner_of: for messages."""
         self.field = field
         self.runs = runs
         self.name_of = name_of
+        self.owner_of = owner_of
 
     @cached_property
     def _ends(self) -> list[int]:
@@ -125,7 +136,10 @@ class ColumnView(Sequence[Any]):
         column, at = self.place(row)
         if column is None:
             raise self.lacking(row)
-        (value,) = column.values(at, at + 1)
+        try:
+            (value,) = column.values(at, at + 1)
+        except ValueCorrupt as exc:
+            raise self._corrupt(column, at, at + 1, exc.message) from exc
         return value
 
     def __iter__(self) -> Iterator[Any]:
@@ -135,7 +149,10 @@ class ColumnView(Sequence[Any]):
         """The values of a run. All earlier runs have values."""
         if column is None:
             raise self.lacking(int(self.absent.argmax()))
-        return column.values(first, last)
+        try:
+            return column.values(first, last, self._corrupt)
+        except ValueCorrupt as exc:
+            raise self._corrupt(column, first, last, exc.message) from exc
 
     def present(self, row: int) -> bool:
         """Return whether this row has the field."""
@@ -155,6 +172,7 @@ class ColumnView(Sequence[Any]):
             self.field,
             cut(self.runs, stretches(chosen)),
             None if name_of is None else lambda row: name_of(int(chosen[row])),
+            self.owner_of,
         )
 
     def lacking(self, row: int) -> FieldUnknown:
@@ -166,6 +184,13 @@ class ColumnView(Sequence[Any]):
             field=self.field,
             row=row,
         )
+
+    def _corrupt(self, column: ChunkColumn, first: int, last: int, reason: str) -> ValueCorrupt:
+        """The error for the first of these rows of a chunk that cannot be read."""
+        at = next((at for at in range(first, last) if _is_corrupt(column, at)), first)
+        runs = zip(self.runs, self._ends, strict=True)
+        row = next(end - b + at for (one, a, b), end in runs if one is column and a <= at < b)
+        return corrupt(self.field, row, self.name_of, self.owner_of(column), reason)
 
     # what all of them have in common
 
@@ -275,7 +300,14 @@ class ColumnView(Sequence[Any]):
             return None
         dtype, shape = self.uniform
         memory = _side_by_side(self.spans())
-        return None if memory is None else np.ndarray((len(self), *shape), dtype, memory)
+        if memory is None:
+            return None
+        try:
+            return np.ndarray((len(self), *shape), dtype, memory)
+        except ValueError as exc:  # an axis is longer than NumPy allows, and another one is 0
+            column, first, last = self.runs[0]
+            assert column is not None
+            raise self._corrupt(column, first, last, f"a value of shape {shape}: {exc}") from exc
 
     def pack(self, target: Memory) -> None:
         """Copy the bytes of all rows into `target`, row after row. All rows must be arrays."""
@@ -303,11 +335,35 @@ def arrays_of(view: ColumnView) -> ColumnView:
         if column.is_array:
             runs.append(run)
             continue
-        for value in column.values(first, last):
+        for value in view._values(column, first, last):
             if type(value) is not np.ndarray:
                 return view
             runs.append((ChunkColumn.of(value), 0, 1))
-    return type(view)(view.field, runs, view.name_of)
+    return type(view)(view.field, runs, view.name_of, view.owner_of)
+
+
+def corrupt(
+    field: str, row: int, name_of: NameOf | None, owner: Owner, reason: str
+) -> ValueCorrupt:
+    """Return the error for a row whose value does not fit its layout. owner: of its chunk."""
+    key = None if name_of is None else name_of(row)
+    named = f"row {row}" if key is None else f"row {key!r}"
+    stored = f", which the peer at {owner.peer} stores," if owner.peer else ""
+    return ValueCorrupt(
+        f"field {field!r}: the value of {named}{stored} is corrupt: {reason}. Put the row again "
+        "with replace=True, or drop it, and check that its writer has this dataplane release",
+        field=field,
+        key=key,
+        writer=owner.peer,
+    )
+
+
+def _is_corrupt(column: ChunkColumn, row: int) -> bool:
+    try:
+        list(column.values(row, row + 1))
+    except ValueCorrupt:
+        return True
+    return False
 
 
 def stretches(rows: npt.NDArray[np.intp]) -> list[tuple[int, int]]:

@@ -52,7 +52,7 @@ class Selection:
         self._table = table
         self._n = len(table.rows.keys) // KEY.itemsize
         self._views: dict[str, ColumnView] = {}
-        self._fetched = dict.fromkeys(reader.fields, reader)
+        self._fetched = dict.fromkeys(table.values.fields, reader)
         """by field"""
         self._offsets = Offsets()
 

@@ -2,28 +2,37 @@
 
 A chunk is opened when a field in it is first used, once for all fields and selections of rows. What
 a peer said is checked on the way: ProtocolError for a chunk outside the arena, or a piece that does
-not fit its chunk or the rows.
+not fit its chunk or the rows. So is what a writer stored: ValueCorrupt for a chunk that does not
+fit its layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
+from functools import partial
 from operator import mul
 
 import numpy as np
 
 from dataplane.client.read.chunk_columns import ChunkColumn, Memory, form_of
-from dataplane.client.read.column_view import ColumnView, RowSpan, cut, stretches
+from dataplane.client.read.column_view import (
+    ColumnView,
+    NameOf,
+    RowSpan,
+    corrupt,
+    cut,
+    stretches,
+)
 from dataplane.client.read.table_shape import shape_of_values
 from dataplane.client.session.session import Session
-from dataplane.client.write.rows import Index, group_names, row_names, tag_values
-from dataplane.errors import InvalidRows, mixed_releases
+from dataplane.client.write.rows import Index, group_names, row_name, row_names, tag_values
+from dataplane.errors import InvalidRows, ValueCorrupt, mixed_releases
 from dataplane.memory.extents import Extent
 from dataplane.wire.limits import NO_GROUP
 from dataplane.wire.messages import Claimed, Fetched, ReadDone
 from dataplane.wire.records import EXTENT, KEY, U4, column
-from dataplane.wire.tables import Name, Rows, Table, Values
+from dataplane.wire.tables import INLINE, Name, Owner, Rows, Table, Values
 
 NOWHERE = np.zeros(0, np.uint8)
 """The arena of rows of which nothing is pinned there."""
@@ -77,45 +86,64 @@ class TableReader:
         part._chosen = stretches(part._rows)
         return part
 
-    def view(self, field: str, name_of: Callable[[int], object] | None = None) -> ColumnView:
+    def view(self, field: str, name_of: NameOf | None = None) -> ColumnView:
         """A field of the rows. name_of: what a row is called in messages."""
         runs = self._all_runs(field)
         if self._rows is not None:
             runs = cut(runs, self._chosen)
-        return ColumnView(field, runs, name_of)
+        return ColumnView(field, runs, name_of, self._owner_of)
 
     def _all_runs(self, field: str) -> list[RowSpan]:
         """The runs of a field, for all rows of the table."""
         runs = self._runs.get(field)
-        if runs is None and self._pages:
+        if runs is not None:
+            return runs
+        if self._pages:
             runs = [run for page in self._pages for run in page._all_runs(field)]
-        elif runs is None:
+        else:
             opened, runs = self._chunks, []
-            for chunk, at, first, last in self._shape.runs(field):
-                if chunk not in opened:
-                    opened[chunk] = self._open(chunk)
-                runs.append((opened[chunk][at], first, last))
+            try:
+                for chunk, at, first, last in self._shape.runs(field):
+                    if chunk not in opened:
+                        opened[chunk] = self._open(chunk)
+                    runs.append((opened[chunk][at], first, last))
+            except ValueCorrupt as exc:
+                row = sum([last - first for _, first, last in runs])
+                name_of = partial(row_name, self.table.rows)
+                raise corrupt(field, row, name_of, self._owner(chunk), exc.message) from exc
         self._runs[field] = runs
         return runs
+
+    def _owner_of(self, column: ChunkColumn) -> Owner:
+        """The owner of the chunk of an opened column."""
+        for page in self._pages or [self]:
+            for number, columns in page._chunks.items():
+                if any(one is column for one in columns):
+                    return page._owner(number)
+        return INLINE
+
+    def _owner(self, number: int) -> Owner:
+        owners, owner = self._values.owners, self._values.chunks[number].owner
+        return owners[owner] if 0 <= owner < len(owners) else INLINE
 
     def _open(self, number: int) -> list[ChunkColumn]:
         chunk = self._values.chunks[number]
         form = form_of(self._values.layout_of(chunk), chunk.rows)
-        if len(form.specs) != self._shape.columns[number]:
-            raise mixed_releases(
-                f"chunk {number} has {len(form.specs)} columns, but one of its pieces lists a "
-                "different number of fields"
+        if form.count != self._shape.columns[number]:
+            raise ValueCorrupt(
+                f"its layout has {form.count} columns, but a put with this layout names "
+                "another number of fields"
             )
         if not chunk.number:
             return form.columns(chunk.inline)
-        memory = self._memory(number)
-        beside = bool(chunk.inline) or type(memory) is not np.ndarray  # of a device
+        memory = self._memory(number, chunk.nbytes)
+        beside = chunk.inline or type(memory) is not np.ndarray  # of a device
         return form.columns(memory, chunk.inline if beside else None)
 
-    def _memory(self, number: int) -> Memory:
-        """The bytes of a chunk that is not inline."""
+    def _memory(self, number: int, expected: int) -> Memory:
+        """The bytes of a chunk that is not inline. expected: its size."""
         offset, nbytes = self._places[number]
-        if nbytes != (expected := self._values.chunks[number].nbytes):
+        if nbytes != expected:
             raise mixed_releases(
                 f"chunk {number} and its extent differ in size: expected {expected} bytes, "
                 f"got {nbytes}"

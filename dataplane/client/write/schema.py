@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dataplane.client import arguments
-from dataplane.errors import InvalidCall, InvalidValue, LimitExceeded, ProtocolError
+from dataplane.errors import InvalidCall, InvalidValue, LimitExceeded, ValueCorrupt
 from dataplane.wire.arrays import dtype_of, shown
 from dataplane.wire.layouts import OPEN, ColumnSpec
 from dataplane.wire.limits import MAX_FIELDS, MAX_RANK
@@ -89,7 +89,7 @@ def parsed(text: str) -> FieldForm:
         return FieldForm(None, None)
     try:
         dtype = dtype_of(name)
-    except ProtocolError:
+    except ValueCorrupt:
         raise InvalidCall(
             f"unknown dtype {name!r}: use a name such as 'int64', 'float32' or 'bfloat16'"
         ) from None

@@ -9,17 +9,17 @@ current stream of this thread, and nothing here waits for it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from dataplane.client.read.chunk_columns import ChunkColumn, Memory
-from dataplane.client.read.column_view import ColumnView, RowSpan
+from dataplane.client.read.column_view import ColumnView, NameOf, RowSpan
 from dataplane.client.read.table import TableReader
 from dataplane.client.read.tensors import TensorIndex, TensorRows, cut, place
-from dataplane.errors import DeviceMissing, InvalidValue, joined, mixed_releases
+from dataplane.errors import DeviceMissing, InvalidValue, ValueCorrupt, joined, mixed_releases
 from dataplane.gpu.direct import DirectCopies, Landing, Runs
 from dataplane.memory.mapping import Pin
 from dataplane.wire.arrays import Array, dtype_name
@@ -39,10 +39,10 @@ class DeviceTableReader(TableReader):
         super().__init__(table, pin)
         self._devices = devices
 
-    def view(self, field: str, name_of: Callable[[int], object] | None = None) -> ColumnView:
+    def view(self, field: str, name_of: NameOf | None = None) -> ColumnView:
         view = super().view(field, name_of)
         if any([isinstance(column, DeviceChunkColumn) for column, _, _ in view.runs]):
-            return DeviceColumn(field, view.runs, name_of)
+            return DeviceColumn(field, view.runs, name_of, view.owner_of)
         return view
 
     def _beyond(self, offset: int, nbytes: int) -> Memory:
@@ -110,7 +110,7 @@ class DeviceChunkColumn(ChunkColumn):
         return map(self.array, range(first, last))
 
     def cells(self, first: int, last: int) -> list[memoryview]:
-        raise mixed_releases("a chunk on a device holds Python objects: expected arrays")
+        raise ValueCorrupt("its chunk is on a device: expected arrays, got objects, text or bytes")
 
 
 class DeviceColumn(ColumnView):
@@ -168,7 +168,7 @@ class DeviceColumn(ColumnView):
                     f"{FETCH_S:g} s: check nvidia-smi and dmesg for GPU errors, then read the "
                     "field again"
                 )
-        return ColumnView(self.field, runs, self.name_of)
+        return ColumnView(self.field, runs, self.name_of, self.owner_of)
 
     def tensors(self) -> list[Any]:
         """The rows of each run side by side, as a torch tensor [items] of their GPU that keeps the

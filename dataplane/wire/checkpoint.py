@@ -50,12 +50,13 @@ class Survey(Body, tag=72):
 
 class SurveyDone(Body, tag=73):
     """The reply to `Survey`. groups, rows: KEY records. cursor 0: the list is complete.
-    closed_groups: the number of groups that closed and were freed."""
+    closed_groups: the number of groups that closed and were freed. lost: as in `SaveDone`."""
 
     groups: bytes
     rows: bytes
     closed_groups: int
     cursor: int = 0
+    lost: int = 0
 
 
 class Save(Body, tag=74):
@@ -72,7 +73,8 @@ class SaveDone(Body, tag=75):
     """The reply to `Save`: the first `units` of the requested groups and rows, without freed ones.
     The rows of each group are adjacent, in the order of the groups; rows without a group follow.
 
-    ended_groups: how many of the requested groups have closed and been freed.
+    ended_groups: how many of the requested groups have closed and been freed, unless rows were lost
+    since the survey. lost: the number of rows that were ever lost with a peer.
     """
 
     table: Table
@@ -80,6 +82,7 @@ class SaveDone(Body, tag=75):
     units: int
     ended_groups: int = 0
     pin: int = 0
+    lost: int = 0
 
 
 class Restore(Body, tag=76):

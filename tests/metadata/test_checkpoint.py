@@ -171,6 +171,16 @@ def test_groups_that_end_between_survey_and_save_are_told_but_for_dropped_ones()
     assert answer.table.rows.names == ["c"]
 
 
+def test_rows_that_are_lost_between_survey_and_save_are_told() -> None:
+    store = stores.store(group_size=1)
+    put(store, ["a", "b"], ["g", "h"])
+    survey = checkpoint.survey(store, 0)
+    assert checkpoint.save(store, survey.groups, survey.rows, ALL).lost == survey.lost == 0
+    store.lost(stores.OWNERS[0])
+    answer = checkpoint.save(store, survey.groups, survey.rows, ALL)
+    assert answer.lost == checkpoint.survey(store, 0).lost == 2
+
+
 def test_a_survey_is_told_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     store = stores.store()
     for key, group in (("a", "g"), ("b", None), ("c", "h"), ("d", None)):

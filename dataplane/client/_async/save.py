@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from msgspec.structs import replace
 
 from dataplane import progress
 from dataplane.client._async.backend import offload
@@ -22,11 +23,7 @@ from dataplane.client.checkpoint.archive import Archive, FileNote, PartitionNote
 from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
 from dataplane.client.session.session import Session
-from dataplane.errors import (
-    InvalidCall,
-    PartitionGone,
-    RowsGone,
-)
+from dataplane.errors import InvalidCall, PartitionGone, RowsGone
 from dataplane.metadata.tables.keys import keys_in
 from dataplane.progress import Bar
 from dataplane.wire.arrays import shown
@@ -123,50 +120,49 @@ class _Checkpoint:
         self.notes.append(_note(handle, note))
 
     async def _rows(self, handle: Handle, file: SummedFile) -> None:
-        groups, rows, closed = await self._survey(handle)
-        groups, rows = _each_once([groups, rows])
+        before = await self._survey(handle)
+        groups, rows = _each_once([before.groups, before.rows])
         width, total = KEY.itemsize, len(groups) + len(rows)
-        many, tries, at = MAX_UNITS, 0, 0
+        closed, many, tries, at = before.closed_groups, MAX_UNITS, 0, 0
+        nbytes = min(SAVE_BYTES, self.session.share_bytes[2] // 4)
         while at < total or closed:
             some = groups[at : at + many * width]
             first = max(0, at - len(groups))
             others = rows[first : first + many * width - len(some)]
+            body = Save(handle.name, handle.generation, some, others, nbytes)
             try:
-                at += width * await self._save(handle, file, some, others, closed)
+                found = await ask(self.session, body, SaveDone, self._limit())
             except RowsGone:  # freed before they were read: now they are not there
                 many, tries = max(1, many // 4), tries + 1
                 if tries > _TRIES:
                     raise
                 continue
+            if found.lost != before.lost:  # which groups are lost, and which are done? Start over
+                await filing(file.clear)
+                return await self._rows(handle, file)
+            await self._write(handle, file, found, closed + found.ended_groups)
+            at += found.units * width
             many, tries, closed = MAX_UNITS, 0, 0
             self.bar.at(self.number + at / max(1, total), f"partition {handle.name!r}")
 
-    async def _survey(self, handle: Handle) -> tuple[bytes, bytes, int]:
-        """The keys of all groups, and of rows without one, and how many groups closed and went."""
-        groups, rows, closed, cursor = [], [], None, 0
-        while True:
+    async def _survey(self, handle: Handle) -> SurveyDone:
+        """All pages as one. What is gone is counted by the first."""
+        pages, cursor = list[SurveyDone](), 0
+        while cursor or not pages:
             body = Survey(handle.name, handle.generation, cursor)
-            found = await ask(self.session, body, SurveyDone, self._limit())
-            groups.append(found.groups)
-            rows.append(found.rows)
-            closed = found.closed_groups if closed is None else closed
-            cursor = found.cursor
-            if not cursor:
-                return b"".join(groups), b"".join(rows), closed
+            pages.append(await ask(self.session, body, SurveyDone, self._limit()))
+            cursor = pages[-1].cursor
+        return replace(
+            pages[0],
+            groups=b"".join([page.groups for page in pages]),
+            rows=b"".join([page.rows for page in pages]),
+        )
 
-    async def _save(
-        self, handle: Handle, file: SummedFile, groups: bytes, rows: bytes, closed: int
-    ) -> int:
-        """Write the first of these groups and rows, and return how many. closed: groups that closed
-        and were gone before."""
-        session = self.session
-        nbytes = min(SAVE_BYTES, session.share_bytes[2] // 4)
-        body = Save(handle.name, handle.generation, groups, rows, nbytes)
-        found = await ask(session, body, SaveDone, self._limit())
-        arena = np.asarray(session.pinned(found.pin))
-        closed += found.ended_groups
-        await filing(lambda: records.write(file, handle.name, found, closed, arena))
-        return found.units
+    async def _write(
+        self, handle: Handle, file: SummedFile, found: SaveDone, closed_groups: int
+    ) -> None:
+        arena = np.asarray(self.session.pinned(found.pin))
+        await filing(lambda: records.write(file, handle.name, found, closed_groups, arena))
 
 
 def _each_once(columns: list[bytes]) -> list[bytes]:

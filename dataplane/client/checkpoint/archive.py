@@ -81,13 +81,19 @@ class SummedFile:
         with failing(target):
             self._file = open(path, "xb", buffering=_WRITE_BYTES)  # noqa: SIM115
         self._sum = xxh3_128()
-        self._nbytes = 0
+
+    def clear(self) -> None:
+        """Remove the contents."""
+        with failing(self.target):
+            self._file.seek(0)
+            self._file.truncate()
+        self._sum.reset()
 
     def write(self, parts: Iterable[Buffer]) -> None:
         with failing(self.target):
             for part in parts:
                 self._sum.update(part)
-                self._nbytes += self._file.write(part)
+                self._file.write(part)
 
     def close(self) -> None:
         """Close the file, which need not be complete."""
@@ -99,8 +105,9 @@ class SummedFile:
         with failing(self.target):
             self._file.flush()
             os.fsync(self._file.fileno())
+            note = FileNote(self._file.tell(), self._sum.hexdigest())
             self._file.close()
-        return FileNote(self._nbytes, self._sum.hexdigest())
+        return note
 
 
 class Archive:

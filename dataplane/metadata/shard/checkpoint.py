@@ -69,7 +69,8 @@ def survey(state: State, cursor: int) -> SurveyDone:
         else:
             rows.append(unit.keys_of(unit.live))
     there = sum([one.closed and not one.all_dropped for one in state.groups.values()])
-    return SurveyDone(b"".join(groups), b"".join(rows), max(0, state.closed_groups - there), more)
+    closed = max(0, state.closed_groups - there)
+    return SurveyDone(b"".join(groups), b"".join(rows), closed, more, state.losses.total)
 
 
 def save(state: State, groups: bytes, rows: bytes, nbytes: int) -> SaveDone:
@@ -96,7 +97,8 @@ def save(state: State, groups: bytes, rows: bytes, nbytes: int) -> SaveDone:
     saved = Rows([part for _, parts in units for part in parts])
     ended = sum([not state.tombstones.dropped(of_group(key)) for key in gone])
     table = table_of(state, saved, values_of(state, saved, None), [group.key for group in here])
-    return SaveDone(table, _progress(state, saved, here), len(units), ended)
+    progress, lost = _progress(state, saved, here), state.losses.total
+    return SaveDone(table, progress, len(units), ended, lost=lost)
 
 
 def _progress(state: State, rows: Rows, groups: Sequence[Group]) -> Progress:

@@ -125,7 +125,7 @@ class Space:
         """Reserve space for the first units, each whole. Return how many fit, and the EXTENT
         records for them.
 
-        units: per unit the u8 column of its ranges' sizes. `placement.place` of all their sizes
+        units: per unit the u8 column of its ranges' sizes. `placement.placed` of all their sizes
         into the extents succeeds. If none fits: (0, empty). Raises ValueTooLarge if one never
         can.
         """

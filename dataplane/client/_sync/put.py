@@ -134,6 +134,9 @@ def _put(
     replace, reuse = flag(replace, "replace"), flag(reuse, "reuse")
     names = None if key is None else name_list(key, "key")
     n = None if names is None else len(names)
+    # Invalid columns are an error before the put waits for its partition. The first put knows
+    # the schema only after that: it prepares the columns again, because the schema also decides how
+    # flat lists and empty rows are stored.
     prepared, others = _prepare(handle, columns, n, dedup, deadline)
     if handle.defined is None:
         attach(handle, deadline)

@@ -1,7 +1,7 @@
 """What one client knows and holds: ids, extents, pins, leases, and its connections.
 
 Runs in the client, shared by all its threads and event loops. One short lock guards the counters
-and is never held while waiting. Never talks to the peer itself: the shells do (`sync`, `aio`).
+and is never held while waiting. A session sends nothing: `client/_sync` and `client/_async` do.
 """
 
 from __future__ import annotations
@@ -109,7 +109,6 @@ class Session:
         self.owner = Owner(welcome.address, welcome.incarnation)
         """as which messages name the peer"""
         self.max_rows = welcome.max_rows
-        self.max_frame_bytes = welcome.max_frame_bytes
         self.share_bytes = done.share_bytes
         self.welcome, self.found = welcome, done
         self.connections = connections

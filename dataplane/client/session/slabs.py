@@ -1,9 +1,9 @@
-"""Slabs: space of one of the peer's memories that was granted to a client and is not written yet.
+"""Slabs: space in one of the peer's memories that a client has reserved and not written yet.
 
-A write takes what its chunks need from the front of one slab. Its message asks for more where the
-slabs would not hold the next one, so a steady producer needs one round trip, and most of its
-messages ask for nothing. What is unused for a second goes back to the peer. Thread-safe; never
-waits.
+A write takes the space of its chunks from the front of one slab. If the slabs cannot hold another
+write as large, its message reserves more. So a steady producer needs one round trip per write, and
+most of its messages reserve nothing. Slabs that are unused for a second go back to the peer.
+Thread-safe; never waits.
 """
 
 from __future__ import annotations
@@ -17,22 +17,25 @@ from operator import itemgetter
 from dataplane.memory.extents import Extent
 
 AHEAD_BYTES = 16 << 20
-"""The most that is asked for ahead in the host arena; for larger writes a round trip is no cost.
-Twice as much is kept."""
+"""The most that a message reserves ahead in the host arena: next to the copy of a larger write, a
+round trip costs little. A client keeps slabs of up to twice as much."""
 LEAST_AHEAD_BYTES = 64 << 10
 WRITES_AHEAD = 4
-"""So many writes as large as the largest of late are asked for at once."""
+"""A message reserves space for this many writes of the size of the largest recent one."""
 FAIR_SHARE = 64
-"""A client asks for no more than this part of what new groups may have, except for one write."""
+"""A message reserves at most one part in this many of the quota for new groups, unless a single
+write needs more."""
 POOL_AHEAD = 8
-"""Of a pool that is one part of so many: a GPU writes 1 GiB in less than a round trip."""
+"""In a pool, a message reserves up to one part in this many of the whole pool, instead of
+AHEAD_BYTES: a GPU writes 1 GiB in less time than a round trip takes."""
 WRITES_LOOKED_BACK = 8
 MAX_SLABS = 8
 KEPT_SLABS = 2
-"""So many of the largest stay where there are more than that: the ends of slabs serve few writes,
-and to give back one with each would be a message for each."""
+"""If there are more than MAX_SLABS, a client keeps this many of the largest and returns the others
+at once: what is left of a used slab serves few writes, and each return is a message."""
 IDLE_S = 1.0
-"""Slabs that nobody used for this long go back. Who writes less often asks for nothing ahead."""
+"""Slabs that no write has used for this long go back to the peer. A client that writes less often
+reserves nothing ahead."""
 _length = itemgetter(1)
 
 
@@ -40,18 +43,19 @@ class Slabs:
     """The slabs of one session in one memory."""
 
     def __init__(self, share_bytes: int, most_bytes: int = AHEAD_BYTES) -> None:
-        """share_bytes: of the memory, what new groups may have."""
+        """share_bytes: the quota for new groups in this memory. most_bytes: the most that a message
+        reserves ahead."""
         self._most_bytes, self._kept_bytes = most_bytes, 2 * most_bytes
         self._fair_bytes = min(most_bytes, max(LEAST_AHEAD_BYTES, share_bytes // FAIR_SHARE))
         self._lock = threading.Lock()
         self._slabs: list[Extent] = []
-        self._late: deque[int] = deque(maxlen=WRITES_LOOKED_BACK)
-        """bytes of late writes"""
+        self._recent: deque[int] = deque(maxlen=WRITES_LOOKED_BACK)
+        """bytes of the last writes"""
         self._written = self._touched = time.monotonic()
 
     def take(self, nbytes: int) -> int | None:
-        """Where so many bytes are now the caller's; None where no slab holds them. nbytes: a
-        multiple of 64."""
+        """Take this many bytes, a multiple of 64, and return their offset; None if no slab has as
+        many."""
         with self._lock:
             for number, length in enumerate(map(_length, self._slabs)):
                 if length >= nbytes:
@@ -65,15 +69,15 @@ class Slabs:
         return None
 
     def ahead(self, nbytes: int) -> int:
-        """How much to ask for with a message that brings so many bytes: 0 where the next one finds
-        room here, or is not to be expected soon. Groups differ in size, so the next one may be as
-        large as the largest of late."""
+        """Bytes to reserve with a write of `nbytes`: 0 if the next write fits into the slabs, or is
+        not expected soon. Groups differ in size, so the next write may be as large as the largest
+        recent one."""
         if not nbytes or nbytes > self._most_bytes:
             return 0
         with self._lock:
             before, self._written = self._written, time.monotonic()
-            self._late.append(nbytes)
-            largest = max(self._late)
+            self._recent.append(nbytes)
+            largest = max(self._recent)
             if self._written - before > IDLE_S:
                 return 0
             if max(map(_length, self._slabs), default=0) >= largest:
@@ -81,7 +85,8 @@ class Slabs:
         return max(largest, min(WRITES_AHEAD * largest, self._fair_bytes), LEAST_AHEAD_BYTES)
 
     def keep(self, stretches: Iterable[Extent]) -> list[Extent]:
-        """Keep what was granted, or what no message has named. Returns what must go back now."""
+        """Add space that the peer granted, or that no message has named. Return what must go back
+        to the peer now."""
         with self._lock:
             self._touched = time.monotonic()
             slabs = _joined([*self._slabs, *stretches])
@@ -99,7 +104,7 @@ class Slabs:
         return []
 
     def take_idle(self, idle_s: float = IDLE_S) -> list[Extent]:
-        """All of it, if no write has used any for `idle_s`."""
+        """Take all slabs, if no write has used any for `idle_s`."""
         with self._lock:
             if time.monotonic() - self._touched < idle_s:
                 return []
@@ -112,7 +117,7 @@ class Slabs:
 
 
 def _joined(stretches: list[Extent]) -> list[Extent]:
-    """Neighbours made one, in order of their offsets."""
+    """Return these extents in the order of their offsets, with neighbours joined."""
     joined: list[Extent] = []
     for offset, length in sorted(stretches):
         if joined and sum(joined[-1]) == offset:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from dataplane.client.write.parallel import MAX_THREADS, Copy, carry_out, populate
+from dataplane.client.write.copying import MAX_THREADS, Copy, carry_out, populate
 from dataplane.memory.mapping import WriteMaps
 
 MIB = 1 << 20

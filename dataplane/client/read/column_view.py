@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from dataplane.client.read.chunk_columns import ChunkColumn, Memory
 from dataplane.client.read.ragged import Ragged, ragged_of
-from dataplane.client.write.parallel import carry_out
+from dataplane.client.write.copying import carry_out
 from dataplane.errors import DataplaneError, FieldUnknown, ValueCorrupt, joined
 from dataplane.wire.arrays import (
     Array,

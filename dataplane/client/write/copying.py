@@ -1,22 +1,44 @@
-"""The one copy of a write: from the caller's memory into chunks, and into the message.
+"""The copies of a client: once from the caller's memory into chunks, and out of them where a tensor
+needs its rows together.
 
 Runs in the client. A small chunk is joined first and copied at once. In a large one each column is
-copied at once where its rows are in one array, else value by value; large copies are shared among
-threads, see `parallel`. Padding is written too, so that equal chunks have equal bytes.
+copied at once where its rows are in one array, else value by value. Padding is written too, so that
+equal chunks have equal bytes.
+
+One core cannot fill the memory bus, so a few threads share large copies, and the first touch of
+pages. They take them in turn from one iterator, and live as long as one call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from dataplane.client.write.chunks import NewChunk, spaces_of
-from dataplane.client.write.parallel import SHARED_BYTES, Copy, carry_out, populate
 from dataplane.memory.extents import Extent
 from dataplane.memory.mapping import ByteArray, WriteMaps
 from dataplane.wire.objects import Buffer
 
+Copy = tuple[npt.NDArray[Any], npt.NDArray[Any]]
+"""Target and source, of equal shape."""
+_Item = TypeVar("_Item")
+
+SHARED_BYTES = 64 << 10
+"""Copies of fewer bytes take no longer than handing them to a thread."""
+MAX_THREADS = 4
+"""Enough to fill the memory of most machines; the other cores belong to the caller."""
+POPULATE_BYTES = 64 << 10
+"""For fewer bytes, the copy itself brings in the pages."""
+_THREAD_BYTES = 16 << 20
+"""A copy of fewer bytes per thread is not worth starting one."""
+_PAGE_BYTES = 4096
 JOINED_BYTES = 64 << 10
 """Less than this is joined before it is copied."""
 JOINED_VALUE_BYTES = 512
@@ -91,3 +113,82 @@ def is_stored(chunk: NewChunk, stored: ByteArray) -> bool:
             return False
         at += source.nbytes
     return True
+
+
+# copies by several threads
+
+
+def carry_out(copies: Iterable[Copy], nbytes: int) -> None:
+    """Do all of them, `nbytes` in sum."""
+    threads = _threads(nbytes)
+    if threads < 2:
+        for target, source in copies:
+            target[...] = source
+    else:
+        _share(threads, lambda one: np.copyto(*one), _pieces(copies, -(-nbytes // threads)))
+
+
+def populate(writes: WriteMaps, spaces: Iterable[Extent], nbytes: int) -> None:
+    """Bring in the pages of these spaces, which have `nbytes` in sum."""
+    if nbytes < POPULATE_BYTES:
+        return
+    threads = _threads(nbytes)
+    if threads < 2:
+        for space in spaces:
+            writes.populate(*space)
+        return
+    pieces = (
+        (at, min(_THREAD_BYTES, first + length - at))
+        for first, length in spaces
+        for at in range(first, first + length, _THREAD_BYTES)
+    )
+    _share(threads, lambda one: writes.populate(*one), pieces)
+
+
+def _threads(nbytes: int) -> int:
+    """One for every 16 MiB, four at most, and no more than this process may use cores."""
+    wanted = min(MAX_THREADS, nbytes // _THREAD_BYTES)
+    return wanted if wanted < 2 else min(wanted, len(os.sched_getaffinity(0)))
+
+
+def _share(threads: int, do: Callable[[_Item], Any], items: Iterator[_Item]) -> None:
+    """All of the threads have ended when this returns or raises: nobody writes any more."""
+    turn = threading.Lock()
+
+    def work() -> None:
+        nonlocal items
+        try:
+            while True:
+                with turn:
+                    item = next(items, None)
+                if item is None:
+                    return
+                do(item)
+        except BaseException:
+            items = iter(())  # nobody begins another
+            raise
+
+    with ThreadPoolExecutor(threads - 1, "dataplane-copy") as pool:
+        others = []
+        with contextlib.suppress(RuntimeError):  # no thread is to be had: a limit, or the exit
+            for _ in range(threads - 1):
+                others.append(pool.submit(work))
+        work()
+    for other in others:
+        other.result()
+
+
+def _pieces(copies: Iterable[Copy], most: int) -> Iterator[Copy]:
+    """Cut so that no thread is left with a long one at the end. Long runs are worth keeping: from
+    some length on (the C library's choice) they bypass the caches."""
+    for target, source in copies:
+        while len(target) == 1 and target.ndim > 1:
+            target, source = target[0], source[0]  # noqa: PLW2901
+        if target.nbytes <= most:
+            yield target, source
+            continue
+        rows = -(-len(target) // -(-target.nbytes // most))
+        if target.ndim == 1:
+            rows = -(-rows // _PAGE_BYTES) * _PAGE_BYTES
+        for first in range(0, len(target), rows):
+            yield target[first : first + rows], source[first : first + rows]

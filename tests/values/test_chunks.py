@@ -20,6 +20,7 @@ from dataplane.client.write.chunks import (
     chunks_of,
     pieces_of,
     plan,
+    room_of,
     select,
     without,
 )
@@ -76,8 +77,9 @@ def check(units: list[Unit], columns: list[ValueColumn]) -> None:
     n = columns[0].count
     assert [unit.first for unit in units] == [0, *(unit.last for unit in units[:-1])]
     assert units[-1].last == n
-    everything = [chunk for unit in units for chunk in unit.chunks]
+    everything = [chunk for unit in units for chunk in chunks_of(unit.pieces)]
     assert len({*everything}) == len(everything)
+    assert sum(unit.nbytes for unit in units) == room_of(everything)
     for unit in units:
         rows: dict[str, list[int]] = {column.field: [] for column in columns}
         for piece in unit.pieces:
@@ -86,7 +88,7 @@ def check(units: list[Unit], columns: list[ValueColumn]) -> None:
         inline = {column.field for column in unit.inline}
         every = [*range(unit.first, unit.last)]
         assert all(sorted(some) == ([] if f in inline else every) for f, some in rows.items())
-        for chunk in unit.chunks:
+        for chunk in chunks_of(unit.pieces):
             assert len(b"".join(chunk.image())) == chunk.nbytes
             assert len(decode(chunk.layout)) == len(chunk.columns)
             starts = [start for _, start in chunk.places()]
@@ -142,7 +144,7 @@ def test_the_bytes_of_a_chunk_say_where_its_rows_are() -> None:
         "both": [np.zeros((n, 2 * n), np.int8) for n in (1, 2, 3)],
     }
     (unit,) = plan(prepare(columns))[0]
-    (chunk,) = unit.chunks
+    (chunk,) = chunks_of(unit.pieces)
     memory = b"".join(chunk.image())
     lengths = np.frombuffer(memory, U4, 3 + 3 + 3 + 6).tolist()
     assert lengths == [3, 0, 5, 1, 1, 0, 1, 0, 2, 1, 2, 2, 4, 3, 6]
@@ -157,7 +159,7 @@ def test_the_bytes_of_a_chunk_say_where_its_rows_are() -> None:
 def test_a_chunk_for_a_device_has_its_lengths_beside_it() -> None:
     columns = prepare({"tokens": [np.arange(n) for n in (3, 0, 5)]})
     _, (unit,) = plan([], others=[columns])
-    (chunk,) = unit.chunks
+    (chunk,) = chunks_of(unit.pieces)
     assert np.frombuffer(chunk.beside, U4).tolist() == [3, 0, 5]
     assert chunk.nbytes == 64 and b"".join(chunk.image()) == np.arange(3).tobytes() + (
         np.arange(5).tobytes()
@@ -168,7 +170,7 @@ def test_a_chunk_for_a_device_has_its_lengths_beside_it() -> None:
 def test_object_rows_are_padded_to_16_bytes() -> None:
     leaf = np.arange(9, dtype=np.int16)
     (unit,) = plan(prepare({"x": [{"a": leaf, "b": "t"}, ["no arrays"], None]}))[0]
-    (chunk,) = unit.chunks
+    (chunk,) = chunks_of(unit.pieces)
     memory = b"".join(chunk.image())
     assert not chunk.nbytes % 16
     lengths = np.frombuffer(memory, U4, 3).tolist()
@@ -177,7 +179,7 @@ def test_object_rows_are_padded_to_16_bytes() -> None:
 
 
 def sizes_of(unit: Unit) -> list[int]:
-    return [chunk.nbytes for chunk in unit.chunks]
+    return [chunk.nbytes for chunk in chunks_of(unit.pieces)]
 
 
 def sizes(columns: dict[str, Any], **options: Any) -> list[list[int]]:
@@ -407,8 +409,9 @@ def test_equal_values_of_a_put_are_stored_once(arena: Any) -> None:
 def test_values_are_found_equal_across_units(arena: Any) -> None:
     columns = {"x": [picture(n % 3) for n in range(100)]}
     units, _ = planned(prepare(columns, dedup=["x"]))
-    assert [len(unit.chunks) for unit in units] == [3, 0, 0, 0]
-    assert [len(unit.repeats) for unit in units[1:]] == [3, 3, 3]
+    found = [chunks_of(unit.pieces) for unit in units]
+    assert len(found) == 4 and all({*one} == {*found[0]} and len(one) == 3 for one in found)
+    assert [unit.nbytes for unit in units] == [room_of(found[0]), 0, 0, 0]
     pieces = written(arena, prepare(columns, dedup=["x"]))
     assert equals(arena.views(pieces)["x"], columns["x"])
 

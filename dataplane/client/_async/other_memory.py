@@ -4,14 +4,15 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from dataplane.client._async.backend import offload
-from dataplane.client._async.space import give_back, needed, room_for
+from dataplane.client._async.space import give_back, room_for
 from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
 from dataplane.client.session.session import Session
-from dataplane.client.write.chunks import NewChunk, NewPiece, spaces_of
+from dataplane.client.write.chunks import NewChunk, NewPiece, chunks_of, spaces_of
 
 if TYPE_CHECKING:
     from dataplane.gpu.client.puts import OnDevice
@@ -31,7 +32,7 @@ async def write(
     """Reserve space for the values of these units in their pool, or in the host arena if that pool
     is full, and copy the values into it."""
     run = fields.units[which]
-    units = needed(run)
+    units = [chunks_of(unit.pieces) for unit in run]
     done = 0
     try:
         while done < len(units) and any(rest := units[done:]):
@@ -41,7 +42,7 @@ async def write(
             await _copy(fields, handle.session, chunks, until)
             done += count
     except BaseException:
-        give_back(handle.session, [chunk for unit in units[:done] for chunk in unit])
+        give_back(handle.session, [*chain.from_iterable(units[:done])])
         raise
     return [piece for unit in run for piece in unit.pieces]
 

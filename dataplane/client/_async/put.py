@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
-from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,6 @@ from dataplane.client._async.space import (
     give_back,
     land,
     named_again,
-    needed,
     run_end,
     write_chunks,
 )
@@ -83,7 +81,7 @@ log = logging.getLogger(__name__)
 
 SHOWN_NAMES = 8
 """An error lists at most this many keys and group ids."""
-_chunks, _digest, _nbytes = attrgetter("chunks"), attrgetter("digest"), attrgetter("nbytes")
+_nbytes = attrgetter("nbytes")
 
 
 async def put(
@@ -314,9 +312,9 @@ class Putting(msgspec.Struct, eq=False):
             stop = done + other.upto(done, stop)
         handle, generation, until = self.handle, self.generation, self.deadline
         session = handle.session
-        chunks, pin = needed(units[done:stop]), 0
-        if any(chunks):
-            count, pin = await write_chunks(handle, generation, chunks, self.continuing, until)
+        run, pin = [chunks_of(unit.pieces) for unit in units[done:stop]], 0
+        if any(run):
+            count, pin = await write_chunks(handle, generation, run, self.continuing, until)
             stop = done + count
         here = slice(done, stop)
         pieces = pieces_of(units[here])
@@ -413,7 +411,7 @@ class Putting(msgspec.Struct, eq=False):
         writes now."""
         following = units[here.stop : 2 * here.stop - here.start] or units[here]
         nbytes = sum(map(_nbytes, following))
-        if not nbytes or any(map(_digest, chain.from_iterable(map(_chunks, following)))):
+        if not nbytes or any([one.chunk.digest for unit in following for one in unit.pieces]):
             return 0
         return self.handle.session.slabs[memory].ahead(nbytes)
 

@@ -77,11 +77,11 @@ async def write_columns(
     check(pieces)
     try:
         while done < len(units):
-            run = needed(units[done : run_end(handle, units, done, 0)])
+            end = run_end(handle, units, done, 0)
+            run = [chunks_of(unit.pieces) for unit in units[done:end]]
+            count = len(run)
             if any(run):
                 count, _ = await write_chunks(handle, generation, run, True, deadline)
-            else:
-                count = len(run)
             done += count
     except BaseException:
         give_back(session, chunks_of(pieces))
@@ -123,23 +123,10 @@ def run_end(
     return len(units)
 
 
-def needed(units: Sequence[Unit]) -> list[list[NewChunk]]:
-    """Return the chunks of each unit that have no space yet, each once."""
-    found: list[list[NewChunk]] = []
-    seen: set[NewChunk] = set()
-    for unit in units:
-        chunks = unit.chunks
-        if unit.repeats:
-            chunks = [chunk for chunk in (*chunks, *unit.repeats) if chunk not in seen]
-        found.append(chunks)
-        seen.update(chunks)
-    return found
-
-
 async def write_chunks(
     handle: Handle,
     generation: int,
-    units: list[list[NewChunk]],
+    units: Sequence[Sequence[NewChunk]],
     continuing: bool,
     deadline: Deadline,
 ) -> tuple[int, int]:
@@ -170,12 +157,12 @@ async def room_for(
 ) -> tuple[int, list[NewChunk], int]:
     """Find space for the chunks of the first of these units (at least one) in a slab, or reserve
     it. Chunks that the peer already has are shared instead. Return the number of these units, the
-    chunks that have space now, and the pin of the shared ones. memory: the number of a device,
-    whose values may also go to the host arena.
+    chunks that have space now, and the pin of the shared ones. units: the chunks of each, some
+    perhaps in several. memory: the number of a device, whose values may also go to the host arena.
     """
     session = handle.session
     slabs = session.slabs[memory]
-    chunks = list(chain.from_iterable(units))
+    chunks = list(dict.fromkeys(chain.from_iterable(units)))
     named = list(filter(_digest, chunks))
     if not named:
         offset = slabs.take(room_of(chunks))
@@ -185,11 +172,15 @@ async def room_for(
                 offset += chunk.space
             return len(units), chunks, 0
         session.give_back(slabs.take_idle(0))  # perhaps somebody waits for it, or this call will
-    asked = [np.array([chunk.nbytes for chunk in unit], U8).tobytes() for unit in units]
+    asked, seen = list[bytes](), set[NewChunk]()
+    for unit in units:
+        first = [chunk for chunk in unit if chunk not in seen]
+        asked.append(np.array([chunk.nbytes for chunk in first], U8).tobytes())
+        seen.update(first)
     body = Reserve(handle.name, generation, asked, continuing, digests_of(named), memory)
     where = "on the device" if memory else "in the arena"
     reserved = await ask(session, body, Reserved, deadline, f"waiting for space {where}")
-    chunks = list(chain.from_iterable(units[: reserved.units]))
+    chunks = list(dict.fromkeys(chain.from_iterable(units[: reserved.units])))
     left = space = column(reserved.extents, EXTENT).tolist()
     try:
         if named:

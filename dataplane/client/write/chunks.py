@@ -135,12 +135,8 @@ class Unit(msgspec.Struct, eq=False):
     """about what goes with the message"""
     pieces: list[NewPiece] = []
     """of all other columns"""
-    chunks: list[NewChunk] = []
-    """those that this unit is the first to need"""
-    repeats: list[NewChunk] = []
-    """deduplicated ones that an earlier unit has too"""
     nbytes: int = 0
-    """what its chunks take in the arena"""
+    """what its chunks take in the arena, without deduplicated ones that an earlier unit has too"""
 
 
 def room_of(chunks: Iterable[NewChunk]) -> int:
@@ -320,15 +316,12 @@ class _Planner:
         self._chunks: dict[bytes, NewChunk] = {}
         """by digest"""
         self._hashed: dict[tuple[int, int], bytes] = {}
-        self._here: set[NewChunk] = set()
-        """deduplicated ones of the unit"""
 
     def fill(self, unit: Unit, columns: Sequence[ValueColumn], on_device: bool = False) -> None:
         """Chunks for these columns, which have just the unit's rows."""
         rows, small = range(unit.first, unit.last), []
         groups: list[Sequence[ValueColumn]] = []
         """columns that share a chunk of all these rows"""
-        self._here.clear()
         for column in columns:
             if column.dedup and (left := self._apart(unit, column)) is not None:
                 if left:
@@ -343,7 +336,6 @@ class _Planner:
             groups.append(small)
         if groups:
             _add(unit, groups, repeat(rows), on_device)
-        unit.nbytes = room_of(unit.chunks)
 
     def _apart(self, unit: Unit, column: ValueColumn) -> list[int] | None:
         """Give large values of this column chunks of their own. Returns the rows of the column that
@@ -370,10 +362,7 @@ class _Planner:
         elif not _equal(found, chunk):  # other bytes have the same name
             found = chunk
         if found is chunk:
-            unit.chunks.append(chunk)
-        elif found not in self._here:
-            unit.repeats.append(found)
-        self._here.add(found)
+            unit.nbytes += chunk.space
         return found
 
     def _digest(self, chunk: NewChunk) -> bytes:
@@ -407,7 +396,7 @@ def _add(
 ) -> None:
     """A chunk for each of these groups of columns. rows: of each."""
     chunks = [chunk_of(group, on_device) for group in groups]
-    unit.chunks += chunks
+    unit.nbytes += room_of(chunks)
     unit.pieces += map(NewPiece, chunks, map(fields_of, groups), rows)
 
 

@@ -22,9 +22,9 @@ from dataplane.client.write.chunks import (
 )
 from dataplane.client.write.columns import ValueColumn, prepare
 from dataplane.client.write.copying import copy_chunks
-from dataplane.client.write.message import MessageValues, values_of
+from dataplane.client.write.message import values_of
 from dataplane.wire.records import EXTENT, KEY, U8
-from dataplane.wire.tables import Owner, Rows, Table
+from dataplane.wire.tables import Owner, Rows, Table, Values
 from tests.placing import place
 from tests.same import same
 
@@ -97,15 +97,14 @@ class FakeArena:
 
     def reader(self, pieces: Sequence[NewPiece]) -> TableReader:
         """What arrives where all rows of these pieces are read."""
-        said = said_of(pieces)
-        places = np.zeros(len(said.values.chunks), EXTENT)
-        own = [(chunk.offset, chunk.nbytes) for chunk in (*said.chunks, *said.shared)]
-        places[: len(own)] = own
+        said, written = said_of(pieces), chunks_of(pieces)
+        extents = [(0, 0) if one.is_inline else (one.offset, one.nbytes) for one in written]
+        places = np.array(extents, EXTENT)
         chunks = [
-            msgspec.structs.replace(one, number=number) if number <= len(own) else one
-            for number, one in enumerate(said.values.chunks, 1)
+            one if wrote.is_inline else msgspec.structs.replace(one, number=number)
+            for number, (one, wrote) in enumerate(zip(said.chunks, written, strict=True), 1)
         ]
-        values = msgspec.structs.replace(said.values, chunks=chunks)
+        values = msgspec.structs.replace(said, chunks=chunks)
         rows = max(piece.rows[-1] for piece in pieces) + 1
         table = Table(Rows(bytes(KEY.itemsize * rows)), values, {}, places.tobytes())
         return TableReader(table, self.base())
@@ -151,7 +150,7 @@ def planned(
     return plan(columns, groups, inline)[0], order
 
 
-def said_of(pieces: Sequence[NewPiece]) -> MessageValues:
+def said_of(pieces: Sequence[NewPiece]) -> Values:
     """What a message says of these pieces."""
     return values_of(PEER, pieces)
 

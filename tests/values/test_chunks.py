@@ -26,7 +26,7 @@ from dataplane.client.write.chunks import (
 )
 from dataplane.client.write.columns import ValueColumn, prepare
 from dataplane.client.write.copying import is_stored
-from dataplane.client.write.message import values_of
+from dataplane.client.write.message import unnamed, values_of
 from dataplane.errors import LimitExceeded
 from dataplane.wire.layouts import decode
 from dataplane.wire.limits import (
@@ -164,7 +164,7 @@ def test_a_chunk_for_a_device_has_its_lengths_beside_it() -> None:
     assert chunk.nbytes == 64 and b"".join(chunk.image()) == np.arange(3).tobytes() + (
         np.arange(5).tobytes()
     )
-    assert said_of(unit.pieces).values.chunks[0].inline == chunk.beside
+    assert said_of(unit.pieces).chunks[0].inline == chunk.beside
 
 
 def test_object_rows_are_padded_to_16_bytes() -> None:
@@ -289,7 +289,7 @@ def test_a_run_that_ends_inside_of_a_block_has_its_small_values(arena: Any) -> N
         pieces = pieces_of(run)
         arena.write(chunks_of(pieces))
         first = run[0].first
-        values = values_of(PEER, pieces, first).values
+        values = values_of(PEER, pieces, first)
         (small,) = [piece for piece in values.pieces if values.chunks[piece.chunk].owner][:1]
         assert small.base == 0
     assert [piece.rows for piece in pieces_of(units) if piece.chunk.is_inline] == [
@@ -313,7 +313,7 @@ def test_what_was_inline_lands_in_chunks(arena: Any) -> None:
         chunk.land()
     arena.write(chunks_of(pieces))
     said = said_of(pieces)
-    assert not said.values.inline_bytes and len(said.chunks) == 2
+    assert not said.inline_bytes and len(said.chunks) == 2
     for name, view in arena.views(pieces).items():
         assert equals(view, given_(columns[name]))
 
@@ -326,12 +326,12 @@ def test_a_message_names_each_chunk_once(arena: Any) -> None:
     pieces = pieces_of(plan(prepare(columns), None, True)[0])
     arena.write(chunks_of(pieces), arena.extents(*[1 << 20] * 4)[::-1])
     said = said_of(pieces)
-    own = [chunk for chunk in said.values.chunks if not chunk.inline]
-    wrote = [(chunk.offset, chunk.nbytes) for chunk in said.chunks]
+    own = [chunk for chunk in said.chunks if not chunk.inline]
+    wrote = [(chunk.offset, chunk.nbytes) for chunk in unnamed(pieces)]
     assert [(chunk.offset, chunk.nbytes) for chunk in own] == wrote
-    assert {piece.chunk for piece in said.values.pieces} == {*range(len(said.values.chunks))}
-    assert said.values.owners == [PEER, INLINE]
-    assert set(said.values.fields) == set(columns)
+    assert {piece.chunk for piece in said.pieces} == {*range(len(said.chunks))}
+    assert said.owners == [PEER, INLINE]
+    assert set(said.fields) == set(columns)
 
 
 @given(
@@ -366,16 +366,16 @@ def test_a_field_may_be_left_out_of_what_was_written(arena: Any) -> None:
     assert view.field == "b" and equals(view, given_(columns["b"]))
 
 
-def test_chunks_that_the_peer_has_come_behind_those_that_are_new(arena: Any) -> None:
+def test_a_chunk_that_the_peer_has_is_named_by_its_number(arena: Any) -> None:
     columns = {"x": np.zeros((64, 4096), np.uint8), "i": list(range(64))}
     pieces = pieces_of(plan(prepare(columns))[0])
     arena.write(chunks_of(pieces))
-    first = chunks_of(pieces)[0]
+    first, *others = chunks_of(pieces)
     first.number = 3 << 32 | 7
+    assert unnamed(pieces) == others
     said = said_of(pieces)
-    assert first not in said.chunks and said.shared == [first]
-    assert said.values.pieces[0].chunk == len(said.chunks)
-    assert said.values.chunks[len(said.chunks)].number == first.number
+    assert said.pieces[0].chunk == 0
+    assert [chunk.number for chunk in said.chunks] == [first.number] + [0] * len(others)
 
 
 # dedup

@@ -35,7 +35,7 @@ from dataplane.client.write.chunks import (
     spaces_of,
     without,
 )
-from dataplane.client.write.message import MessageValues, message_bytes, values_of
+from dataplane.client.write.message import committed, message_bytes, unnamed, values_of
 from dataplane.client.write.rows import (
     Index,
     Names,
@@ -119,8 +119,8 @@ class Doubt(msgspec.Struct, eq=False):
     """bit mask of positions"""
     parts: list[Added] = []
     """the values that it stores"""
-    brought: MessageValues | None = None
-    """those values as the message encodes them"""
+    chunks: list[NewChunk] = []
+    """those that the peer knows by this message"""
 
 
 class Lease:
@@ -428,40 +428,42 @@ class Lease:
         deadline: Deadline,
         then: Call | None = None,
     ) -> None:
-        session, brought, call = self.handle.session, None, None
+        session, chunks, call = self.handle.session, list[NewChunk](), None
         try:
             if parts:
-                brought = values_of(session.owner, [p for one in parts for p in one.of(rows)])
-                ahead = session.slabs[0].ahead(room_of(brought.chunks))
-                body = msgspec.structs.replace(body, values=brought.values, want_bytes=ahead)
+                pieces = [piece for one in parts for piece in one.of(rows)]
+                values, chunks = values_of(session.owner, pieces), unnamed(pieces)
+                ahead = session.slabs[0].ahead(room_of(chunks))
+                body = msgspec.structs.replace(body, values=values, want_bytes=ahead)
                 if body.outcome == "ack" and self._closed | rows != self._all:
                     others = [(one, left) for one in parts if (left := self._others(one, rows))]
-                    named = {*brought.chunks}
+                    named = {*chunks}
                     body.again = any([one.needs(named, left) for one, left in others])
             deadline.check(body.outcome)
             call = Call(body, deadline, then=then, keeps=body.outcome != "keep")
             done = await self._answer(call)
         except BaseException as exc:
             if call is not None and call.again is not None:
-                self._doubt = Doubt(call.again, body.outcome, rows, list(parts), brought)
+                self._doubt = Doubt(call.again, body.outcome, rows, list(parts), chunks)
                 self._told(exc)
             elif call is None or not call.in_flight:
                 if body.outcome != "ack":  # the values of an ack stay for the next one
                     give_back(session, chunks_of([piece for one in parts for piece in one.pieces]))
-            elif brought is not None and isinstance(exc, DataplaneError):
-                brought.committed(column(exc.details.pop("ranges", b""), RANGE))
+            elif parts and isinstance(exc, DataplaneError):
+                committed(chunks, column(exc.details.pop("ranges", b""), RANGE))
             raise
-        if brought is not None:
-            self._stored(rows, parts, brought, done)
+        if parts:
+            self._stored(rows, parts, chunks, done)
             if isinstance(done, PutDone):
                 session.keep(column(done.extents, EXTENT).tolist())
 
     def _stored(
-        self, rows: int, parts: Sequence[Added], brought: MessageValues, done: Body
+        self, rows: int, parts: Sequence[Added], chunks: list[NewChunk], done: Body
     ) -> None:
-        """Note that the shard has these values. Keep those that open rows need again."""
+        """Note that the shard has these values, and the peer these chunks. Keep those that open
+        rows need again."""
         told = done if isinstance(done, PutDone) else PutDone()
-        brought.committed(column(told.ranges, RANGE) if told.ranges else None)
+        committed(chunks, column(told.ranges, RANGE) if told.ranges else None)
         for one in parts:
             if one in self._added and not self._others(one, rows):
                 self._added.remove(one)
@@ -504,12 +506,12 @@ class Lease:
         self.handle.session.answered(doubt.request)
         if isinstance(exc, FieldExists):
             self._refused.add(str(exc.details.get("field")))
-        if doubt.brought is None:
+        if not doubt.parts:
             return
         if kept is not None:
-            doubt.brought.committed(column(kept, RANGE))
+            committed(doubt.chunks, column(kept, RANGE))
         elif doubt.outcome == "ack":
-            doubt.brought.committed()
+            committed(doubt.chunks)
             # Nobody has the values: an ack without them must not pass for one with them.
             self._added = [one for one in self._added if one not in doubt.parts]
             names = {name for one in doubt.parts for name in one.fields}
@@ -530,9 +532,9 @@ class Lease:
                 raise
             return
         self._doubt = None
-        if doubt.brought is not None:
+        if doubt.parts:
             # The memory that the reply grants goes back when the cancelled call is undone.
-            self._stored(doubt.rows, doubt.parts, doubt.brought, done)
+            self._stored(doubt.rows, doubt.parts, doubt.chunks, done)
         self._close(doubt.outcome, doubt.rows)
 
     def _close(self, outcome: str, rows: int) -> None:
@@ -557,9 +559,8 @@ class Lease:
         doubt, self._doubt = self._doubt, None
         if doubt is not None:
             self.handle.session.answered(doubt.request)
-            if doubt.brought is not None:
-                named = {*doubt.brought.chunks}
-                chunks = [chunk for chunk in chunks if chunk not in named]
+            named = {*doubt.chunks}
+            chunks = [chunk for chunk in chunks if chunk not in named]
         return [chunk for chunk in chunks if chunk.offset >= 0]
 
     async def give_back(self, deadline: Deadline) -> None:

@@ -45,7 +45,7 @@ from dataplane.client.write.chunks import (
     plan,
 )
 from dataplane.client.write.columns import ValueColumn, by_name, prepare
-from dataplane.client.write.message import MessageValues, values_of
+from dataplane.client.write.message import values_of
 from dataplane.client.write.rows import (
     Identity,
     Index,
@@ -354,31 +354,35 @@ class Putting(msgspec.Struct, eq=False):
     ) -> None:
         """The message of the rows at `index`; once more where the shard has no space for what is
         inline. first: which row of the units is its first."""
-        brought = values_of(self.handle.session.owner, pieces, first)
         try:
-            await self._tell(brought, pin, index, ahead)
+            await self._tell(pieces, first, pin, index, ahead)
         except ShardFull as full:
             if not full.details.get("values"):  # it has none for rows
                 raise
             self.handle.shard_is_full()
-            held, pin = named_again(self.handle.session, brought, full, pin)
+            held, pin = named_again(self.handle.session, pieces, full, pin)
             await land(self.handle, self.generation, pieces, self.continuing, self.deadline)
-            brought = values_of(self.handle.session.owner, pieces, first)
-            await self._tell(brought, pin, index, ahead)
+            await self._tell(pieces, first, pin, index, ahead)
             del held  # the values have another holder now
 
     async def _tell(
-        self, brought: MessageValues, pin: int, index: Index | None, ahead: list[int]
+        self,
+        pieces: list[NewPiece],
+        first: int,
+        pin: int,
+        index: Index | None,
+        ahead: list[int],
     ) -> None:
         """The message of the rows at `index`, and what its answer grants. ahead: bytes that are
         asked for, by memory."""
-        session, call = self.handle.session, None
+        session, chunks, call = self.handle.session, chunks_of(pieces), None
         try:
+            values = values_of(session.owner, pieces, first)
             body = Put(
                 self.handle.name,
                 self.generation,
                 self.identity.wire(index),
-                brought.values,
+                values,
                 take_tags(self.tags, index),
                 pin,
                 self.replace,
@@ -394,17 +398,21 @@ class Putting(msgspec.Struct, eq=False):
         except BaseException:
             session.pinned(pin)  # nobody keeps it, so it is released
             if call is None or not call.in_flight:
-                give_back(session, brought.chunks)
+                give_back(session, chunks)
             raise
         if reply.extents:
             session.keep(column(reply.extents, EXTENT).tolist())
-        brought.committed()
-        for chunk in brought.shared:  # the pin was for this message
-            chunk.number = None
+        nbytes = copied_bytes = 0
+        for chunk in chunks:
+            nbytes += chunk.nbytes
+            if chunk.number is None:
+                copied_bytes += chunk.nbytes
+            # its space belongs to the peer now, and the pin was for this message
+            chunk.offset, chunk.number = -1, None
         self.gone += reply.gone
         self.there += reply.there
         rows = len(self.identity) if index is None else len(index)
-        session.tally.put(rows, brought.nbytes, brought.copied_bytes)
+        session.tally.put(rows, nbytes, copied_bytes)
 
     def _want(self, memory: int, units: Sequence[Unit], here: slice) -> int:
         """Return how many bytes to reserve ahead: what this put writes next, or else as much as it

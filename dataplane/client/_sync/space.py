@@ -34,11 +34,7 @@ from dataplane.client.write.chunks import (
 )
 from dataplane.client.write.columns import prepare
 from dataplane.client.write.copying import copy_chunks, is_stored
-from dataplane.client.write.message import (
-    CHUNK_COST_BYTES,
-    MessageValues,
-    digests_of,
-)
+from dataplane.client.write.message import CHUNK_COST_BYTES, committed, digests_of, unnamed
 from dataplane.errors import ShardFull
 from dataplane.memory.placement import placed
 from dataplane.wire.limits import MAX_CHUNKS_PER_MESSAGE
@@ -236,13 +232,14 @@ def land(
 
 
 def named_again(
-    session: Session, brought: MessageValues, full: ShardFull, pin: int
+    session: Session, pieces: Sequence[NewPiece], full: ShardFull, pin: int
 ) -> tuple[object, int]:
     """Refer to the chunks of a message by their ranges, after the shard refused it because it had
-    no space. The peer keeps them. Return the object that holds them, and the next message's pin."""
+    no space. The peer keeps them. pieces: of the message. Return the object that holds the chunks,
+    and the next message's pin."""
     held = session.pinned(full.details.get("pin", 0))
     if "ranges" in full.details:
-        brought.committed(column(full.details["ranges"], RANGE))
+        committed(unnamed(pieces), column(full.details["ranges"], RANGE))
         pin = 0
     return held, pin
 

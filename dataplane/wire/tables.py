@@ -195,7 +195,7 @@ class Piece(msgspec.Struct, array_like=True, frozen=True):
     """
 
     chunk: int
-    fields: list[int]
+    fields: tuple[int, ...]
     base: int
     given: bytes
     first: int = 0

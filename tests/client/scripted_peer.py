@@ -249,5 +249,5 @@ def values_with(values: Values, fields: list[str]) -> Values:
         mine = [-1 if field < 0 else numbers[field] for field in piece.fields]
         if max(mine) >= 0:
             where = (piece.base, piece.given, piece.first, piece.at)
-            pieces.append(Piece(piece.chunk, mine, *where))
+            pieces.append(Piece(piece.chunk, tuple(mine), *where))
     return Values(fields, values.owners, values.layouts, values.chunks, pieces)

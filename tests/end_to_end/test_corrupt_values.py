@@ -84,7 +84,7 @@ SECOND = list(CORRUPT)[-4:]
 def store(plane: Plane, name: str, layout: bytes, inline: bytes) -> None:
     """Put a chunk with the rows "k" and "l", as another client might write it."""
     generation: int = plane.partition(name).stats()["generation"]
-    chunk, piece = Chunk(0, 0, 2, len(inline), 0, inline), Piece(0, [0], 0, b"\3")
+    chunk, piece = Chunk(0, 0, 2, len(inline), 0, inline), Piece(0, (0,), 0, b"\3")
     values = Values(["x"], [INLINE], [layout], [chunk], [piece])
     keys = hash_names(["k", "l"])
     body = Put(name, generation, Rows(keys, ["k", "l"]), values)

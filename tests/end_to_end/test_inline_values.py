@@ -195,7 +195,7 @@ def test_what_a_shard_refuses_takes_no_room(plane: dataplane.Plane) -> None:
 
 LAYOUT = layouts.encode((layouts.ColumnSpec("array", "int64"),))
 SOUND = Chunk(0, 0, 1, 8, 0, bytes(8))
-ALONE = Piece(0, [0], 0, b"\1")
+ALONE = Piece(0, (0,), 0, b"\1")
 
 
 def put_of(generation: int, chunk: Chunk = SOUND, piece: Piece = ALONE) -> Put:
@@ -224,13 +224,13 @@ def tell(plane: dataplane.Plane, body: Body) -> None:
         {"chunk": Chunk(1, 1, 1, 8, 0)},
         {"chunk": Chunk(2, 0, 1, 8, 0, bytes(8))},
         {"chunk": Chunk(-1, 0, 1, 8, 0, bytes(8))},
-        {"piece": Piece(1, [0], 0, b"\1")},
-        {"piece": Piece(0, [1], 0, b"\1")},
-        {"piece": Piece(0, [0], 1, b"\1")},
-        {"piece": Piece(0, [0], 0, b"\2")},
-        {"piece": Piece(0, [0], 0, b"\1", 1)},
-        {"piece": Piece(0, [0], 0, b"\1", 0, bytes(8))},
-        {"piece": Piece(0, [0], 0, b"\1", 0, b"\1\0\0\0")},
+        {"piece": Piece(1, (0,), 0, b"\1")},
+        {"piece": Piece(0, (1,), 0, b"\1")},
+        {"piece": Piece(0, (0,), 1, b"\1")},
+        {"piece": Piece(0, (0,), 0, b"\2")},
+        {"piece": Piece(0, (0,), 0, b"\1", 1)},
+        {"piece": Piece(0, (0,), 0, b"\1", 0, bytes(8))},
+        {"piece": Piece(0, (0,), 0, b"\1", 0, b"\1\0\0\0")},
     ],
     ids=str,
 )
@@ -247,11 +247,11 @@ def test_chunks_that_are_not_as_they_are_told_are_refused(
 
 @pytest.mark.parametrize(
     ("fields", "inline"),
-    [([0], bytes(7)), ([0], bytes(64)), ([0, -1], bytes(8))],
+    [((0,), bytes(7)), ((0,), bytes(64)), ((0, -1), bytes(8))],
     ids=["too short", "too long", "columns"],
 )
 def test_a_reader_is_told_of_a_chunk_that_is_not_as_its_layout_says(
-    plane: dataplane.Plane, fields: list[int], inline: bytes
+    plane: dataplane.Plane, fields: tuple[int, ...], inline: bytes
 ) -> None:
     """Peers do not look into chunks."""
     part = plane.partition("p", {"s": ["x"]})

@@ -181,9 +181,9 @@ def _chunk_vectors() -> list[bytes]:
 def _some_values() -> list[bytes]:
     chunks = [Chunk(0, 7, 9, 80, 0), Chunk(1, 0, 6, 4, 1, b"1234")]
     pieces = [
-        Piece(0, [0, 1], 0, b"\xff\x01"),
-        Piece(1, [2], 1, b"\x05", 3),
-        Piece(1, [2, -1], 4, b"\x03", 0, bytes([5, 0, 0, 0, 2, 0, 0, 0])),
+        Piece(0, (0, 1), 0, b"\xff\x01"),
+        Piece(1, (2,), 1, b"\x05", 3),
+        Piece(1, (2, -1), 4, b"\x03", 0, bytes([5, 0, 0, 0, 2, 0, 0, 0])),
     ]
     made = Values(["a", "b", "c"], [Owner("a", 1), INLINE], [b"x", b"y"], chunks, pieces)
     return [msgspec.msgpack.encode(made)]
@@ -198,7 +198,7 @@ def _manifests() -> list[bytes]:
 
 
 def _some_records() -> list[bytes]:
-    values = Values(["a"], [], [b"x"], [Chunk(0, 0, 2, 80, 0)], [Piece(0, [0], 0, b"\3")])
+    values = Values(["a"], [], [b"x"], [Chunk(0, 0, 2, 80, 0)], [Piece(0, (0,), 0, b"\3")])
     made = Restore("p", 0, Rows(bytes(range(32))), values, {"t": [1, None]}, Progress())
     message = msgspec.msgpack.encode(made)
     return [(len(message).to_bytes(4, "little") + message + bytes(128)) * 2]

@@ -74,7 +74,7 @@ def brought(columns: Sequence[Column], owners: Sequence[Owner] = OWNERS) -> Valu
                 at = len(owners) if inline else value.owner
                 name = 0 if inline else value.number
                 found.append(Chunk(at, name, 1, value.nbytes, 0, value.inline))
-            pieces.append(Piece(chunks[value], [number], row, b"\x01"))
+            pieces.append(Piece(chunks[value], (number,), row, b"\x01"))
     return Values(fields, [*owners, INLINE], [b"layout"], found, pieces)
 
 
@@ -82,7 +82,7 @@ def whole(fields: Sequence[str], rows: int, number: int, nbytes: int, **more: An
     """What a message says of one chunk that has these fields of all its rows. number 0: inline."""
     at, inline = ([OWNERS[0]], b"") if number else ([INLINE], bytes(nbytes))
     chunk = Chunk(0, number, rows, nbytes, 0, inline)
-    piece = Piece(0, list(range(len(fields))), 0, bytes_of(all_of(rows)))
+    piece = Piece(0, tuple(range(len(fields))), 0, bytes_of(all_of(rows)))
     return Values(list(fields), more.get("owners", at), [b"layout"], [chunk], [piece])
 
 

@@ -163,7 +163,7 @@ class Story:
             chunks.append(chunk)
         at = chunks.index(chunk)
         given = bytes_of(bits_of(row - rows[0] for row in rows))
-        fields = [*columns, -1] if self.any.random() < 0.3 else columns
+        fields = (*columns, -1) if self.any.random() < 0.3 else tuple(columns)
         if self.any.random() < 0.5:
             first = self.any.randint(0, chunk.rows - len(rows))
             return Piece(at, fields, rows[0], given, first)

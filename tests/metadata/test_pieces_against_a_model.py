@@ -343,7 +343,7 @@ def test_what_does_not_fit_is_a_typed_error(data: st.DataObject) -> None:
 
 def test_a_message_names_the_chunks_that_no_piece_uses() -> None:
     chunks = [wire.Chunk(0, number, 2, 8, 0) for number in (4, 5, 6)]
-    pieces = [wire.Piece(2, [0], 0, b"\3"), wire.Piece(0, [1], 0, b"\3")]
+    pieces = [wire.Piece(2, (0,), 0, b"\3"), wire.Piece(0, (1,), 0, b"\3")]
     arrived = wire.Values(["a", "b"], OWNERS[:1], [b"layout"], chunks, pieces)
     here = Chunk(OWNERS[0], 5, 2, 8, b"layout")
     found = values_in(arrived, 2, {OWNERS[0]: {5: here}})
@@ -356,7 +356,7 @@ def test_a_message_names_the_chunks_that_no_piece_uses() -> None:
 def test_the_masks_of_a_long_message_are_short() -> None:
     """Else each of 65,536 pieces could take a mask of 65,536 rows."""
     rows = 65_536
-    pieces = [wire.Piece(0, [0], row, b"\1") for row in range(0, rows, 64)]
+    pieces = [wire.Piece(0, (0,), row, b"\1") for row in range(0, rows, 64)]
     arrived = wire.Values(["a"], OWNERS[:1], [b"layout"], [wire.Chunk(0, 4, 1, 8, 0)], pieces)
     shape = values_in(arrived, rows, {}).pieces.shape
     assert {one.given for one in shape.pieces} == {1}

@@ -208,7 +208,7 @@ def test_values_go_to_the_rows_that_the_index_names(order: list[int]) -> None:
         [OWNERS[0]],
         [b"layout"],
         [Chunk(0, 77, len(order), 64, 0)],
-        [Piece(0, [0], 0, bytes_of(all_of(len(order))))],
+        [Piece(0, (0,), 0, bytes_of(all_of(len(order))))],
     )
     index = np.array(order, "<u4").tobytes()
     assert taken.lease is not None

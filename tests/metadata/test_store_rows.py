@@ -316,7 +316,7 @@ def test_a_row_costs_less_than_500_bytes_of_metadata() -> None:
             names.mint_many(3, turn * count, count // 8),
         )
         chunks = [Chunk(0, 1 + turn * count + at, 8, 9_000, 0) for at in range(0, count, 8)]
-        pieces = [Piece(at, [0, 1, 2, 3], 8 * at, b"\xff") for at in range(len(chunks))]
+        pieces = [Piece(at, (0, 1, 2, 3), 8 * at, b"\xff") for at in range(len(chunks))]
         brings = Values(["tokens", "reward", "x", "y"], OWNERS, [b"layout"], chunks, pieces)
         tags = {"version": [turn], "length": list(range(count))}
         s.put(Put("p", 1, rows, brings, tags))

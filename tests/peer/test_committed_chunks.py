@@ -27,7 +27,7 @@ def host() -> Any:
 
 
 def values(*chunks: Chunk, owners: tuple[Owner, ...] = (ME, INLINE)) -> Values:
-    return Values(["x"], list(owners), [b"layout"], list(chunks), [Piece(0, [0], 0, b"\1")])
+    return Values(["x"], list(owners), [b"layout"], list(chunks), [Piece(0, (0,), 0, b"\1")])
 
 
 def grant(host: Any) -> int:

@@ -142,7 +142,7 @@ async def test_an_ack_that_fails_holds_its_values_as_long_as_its_lease(over: boo
     leases.open(Lease(7, "p", 1, "s", 1, holder))
     extents = space.grant(holder.id, Admission.OPEN, 64)
     chunk = Chunk(0, 0, 1, 64, 0, b"", extents["offset"].item())
-    brought = Values(["x"], [me], [b""], [chunk], [Piece(0, [0], 0, b"\1")])
+    brought = Values(["x"], [me], [b""], [chunk], [Piece(0, (0,), 0, b"\1")])
     body = Finish(7, "ack", values=brought)
     request: Any = SimpleNamespace(rid=1)
     answer: Any = Finishing(nobody, leases, writing).finish(holder, request, body)

@@ -101,7 +101,7 @@ async def test_space_of_a_refused_put_goes_to_a_call_that_waits() -> None:
     await settled()
     chunk = Chunk(0, 0, 1, 16 * PAGE, 0, b"", written["offset"].item())
     wrong = Chunk(9, 0, 1, 64, 0)
-    sent = Values(["x"], [me], [b""], [chunk, wrong], [Piece(0, [0], 0, b"\1")])
+    sent = Values(["x"], [me], [b""], [chunk, wrong], [Piece(0, (0,), 0, b"\1")])
     session: Any = SimpleNamespace(id=1)
     with pytest.raises(ProtocolError, match="invalid owner index 9"):
         writing.put(session, nothing, Put("p", 1, Rows(b""), sent))
@@ -194,7 +194,7 @@ async def test_room_of_what_was_added_in_vain_goes_to_who_waits_for_it() -> None
     finishing = Finishing(None, leases, writing)  # type: ignore[arg-type]
     written = space.reserve(2, Admission.OPEN, pages(9))[1]
     chunks = [Chunk(0, 0, 1, 9 * PAGE, 0, b"", written["offset"].item())]
-    pieces = [Piece(0, [0], 0, b"\1")]
+    pieces = [Piece(0, (0,), 0, b"\1")]
     values = Values(["x"], [host.owner], [b"layout"], chunks, pieces)
     waits = asyncio.create_task(room.reserve(3, Admission.OPEN, pages(9), 20))
     await settled()

@@ -96,7 +96,7 @@ def values_of(
         here = min(many, rows - number * many)
         inline, offset = (part, 0) if owner == INLINE else (b"", at[number])
         chunks.append(Chunk(0, 0, here, len(part), 0, inline, offset))
-        pieces.append(Piece(number, [0], number * many, bits.bytes_of(bits.all_of(here))))
+        pieces.append(Piece(number, (0,), number * many, bits.bytes_of(bits.all_of(here))))
     return Values([field], [owner], [LAYOUT], chunks, pieces)
 
 
@@ -110,7 +110,7 @@ def part_of(added: Values, rows: list[int]) -> Values:
             base = mine[0][0]
             given = bits.bytes_of(bits.bits_of([number - base for number, _ in mine]))
             at = np.array([row - piece.base for _, row in mine], U4).tobytes()
-            pieces.append(Piece(piece.chunk, [0], base, given, 0, at))
+            pieces.append(Piece(piece.chunk, (0,), base, given, 0, at))
     return msgspec.structs.replace(added, pieces=pieces)
 
 

@@ -171,7 +171,7 @@ GOOD = Values(
     [Owner("p", 1), INLINE],
     [layouts.encode((INT,))],
     [Chunk(0, 1, 4, 32, 0)],
-    [Piece(0, [0], 0, b"\x0f")],
+    [Piece(0, (0,), 0, b"\x0f")],
 )
 
 
@@ -188,14 +188,16 @@ def changed(**parts: Any) -> Values:
 def test_pieces_say_which_rows_have_a_value(arena: Any) -> None:
     arena.memory[:32] = np.arange(4).view(np.uint8)
     numbers = [
-        Piece(0, [0], 1, b"\x05", 2),  # rows 1 and 3 have the chunk's 2 and 3
-        Piece(0, [0], 5, b"\x03", 0, np.array([1, 0], "<u4").tobytes()),
+        Piece(0, (0,), 1, b"\x05", 2),  # rows 1 and 3 have the chunk's 2 and 3
+        Piece(0, (0,), 5, b"\x03", 0, np.array([1, 0], "<u4").tobytes()),
     ]
     view = read(arena, changed(pieces=numbers[::-1]), [(0, 32)], rows=8)
     there = {row: int(view[row]) for row in range(8) if view.present(row)}
     assert there == {1: 2, 3: 3, 5: 1, 6: 0}
     both = read(
-        arena, changed(pieces=[Piece(0, [0], 0, b"\x03"), Piece(0, [0], 2, b"\x03", 2)]), [(0, 32)]
+        arena,
+        changed(pieces=[Piece(0, (0,), 0, b"\x03"), Piece(0, (0,), 2, b"\x03", 2)]),
+        [(0, 32)],
     )
     assert len(both.runs) == 2 and same(np.array(both.dense()), np.arange(4))
 
@@ -210,7 +212,7 @@ def test_every_field_of_rows_in_many_runs_is_read(arena: Any) -> None:
         [Owner("p", 1)],
         [layouts.encode((INT, INT))],
         [Chunk(0, 1, there, len(memory), 0)],
-        [Piece(0, [0, 1], 0, given)],
+        [Piece(0, (0, 1), 0, given)],
     )
     raw = np.array([(0, len(memory))], EXTENT).tobytes()
     reader = TableReader(Table(Rows(bytes(KEY.itemsize * rows)), values, {}, raw), arena.base())
@@ -224,7 +226,7 @@ def test_every_field_of_rows_in_many_runs_is_read(arena: Any) -> None:
 
 def test_tables_share_small_shapes_and_not_those_that_would_fill_the_memory() -> None:
     def shape(fields: list[str], rows: int, given: int) -> TableShape:
-        piece = Piece(0, list(range(len(fields))), 0, bytes_of(given))
+        piece = Piece(0, tuple(range(len(fields))), 0, bytes_of(given))
         values = Values(fields, [], [b"layout"], [Chunk(0, 1, rows, 8, 0)], [piece])
         return shape_of_values(values, rows)
 
@@ -254,20 +256,20 @@ def test_places_outside_the_arena_are_refused(arena: Any, place: tuple[int, int]
     [
         changed(chunks=[Chunk(0, 1, 4, 32, 1)]),
         changed(chunks=[Chunk(0, 1, -1, 32, 0)]),
-        changed(pieces=[Piece(1, [0], 0, b"\x0f")]),
-        changed(pieces=[Piece(-1, [0], 0, b"\x0f")]),
-        changed(pieces=[Piece(0, [1], 0, b"\x0f")]),
-        changed(pieces=[Piece(0, [-2], 0, b"\x0f")]),
-        changed(pieces=[Piece(0, [0, 0], 0, b"\x0f")]),
-        changed(pieces=[Piece(0, [0], 0, b"")]),
-        changed(pieces=[Piece(0, [0], 1, b"\x0f")]),
-        changed(pieces=[Piece(0, [0], -1, b"\x0f")]),
-        changed(pieces=[Piece(0, [0], 1 << 60, b"\x0f")]),
-        changed(pieces=[Piece(0, [0], 0, b"\x0f", 1)]),
-        changed(pieces=[Piece(0, [0], 0, b"\x0f", -1)]),
-        changed(pieces=[Piece(0, [0], 0, b"\x0f", 0, b"\0" * 12)]),
-        changed(pieces=[Piece(0, [0], 0, b"\x01", 0, b"\xff" * 4)]),
-        changed(pieces=[Piece(0, [0], 0, b"\x03"), Piece(0, [0], 1, b"\x01")]),
+        changed(pieces=[Piece(1, (0,), 0, b"\x0f")]),
+        changed(pieces=[Piece(-1, (0,), 0, b"\x0f")]),
+        changed(pieces=[Piece(0, (1,), 0, b"\x0f")]),
+        changed(pieces=[Piece(0, (-2,), 0, b"\x0f")]),
+        changed(pieces=[Piece(0, (0, 0), 0, b"\x0f")]),
+        changed(pieces=[Piece(0, (0,), 0, b"")]),
+        changed(pieces=[Piece(0, (0,), 1, b"\x0f")]),
+        changed(pieces=[Piece(0, (0,), -1, b"\x0f")]),
+        changed(pieces=[Piece(0, (0,), 1 << 60, b"\x0f")]),
+        changed(pieces=[Piece(0, (0,), 0, b"\x0f", 1)]),
+        changed(pieces=[Piece(0, (0,), 0, b"\x0f", -1)]),
+        changed(pieces=[Piece(0, (0,), 0, b"\x0f", 0, b"\0" * 12)]),
+        changed(pieces=[Piece(0, (0,), 0, b"\x01", 0, b"\xff" * 4)]),
+        changed(pieces=[Piece(0, (0,), 0, b"\x03"), Piece(0, (0,), 1, b"\x01")]),
     ],
 )
 def test_values_that_do_not_fit_together_are_refused(arena: Any, values: Values) -> None:

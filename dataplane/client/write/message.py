@@ -79,7 +79,7 @@ def _pieces(uses: tuple[_Use, ...], base: int) -> tuple[list[str], list[Piece]]:
         else:
             given = bytes_of(bits_of([row - lowest for row in rows]))
         places = b"" if at is None else np.array(at, U4).tobytes()
-        pieces.append(Piece(number, mine, lowest - base, given, first, places))
+        pieces.append(Piece(number, tuple(mine), lowest - base, given, first, places))
     return list(fields), pieces
 
 

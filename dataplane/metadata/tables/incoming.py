@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
+from operator import attrgetter
 from typing import TypeVar
 
 import msgspec
@@ -45,12 +47,10 @@ _NO_VALUES = wire.Values()
 Known = Mapping[Owner, Mapping[int, Chunk]]
 """The chunks that a shard has, by owner and number."""
 _NOTHING: Mapping[int, Chunk] = {}
+_listed = attrgetter("fields", "given", "at")
 SHARED_BYTES, SHARED_CHUNKS, SHARED_ROWS = 1_024, 64, 1_024
-"""A form is small if its encoded pieces, the names of its fields, its chunks and its rows are no
-more. Larger ones hardly repeat, and caches of them would fill the memory."""
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(list[wire.Piece])
+"""A form is small if its rows, its chunks and its pieces are no more, and neither are the names of
+its fields with what its pieces list. Larger ones hardly repeat, and would fill the memory."""
 
 
 @lru_cache(4_096)
@@ -172,22 +172,20 @@ class ValuesIn(msgspec.Struct, frozen=True, eq=False):
 
 class MessageForm(msgspec.Struct, frozen=True):
     """What messages have in common that differ only in their chunks: the names of the fields, the
-    encoded pieces, how many rows each chunk has, and how many the message has."""
+    pieces, how many rows each chunk has, and how many the message has."""
 
     fields: tuple[str, ...]
-    pieces: bytes
+    pieces: tuple[wire.Piece, ...]
     chunk_rows: tuple[int, ...]
     rows: int
 
     @property
     def is_small(self) -> bool:
         """Whether a cache may keep what is derived from it."""
-        return (
-            len(self.pieces) <= SHARED_BYTES
-            and len(self.chunk_rows) <= SHARED_CHUNKS
-            and self.rows <= SHARED_ROWS
-            and sum(map(len, self.fields)) <= SHARED_BYTES
-        )
+        if len(self.pieces) > SHARED_CHUNKS or len(self.chunk_rows) > SHARED_CHUNKS:
+            return False
+        lists = chain(self.fields, *map(_listed, self.pieces))
+        return self.rows <= SHARED_ROWS and sum(map(len, lists)) <= SHARED_BYTES
 
 
 def values_in(
@@ -219,7 +217,7 @@ def _nothing_in(rows: int) -> ValuesIn:
 def form_of(values: wire.Values, rows: int) -> MessageForm:
     """Return the form of a message about this many rows."""
     chunk_rows = tuple([one.rows for one in values.chunks])
-    return MessageForm(tuple(values.fields), _encoder.encode(values.pieces), chunk_rows, rows)
+    return MessageForm(tuple(values.fields), tuple(values.pieces), chunk_rows, rows)
 
 
 def shape_in(form: MessageForm) -> tuple[BlockShape, tuple[int, ...]]:
@@ -229,7 +227,7 @@ def shape_in(form: MessageForm) -> tuple[BlockShape, tuple[int, ...]]:
     ProtocolError or InvalidRows for pieces that fit neither the chunks nor the rows.
     """
     _check_fields(form.fields)
-    pieces = [_piece_in(form, one) for one in _decoder.decode(form.pieces)]
+    pieces = [_piece_in(form, one) for one in form.pieces]
     used = sorted({one.chunk for one in pieces})
     if len(used) < len(form.chunk_rows):
         numbers = {chunk: n for n, chunk in enumerate(used)}
@@ -414,7 +412,7 @@ def _piece_in(form: MessageForm, one: wire.Piece) -> Piece[int]:
         raise mixed_releases(
             f"invalid piece: expected at most {MAX_FIELDS} columns, got {len(one.fields)}"
         )
-    names = _columns_in(form.fields, tuple(one.fields))
+    names = _columns_in(form.fields, one.fields)
     has, given, base = form.chunk_rows[one.chunk], in_bytes(one.given), one.base
     many = given.bit_count()
     if not given or base < 0 or base + given.bit_length() > form.rows:

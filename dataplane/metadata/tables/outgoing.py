@@ -112,7 +112,7 @@ class OutgoingValues:
 @lru_cache(1_024)
 def _skeleton(parts: Parts, wanted: tuple[str, ...] | None) -> _Skeleton:
     numbers: dict[str, int] = {} if wanted is None else {f: n for n, f in enumerate(wanted)}
-    columns: dict[tuple[str, ...], list[int]] = {}
+    columns: dict[tuple[str, ...], tuple[int, ...]] = {}
     used: dict[int, int] = {}
     pieces, by, nbytes = list[wire.Piece](), list[str](), 0
     base = before = 0
@@ -142,7 +142,7 @@ def _skeleton(parts: Parts, wanted: tuple[str, ...] | None) -> _Skeleton:
 
 def _columns(
     fields: tuple[str, ...], wanted: tuple[str, ...] | None, numbers: dict[str, int]
-) -> list[int]:
+) -> tuple[int, ...]:
     """The number of the field that each column of a piece is; none where none is wanted."""
     found = [
         -1
@@ -150,7 +150,7 @@ def _columns(
         else numbers.setdefault(field, len(numbers))
         for field in fields
     ]
-    return found if max(found) >= 0 else []
+    return tuple(found) if max(found) >= 0 else ()
 
 
 def _places(one: Piece[int], taken: int) -> tuple[int, tuple[int, ...] | None]:

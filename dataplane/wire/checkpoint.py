@@ -14,16 +14,13 @@ from dataplane.wire.tables import Body, Change, Rows, Scalar, Table, Values
 class Progress(msgspec.Struct, array_like=True):
     """The state of groups and stages, for the rows of a checkpoint.
 
-    For each group of `rows.group_keys`: expected, u4, 0xFFFFFFFF: unknown; gone, u4, the number of
-    freed rows; dropped, u4, how many of these were dropped; closed, one byte. acked: stage → one
-    byte per row. split: stage → one byte per group of which the stage took single rows. tagged:
-    tag → one byte per row, for tags that not all rows have.
+    sizes: for each group of `rows.group_keys`: its expected number of rows (-1: unknown), the
+    number of its freed rows, how many of these were dropped, and whether it is closed. acked: stage
+    → one byte per row. split: stage → one byte per group of which the stage took single rows.
+    tagged: tag → one byte per row, for tags that not all rows have.
     """
 
-    expected: bytes = b""
-    gone: bytes = b""
-    dropped: bytes = b""
-    closed: bytes = b""
+    sizes: list[tuple[int, int, int, bool]] = []
     acked: dict[str, bytes] = {}
     split: dict[str, bytes] = {}
     tagged: dict[str, bytes] = {}

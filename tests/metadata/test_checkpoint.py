@@ -205,10 +205,14 @@ def test_rows_that_are_there_are_not_restored_once_more() -> None:
 
 
 BAD: dict[str, dict[str, Any]] = {
-    "sizes of another number of groups": {"gone": bytes(8)},
-    "more rows dropped than gone": {"dropped": b"\1\0\0\0"},
-    "a closed group has no rows": {"rows": Rows(b"", None, b"", bytes(16)), "closed": b"\1"},
-    "an open group has all its rows": {"expected": b"\1\0\0\0"},
+    "sizes of another number of groups": {"sizes": []},
+    "more rows dropped than gone": {"sizes": [(-1, 0, 1, False)]},
+    "more rows gone than a group may have": {"sizes": [(-1, 1 << 40, 0, False)]},
+    "a closed group has no rows": {
+        "rows": Rows(b"", None, b"", bytes(16)),
+        "sizes": [(-1, 0, 0, True)],
+    },
+    "an open group has all its rows": {"sizes": [(1, 0, 0, False)]},
     "marks of another number of rows": {"acked": {"reward": b"\1"}},
     "a stage that is not there": {"acked": {"other": bytes(2)}},
     "a tag's marks of another number of rows": {"tagged": {"v": b""}},

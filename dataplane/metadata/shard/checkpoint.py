@@ -15,6 +15,7 @@ import numpy as np
 from dataplane.errors import PartitionConflict, ProtocolError, counted
 from dataplane.metadata.shard.blocks import (
     ACKED,
+    MAX_GROUP_ROWS,
     PENDING,
     SPLIT,
     UNKNOWN_SIZE,
@@ -35,17 +36,14 @@ from dataplane.metadata.tables.remembered import of_group
 from dataplane.metadata.tables.tags import MISSING
 from dataplane.wire.checkpoint import Progress, Restore, SaveDone, SurveyDone
 from dataplane.wire.limits import MAX_CHUNKS_PER_MESSAGE, MAX_CHUNKS_PER_RESTORE
-from dataplane.wire.records import U4, column
+from dataplane.wire.records import column
 
 MAX_UNITS_PER_SURVEY = 1 << 20
 """Keys of so many groups and rows are told at once: 16 MiB."""
 MAX_ROWS_PER_SAVE = 4096
 """A larger group goes alone."""
 
-_U4_MAX = (1 << 32) - 1
 _BYTE = np.dtype("u1")
-_Sizes = tuple[int, int, int, int]
-"""Of a group: the rows that it expects, that are gone, that were dropped, and whether it closed."""
 
 
 # out
@@ -114,36 +112,8 @@ def _progress(state: State, rows: Rows, groups: Sequence[Group]) -> Progress:
         for name, values in tags_held(rows).items()
         if any(value is MISSING for value in values)
     }
-    return Progress(*_sizes_of(groups), acked, split, tagged)
-
-
-def _sizes_of(groups: Sequence[Group]) -> tuple[bytes, bytes, bytes, bytes]:
-    """As columns: how many rows each expects, how many of them are gone, how many of those were
-    dropped (u4), and whether it is closed (a byte)."""
-    return (
-        np.array([one.expected & _U4_MAX for one in groups], U4).tobytes(),
-        np.array([one.seen - one.live for one in groups], U4).tobytes(),
-        np.array([one.dropped for one in groups], U4).tobytes(),
-        bytes(one.closed for one in groups),
-    )
-
-
-def _sizes_in(told: Progress, count: int) -> list[_Sizes]:
-    """The same, group by group. ProtocolError where they contradict each other."""
-    columns = [
-        column(raw, U4, count).astype(np.int32).tolist()
-        for raw in (told.expected, told.gone, told.dropped)
-    ]
-    closed = column(told.closed, _BYTE, count).tolist()
-    found = list(zip(*columns, closed, strict=True))
-    for at, (_, gone, dropped, _) in enumerate(found):
-        if not 0 <= dropped <= gone:
-            raise ProtocolError(
-                f"group {at} of the checkpoint has {counted(dropped, 'dropped row')}, but only "
-                f"{counted(gone, 'freed row')}, which should include them. Restore another "
-                "checkpoint"
-            )
-    return found
+    sizes = [(one.expected, one.seen - one.live, one.dropped, one.closed) for one in groups]
+    return Progress(sizes, acked, split, tagged)
 
 
 # in
@@ -155,7 +125,8 @@ def restore(state: State, op: Restore) -> None:
     Readiness and the states of groups are derived from the rows, so a file cannot make groups
     inconsistent. The reply is remembered for retries.
     """
-    rows, arrived, sizes = _checked(state, op)
+    rows, arrived = _checked(state, op)
+    sizes = op.progress.sizes
     state.hold(arrived)
     names, groups = op.rows.group_names, []
     for at, (key, told) in enumerate(zip(keys_in(op.rows.group_keys), sizes, strict=True)):
@@ -206,7 +177,7 @@ def _enter_rows(
     return blocks
 
 
-def _checked(state: State, op: Restore) -> tuple[RowsIn | None, ValuesIn, list[_Sizes]]:
+def _checked(state: State, op: Restore) -> tuple[RowsIn | None, ValuesIn]:
     """Everything that could be wrong, before anything changes."""
     told = op.progress
     keys = _new(state.index, op.rows.keys, "row", state.partition)
@@ -242,8 +213,19 @@ def _checked(state: State, op: Restore) -> tuple[RowsIn | None, ValuesIn, list[_
             if known is not None:
                 known(name)
     live = Counter(rows.group if rows is not None and rows.group is not None else [])
-    sizes = _sizes_in(told, len(group_keys))
-    for at, (expected, gone, _, closed) in enumerate(sizes):
+    if len(told.sizes) != len(group_keys):
+        raise ProtocolError(
+            f"expected the sizes of {counted(len(group_keys), 'group')} in the checkpoint, got "
+            f"{len(told.sizes)}. Restore another checkpoint"
+        )
+    for at, (expected, gone, dropped, closed) in enumerate(told.sizes):
+        sound = 0 <= dropped <= gone <= MAX_GROUP_ROWS
+        if not sound or not UNKNOWN_SIZE <= expected <= MAX_GROUP_ROWS:
+            raise ProtocolError(
+                f"group {at} of the checkpoint expects {counted(expected, 'row')}, and has "
+                f"{counted(gone, 'freed row')}, of which {dropped} were dropped. Restore another "
+                "checkpoint"
+            )
         full = expected != UNKNOWN_SIZE and expected <= gone + live[at]
         if closed and not live[at]:
             raise ProtocolError(
@@ -255,7 +237,7 @@ def _checked(state: State, op: Restore) -> tuple[RowsIn | None, ValuesIn, list[_
                 f"group {at} of the checkpoint is complete ({counted(expected, 'row')}), but is "
                 "not closed. Restore another checkpoint"
             )
-    return rows, arrived, sizes
+    return rows, arrived
 
 
 def _new(

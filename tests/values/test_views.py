@@ -13,8 +13,13 @@ import pytest
 
 from dataplane.client.read.chunk_columns import ChunkForm
 from dataplane.client.read.column_view import ColumnView, cut
-from dataplane.client.read.table import TableReader, join_readers
-from dataplane.client.read.table_shape import SHARED_RUNS, TableShape, shape_of_values
+from dataplane.client.read.table import (
+    SHARED_RUNS,
+    TableReader,
+    TableShape,
+    join_readers,
+    shape_of_values,
+)
 from dataplane.client.write.chunks import pieces_of, plan
 from dataplane.client.write.columns import prepare
 from dataplane.errors import FieldUnknown, ProtocolError, ValueCorrupt

@@ -8,10 +8,12 @@ fit its layout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
-from functools import partial
+from functools import lru_cache, partial
+from itertools import pairwise
 from operator import mul
+from typing import TypeAlias
 
 import numpy as np
 
@@ -24,11 +26,13 @@ from dataplane.client.read.column_view import (
     cut,
     stretches,
 )
-from dataplane.client.read.table_shape import shape_of_values
 from dataplane.client.session.session import Session
 from dataplane.client.write.rows import Index, group_names, row_name, row_names, tag_values
 from dataplane.errors import InvalidRows, ValueCorrupt, mixed_releases
 from dataplane.memory.extents import Extent
+from dataplane.metadata.tables.bits import rows_of
+from dataplane.metadata.tables.incoming import MessageForm, message_form, shape_in
+from dataplane.metadata.tables.pieces import Piece
 from dataplane.wire.limits import NO_GROUP
 from dataplane.wire.messages import Claimed, Fetched, ReadDone
 from dataplane.wire.records import EXTENT, KEY, U4, column
@@ -36,6 +40,11 @@ from dataplane.wire.tables import INLINE, Name, Owner, Rows, Table, Values
 
 NOWHERE = np.zeros(0, np.uint8)
 """The arena of rows of which nothing is pinned there."""
+SHARED_RUNS = 512
+"""Runs that a shape keeps, of all its fields together. Further ones are computed for each call."""
+ChunkRun: TypeAlias = tuple[int, int, int, int]
+"""Consecutive rows of a table: a chunk, or -1 for rows that lack the field; a column of it; and its
+rows, from the first up to, but not including, the last."""
 
 
 class TableReader:
@@ -161,6 +170,82 @@ class TableReader:
             f"a chunk of {nbytes} bytes at offset {offset} is outside the arena of "
             f"{0 if self._arena is None else len(self._arena)} bytes"
         )
+
+
+class TableShape:
+    """Where the values of a table are: of each field, the runs of rows in each chunk. Tables that
+    differ only in their chunks share it.
+
+    columns: by number of the chunk, how many columns its pieces name; 0 if its pieces disagree.
+    shares: by chunk, the share of its rows that pieces name."""
+
+    __slots__ = ("_free_runs", "_pieces", "_rows", "_runs", "_used", "columns", "shares")
+
+    def __init__(self, form: MessageForm) -> None:
+        """ProtocolError or InvalidRows for pieces that fit neither the chunks nor the rows."""
+        shape, self._used = shape_in(form)
+        self._pieces, self._rows = shape.pieces, form.rows
+        self.columns: dict[int, int] = {}
+        self.shares = [0.0] * len(form.chunk_rows)
+        for one in self._pieces:
+            chunk, many = self._used[one.chunk], len(one.fields)
+            if self.columns.setdefault(chunk, many) != many:
+                self.columns[chunk] = 0
+            self.shares[chunk] += one.given.bit_count() / form.chunk_rows[chunk]
+        self._runs: dict[str, list[ChunkRun]] = {}
+        self._free_runs = SHARED_RUNS
+
+    def runs(self, field: str) -> list[ChunkRun]:
+        """Return where the values of a field are, in the order of the rows."""
+        runs = self._runs.get(field)
+        if runs is None:
+            placed = list[tuple[int, ChunkRun]]()
+            for one in self._pieces:
+                if field in one.fields:
+                    chunk, at = self._used[one.chunk], one.fields.index(field)
+                    for row, first, last in _runs_of(one):
+                        placed.append((row, (chunk, at, first, last)))
+            runs = _without_gaps(placed, self._rows)
+            if len(runs) <= self._free_runs:
+                self._free_runs -= len(runs)
+                self._runs[field] = runs
+        return runs
+
+
+def shape_of_values(values: Values, rows: int) -> TableShape:
+    """Return the shape of a table of this many rows. ProtocolError or InvalidRows for pieces that
+    fit neither its chunks nor its rows."""
+    form = message_form(values, rows)
+    return _shared_shape(form) if form.is_small else TableShape(form)
+
+
+_shared_shape = lru_cache(1_024)(TableShape)
+
+
+def _runs_of(piece: Piece[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield the runs of a piece: its first row of the table, its first row of the chunk, and the
+    row of the chunk behind its last."""
+    rows, first, base = rows_of(piece.given), piece.first, piece.base
+    if piece.at is None and isinstance(rows, range):
+        yield base + rows.start, first, first + len(rows)
+        return
+    at = piece.at or range(first, first + len(rows))
+    cuts = [n for n in range(1, len(rows)) if (rows[n] - rows[n - 1], at[n] - at[n - 1]) != (1, 1)]
+    for start, stop in pairwise([0, *cuts, len(rows)]):
+        yield base + rows[start], at[start], at[stop - 1] + 1
+
+
+def _without_gaps(placed: list[tuple[int, ChunkRun]], count: int) -> list[ChunkRun]:
+    """Return these runs in order, with further runs for the rows that none of them has."""
+    runs, end = list[ChunkRun](), 0
+    for row, run in sorted(placed):
+        if row > end:
+            runs.append((-1, 0, 0, row - end))
+        runs.append(run)
+        end = row + run[3] - run[2]
+    if end < count:
+        runs.append((-1, 0, 0, count - end))
+    return runs
 
 
 def reader_of(session: Session, *replies: Claimed | Fetched | ReadDone) -> TableReader:

@@ -200,7 +200,7 @@ def values_in(
         return _nothing_in(rows)
     check_sizes(values, most)
     chunks, before = _chunks_in(values, known)
-    form = form_of(values, rows)
+    form = message_form(values, rows)
     shape, used = (_shared_shape if form.is_small else shape_in)(form)
     if len(used) == len(chunks):
         return ValuesIn(Pieces(shape, tuple(chunks)), before, ())
@@ -214,7 +214,7 @@ def _nothing_in(rows: int) -> ValuesIn:
     return ValuesIn(Pieces(shape_of(rows, ())), (), ())
 
 
-def form_of(values: wire.Values, rows: int) -> MessageForm:
+def message_form(values: wire.Values, rows: int) -> MessageForm:
     """Return the form of a message about this many rows."""
     chunk_rows = tuple([one.rows for one in values.chunks])
     return MessageForm(tuple(values.fields), tuple(values.pieces), chunk_rows, rows)

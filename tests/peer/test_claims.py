@@ -15,6 +15,7 @@ from dataplane.errors import (
     ClaimTimeout,
     LeaseExpired,
     RowsGone,
+    RowsLost,
     StaleEpoch,
     StreamEnd,
     Unavailable,
@@ -24,10 +25,11 @@ from dataplane.metadata.shard.reasons import Notices
 from dataplane.peer.host import CallContext, Caller, call_context
 from dataplane.peer.net import router as router_module
 from dataplane.peer.net.router import Router
-from dataplane.peer.requests import claims as claims_module
+from dataplane.peer.requests import reads as reads_module
 from dataplane.peer.requests.claims import Claims
 from dataplane.peer.requests.directory import Directory
 from dataplane.peer.requests.leases import Finishing, Lease, Leases
+from dataplane.peer.requests.reads import Reading
 from dataplane.peer.requests.waits import Waits
 from dataplane.peer.sessions import Session
 from dataplane.wire.messages import Body, Claim, Claimed, Request, Unpin, Want, Withdraw
@@ -88,9 +90,11 @@ class Asker:
         finishing: Any = SimpleNamespace(
             leases=leases, release=lambda session, lease: self.released.append(lease)
         )
-        self.reading: Any = SimpleNamespace(resolve=lambda table, session: (table, 0))
         room: Any = SimpleNamespace(needed=lambda table: 0, back=lambda number: None)
         router = Router(self.host, mesh)  # type: ignore[arg-type]
+        nothing: Any = SimpleNamespace(pulls=None)
+        self.reading: Any = Reading(self.host, router, leases, nothing)
+        self.reading.resolve = lambda table, session: (table, 0)
         directory = Directory(self.host, mesh, People(), None)  # type: ignore[arg-type]
         waits = Waits(self.host, router, [], directory)
         more: Any = finishing, self.reading, waits, room
@@ -349,12 +353,13 @@ async def test_a_claim_whose_lease_ended_before_it_heard_is_made_anew(
 async def test_a_claim_whose_rows_are_dropped_on_their_way_claims_others_until_its_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """However often: it ended with `RowsGone` where that happened three times."""
-    monkeypatch.setattr(claims_module, "AGAIN_S", 0.0)
+    """However often, and whether they were dropped or lost: it ended after three times."""
+    monkeypatch.setattr(reads_module, "PAUSES_S", (0.0, 0.0))
     asker = Asker(monkeypatch)
+    whys = itertools.cycle([RowsGone("they were dropped"), RowsLost("its peer is lost")])
 
     def gone(table: Table, session: int) -> Any:
-        raise RowsGone("they were dropped")
+        raise next(whys)
 
     there, asker.reading.resolve = asker.reading.resolve, gone
     claiming, limited = asker.claim(), asker.claim(timeout_ms=60_000)
@@ -363,7 +368,7 @@ async def test_a_claim_whose_rows_are_dropped_on_their_way_claims_others_until_i
     asker.later(60.0)
     for times in (11, 12):
         (await asker.until_asked(times)).set_result(GRANTED)
-    with pytest.raises(ClaimTimeout, match="dropped before their values arrived"):
+    with pytest.raises(ClaimTimeout, match="dropped or lost before their values arrived"):
         await limited
     last = await asker.until_asked(13)
     asker.reading.resolve = there

@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dataplane.errors import ProtocolError, RowsGone, RowsLost
+from dataplane.errors import DataplaneError, ProtocolError, RowsGone, RowsLost, Unavailable
 from dataplane.memory.admission import Admission
 from dataplane.memory.space import Space
-from dataplane.peer.requests.reads import Reading, Resolved
+from dataplane.peer.host import CallContext, call_context
+from dataplane.peer.requests.reads import PAUSES_S, Reading, Resolved
+from dataplane.wire.messages import Read, ReadDone
 from dataplane.wire.records import EXTENT, RANGE, U8, Array, ids_of, joined
 from dataplane.wire.tables import INLINE, Chunk, Owner, Rows, Table, Values
 
@@ -149,3 +151,78 @@ def test_a_chunk_never_reaches_behind_its_range(reading: Any) -> None:
     with pytest.raises(ProtocolError, match="129 bytes, but the range has 128"):
         reading.resolve(table(named(1, here, 129)), READER)
     assert not reading.host.space.pinned(READER)
+
+
+# a shard that names values which are gone
+
+
+class Reader(Reading):
+    """A reader with a clock of its own, whose shard names a chunk at another peer each time."""
+
+    def __init__(self, *whys: DataplaneError, repeated: bool = False) -> None:
+        self.space, self.asked, self.clock_s = Space(1 << 20), list[float](), 100.0
+        self.whys, self.repeated = list(whys), repeated
+        host: Any = SimpleNamespace(
+            space=self.space,
+            owner=ME,
+            address=ME.peer,
+            roster=None,
+            now=lambda: self.clock_s,
+            another_roster=self.another_roster,
+        )
+        pulls: Any = SimpleNamespace(bring=self.bring, room=SimpleNamespace(unpin=self.space.unpin))
+        nothing: Any = None
+        pools: Any = SimpleNamespace(pulls=pulls, bring=self.bring)
+        super().__init__(host, SimpleNamespace(ask=self.ask), nothing, pools)  # type: ignore[arg-type]
+
+    async def another_roster(self, than: object, until: float) -> bool:
+        assert until > self.clock_s, "a busy loop"
+        self.clock_s = until
+        return False
+
+    async def ask(self, body: Read) -> ReadDone:
+        self.asked.append(self.clock_s)
+        return ReadDone(table(named(2, np.array([(1, 1)], RANGE), 64)), 0)
+
+    async def bring(self, owner: Owner, remote: Array, nbytes: Array, holder: int) -> Any:
+        if self.whys:
+            raise self.whys[0] if self.repeated else self.whys.pop(0)
+        return (local := written(self.space, *nbytes.tolist())), [self.space.pin(holder, local)]
+
+    async def read_it(self) -> ReadDone:
+        done: ReadDone = await self.found(Read("p", 1), SimpleNamespace(id=READER), "read")  # type: ignore[arg-type]
+        return done
+
+
+def gone() -> RowsGone:
+    return RowsGone("the peer at tcp://b freed 1 value", peer=THERE.peer)
+
+
+async def test_a_read_returns_to_the_shard_until_its_values_are_there() -> None:
+    lost = RowsLost("the peer at tcp://b was lost", peer=THERE.peer)
+    reader = Reader(*(gone(), lost) * 5)
+    done = await reader.read_it()
+    assert done.pin and len(reader.asked) == 11
+    pauses = np.diff(reader.asked)
+    assert pauses[0] == pytest.approx(PAUSES_S[0]) and pauses[-1] == pytest.approx(PAUSES_S[1])
+    assert (np.diff(pauses) > -1e-9).all()
+
+
+@pytest.mark.parametrize(
+    ("why", "kind", "what"),
+    [
+        (gone(), RowsGone, "the peer at tcp://b, which had values of them, freed them"),
+        (RowsGone("here"), RowsGone, "the peer at tcp://a, which had values of them, freed them"),
+        (RowsLost("x", peer=THERE.peer), Unavailable, "the peer at tcp://b, .* was lost"),
+    ],
+)
+async def test_a_read_whose_values_stay_gone_says_at_its_deadline_which_peer_had_them(
+    why: DataplaneError, kind: type[DataplaneError], what: str
+) -> None:
+    reader = Reader(why, repeated=True)
+    call_context.set(CallContext(reader.clock_s + 10.0))
+    with pytest.raises(kind, match=what) as refused:
+        await reader.read_it()
+    assert refused.value.details["partition"] == "p"
+    assert refused.value.details["peer"] in refused.value.message
+    assert reader.clock_s == 110.0 and 10 < len(reader.asked) < 20

@@ -511,7 +511,8 @@ def copies_of(remote: Array, nbytes: Array, dest: Array) -> Array:
 def _freed(count: int, owner: Owner) -> RowsGone:
     return RowsGone(
         f"the peer at {owner.peer} freed {counted(count, 'value')} before the local peer could "
-        f"fetch {'it' if count == 1 else 'them'}: read or claim the rows again"
+        f"fetch {'it' if count == 1 else 'them'}: read or claim the rows again",
+        peer=owner.peer,
     )
 
 

@@ -32,6 +32,10 @@ from dataplane.wire.checkpoint import (
 from dataplane.wire.limits import MAX_CHUNKS_PER_RESTORE
 from dataplane.wire.messages import Body, PutDone, Request
 
+FREED_S = 0.1
+"""How long a page whose values were freed is asked for again: the client then asks for fewer rows,
+whose values arrive sooner."""
+
 
 class Checkpoints:
     def __init__(self, writing: Writing, reading: Reading, router: Router) -> None:
@@ -69,7 +73,9 @@ class Checkpoints:
     async def save(self, session: Session, request: Request, body: Save) -> SaveDone:
         """Return a page of a snapshot. Raises RowsGone if values were freed before they were
         read; a retry then omits their rows."""
-        found: SaveDone = await self.reading.found(body, session, "checkpoint", in_place=False)
+        found: SaveDone = await self.reading.found(
+            body, session, "checkpoint", in_place=False, freed_s=FREED_S
+        )
         return found
 
     async def save_here(self, caller: Caller, body: Save) -> Body:

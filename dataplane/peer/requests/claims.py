@@ -34,7 +34,7 @@ from dataplane.peer.host import ByLabel, Host, call_context
 from dataplane.peer.net.router import Router, ends
 from dataplane.peer.notices import Telling
 from dataplane.peer.requests.leases import Finishing, Lease, Part
-from dataplane.peer.requests.reads import ATTEMPTS, Reading, Resolved
+from dataplane.peer.requests.reads import Reading, Resolved
 from dataplane.peer.requests.waits import Waits
 from dataplane.peer.room.admission import Room
 from dataplane.peer.sessions import Session
@@ -42,8 +42,8 @@ from dataplane.wire.messages import Body, Claim, Claimed, Request
 
 log = logging.getLogger(__name__)
 
-AGAIN_S = 0.5
-"""So long after, where rows that it was granted were gone again and again."""
+TOLD_FROM = 8
+"""The log says how often rows that a claim was granted were gone, from this time on."""
 
 
 class _Claiming(msgspec.Struct, eq=False):
@@ -115,33 +115,30 @@ class Claims:
         answer: asyncio.Future[Any] | None = None,
         handed: Body | Awaitable[Body] | None = None,
     ) -> Body:
-        """Claims again where rows that were granted are gone before they are here."""
-        failed = gone = 0
+        """Claims again, until the claim's end, if granted rows are gone before they are here: the
+        stage has the others of them back."""
+        failed, until = 0, ends(one.body.timeout_ms, one.began)
         while True:
             if handed is None:
                 granted = await self._granted(one, answer)
             try:
                 handed = handed or self._hand_out(one, granted)
                 return handed if isinstance(handed, Body) else await handed
-            except RowsLost as exc:
+            except (RowsGone, RowsLost) as exc:
                 failed += 1
-                await self.reading.went(exc, failed, one.body.partition, "claim")
-            except RowsGone as exc:  # they were dropped on their way: there may be others
-                left_s, gone = one.left_s(self.host.now()), gone + 1
-                if left_s == 0:
+                if not await self.reading.pause(failed, until):
                     raise ClaimTimeout(
-                        f"{one} failed, because the claimed rows were dropped before "
-                        "their values arrived: claim again"
+                        f"{one} failed, because the claimed rows were dropped or lost before "
+                        f"their values arrived ({exc.message}): claim again"
                     ) from exc
-                if gone >= ATTEMPTS:
+                if failed >= TOLD_FROM:
                     log.warning(
-                        "%s: claiming again, because the granted rows were freed before their "
-                        "values arrived (%d times so far): %s",
+                        "%s: claiming again, because the granted rows were dropped or lost before "
+                        "their values arrived (%d times so far): %s",
                         one,
-                        gone,
+                        failed,
                         exc,
                     )
-                    await asyncio.sleep(min(AGAIN_S, left_s or AGAIN_S))
             answer = handed = None
             one.number = next(self.host.numbers)
 

@@ -8,6 +8,7 @@ looks into a chunk.
 from __future__ import annotations
 
 import asyncio
+import math
 from array import array
 from collections.abc import Awaitable
 from dataclasses import dataclass
@@ -21,14 +22,15 @@ from dataplane.errors import (
     RowsGone,
     RowsLost,
     Unavailable,
+    counted,
     mixed_releases,
 )
 from dataplane.memory.space import PULLER
 from dataplane.metadata.shard import inspection, rows_out
 from dataplane.metadata.tables.incoming import check_owners
 from dataplane.metadata.tables.outgoing import message_bytes
-from dataplane.peer.host import Caller, Host, call_context
-from dataplane.peer.net.router import Router
+from dataplane.peer.host import Caller, Host, call_context, call_end
+from dataplane.peer.net.router import LEAST_S, Router
 from dataplane.peer.requests.leases import Leases
 from dataplane.peer.room.pools import Pools
 from dataplane.peer.sessions import Session
@@ -41,10 +43,9 @@ from dataplane.wire.tables import INLINE, Owner, Table, Values
 PAGE_BYTES = MAX_FRAME_BYTES // 2
 """A page of rows has no more, with what comes with it: names and tags need room in its message."""
 
-ATTEMPTS = 3
-"""How often values are named that went meanwhile before who asked for them is told."""
-LEARN_S = 1.0
-"""A new roster, by which shards learn that bytes are lost, is awaited for so long."""
+PAUSES_S = 0.01, 1.0
+"""A shard that named values which are gone is asked again after the first of these, then after
+twice as long each time, up to the second, and at once under a new roster."""
 
 _NONE_IN_ARENAS: tuple[list[Owner], ...] = ([], [INLINE])
 Resolved = tuple[Table, int]
@@ -137,10 +138,22 @@ class Reading:
         done: ReadDone = await self.found(body, session, "read")
         return done
 
-    async def found(self, body: Any, session: Session, call: str, *, in_place: bool = True) -> Any:
-        """What the shard answers, with places here in its table, and pinned. A place is a hint: it
-        is asked again where values went before they were here."""
-        failed = 0
+    async def found(
+        self,
+        body: Any,
+        session: Session,
+        call: str,
+        *,
+        in_place: bool = True,
+        freed_s: float = math.inf,
+    ) -> Any:
+        """What the shard answers, with places here in its table, and pinned. A place is a hint:
+        the shard is asked again, until the deadline, if values are gone before they are here. It
+        then names other values of these rows, or leaves the rows out.
+
+        freed_s: how long it is asked again if values were freed, and not lost.
+        """
+        failed, until = 0, call_end(began := self.host.now())
         while True:
             found: ReadDone | Fetched | SaveDone = await self.router.ask(body)
             resolved = self.resolved(found.table, session.id, in_place=in_place)
@@ -149,26 +162,25 @@ class Reading:
                 return found
             except (RowsGone, RowsLost) as exc:
                 failed += 1
-                await self.went(exc, failed, body.partition, call)
+                lost = isinstance(exc, RowsLost)
+                if not await self.pause(failed, until if lost else min(until, began + freed_s)):
+                    peer = exc.details.get("peer", self.host.address)
+                    why = "was lost" if lost else "freed them"
+                    raise (Unavailable if lost else RowsGone)(
+                        f"the {call} of rows of partition {body.partition!r} timed out: {_at(peer)}"
+                        f", which had values of them, {why}, but the partition's shard still names "
+                        f"them after {counted(failed, 'attempt')}: {call} the rows again",
+                        partition=body.partition,
+                        peer=peer,
+                    ) from exc
 
-    async def went(self, exc: RowsGone | RowsLost, failed: int, partition: str, call: str) -> None:
-        """Handle values that were freed or lost after a shard named them, `failed` times so far.
-
-        If the read continues, leave the shard a moment to learn of a lost peer, no longer than
-        the call lives. The shard then names other values, or none.
-        """
-        if failed == ATTEMPTS and isinstance(exc, RowsGone):
-            raise exc
-        if failed == ATTEMPTS:
-            raise Unavailable(
-                f"a peer that held values of partition {partition!r} was lost, but the peer "
-                f"that serves the partition has not noticed the loss yet ({exc}): {call} the "
-                "rows again",
-                partition=partition,
-            ) from exc
-        if isinstance(exc, RowsLost):
-            until = min(self.host.now() + LEARN_S, call_context.get().until)
-            await self.host.another_roster(self.host.roster, until)
+    async def pause(self, failed: int, until: float) -> bool:
+        """Leave a shard time to learn that values which it named are gone, after `failed` attempts.
+        Return whether there is time for another one until `until` (monotonic)."""
+        first_s, most_s = PAUSES_S
+        again = self.host.now() + min(most_s, first_s * 2 ** min(failed - 1, 10))
+        await self.host.another_roster(self.host.roster, min(again, until))
+        return until - self.host.now() >= LEAST_S
 
     def read_here(self, caller: Caller, body: Read) -> Body:
         entry = self.host.shard(body.partition, body.generation)
@@ -224,6 +236,10 @@ class _Named:
         numbers = dict.fromkeys([one.owner for one in self.chunks])
         self.owners = dict.fromkeys([values.owners[number] for number in numbers]).keys()
         self.ranges = ranges_of(np.array([one.number for one in self.chunks], U8))
+
+
+def _at(peer: str) -> str:
+    return f"the peer at {peer}" if peer else "this host's peer"
 
 
 def _with_places(table: Table, places: bytes) -> Table:

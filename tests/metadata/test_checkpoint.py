@@ -194,6 +194,16 @@ def test_a_survey_is_told_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (groups, rows, cursor) == (whole.groups, whole.rows, 0)
 
 
+def test_an_answer_has_no_more_pieces_than_a_message_has_chunks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = stores.store()
+    put(store, ["a", "b", "c", "d"])
+    put(store, ["e", "f", "g"], ["g", "g", "g"])
+    monkeypatch.setattr(checkpoint, "MAX_CHUNKS_PER_MESSAGE", 2)
+    assert [one.units for one in saved(store, ALL)[0]] == [1, 2, 2]
+
+
 def test_rows_that_are_there_are_not_restored_once_more() -> None:
     store = stores.store()
     put(store, ["a", "b"], ["g", None])

@@ -85,7 +85,8 @@ def save(state: State, groups: bytes, rows: bytes, nbytes: int) -> SaveDone:
     for taken, (_, parts) in enumerate(units):
         many += sum([bits.bit_count() for _, bits in parts])
         size += nbytes_of((block.values, bits) for block, bits in parts)
-        pieces += sum([len(block.values.shape.pieces) for block, _ in parts])
+        used = [one.live & bits for block, bits in parts for one in block.values.shape.pieces]
+        pieces += sum(map(bool, used))
         full = many > MAX_ROWS_PER_SAVE or pieces > MAX_CHUNKS_PER_MESSAGE
         if taken and (full or size > nbytes):
             units = units[:taken]

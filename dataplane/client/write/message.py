@@ -34,15 +34,16 @@ SHARED_PIECES = 64
 
 
 def values_of(owner: Owner, pieces: Sequence[NewPiece], base: int = 0) -> Values:
-    """What a message says of these pieces. owner: the peer of this host. base: the row of the
-    write that is the first one of the message."""
+    """Return what a message says of these pieces: each chunk once, in the order of the pieces.
+    owner: the peer of this host. base: the row of the write that is the first one of the
+    message."""
     chunks = _numbered(map(_chunk, pieces))
     layouts = _numbered(map(_layout, chunks))
     owners = _numbered(map(_is_inline, chunks))
     uses = tuple(zip(map(chunks.__getitem__, map(_chunk, pieces)), map(_use, pieces), strict=True))
     try:
         used = _shared_pieces(uses, base) if len(uses) <= SHARED_PIECES else _pieces(uses, base)
-    except TypeError:  # lists of rows have no hash, and few messages have the same
+    except TypeError:  # lists of rows have no hash, and hardly repeat
         used = _pieces(uses, base)
     fields, wire_pieces = used
     wire_chunks = [
@@ -63,12 +64,13 @@ def values_of(owner: Owner, pieces: Sequence[NewPiece], base: int = 0) -> Values
 
 
 def _numbered(items: Iterable[_Item]) -> dict[_Item, int]:
-    """The different ones of these, in order, each with its index."""
+    """Return the distinct items in order, each with its index."""
     return dict(zip(dict.fromkeys(items), count()))
 
 
 def _pieces(uses: tuple[_Use, ...], base: int) -> tuple[list[str], list[Piece]]:
-    """The fields of a message, and its pieces."""
+    """Return the fields and the pieces of a message. uses: which rows use which chunk, a piece
+    each."""
     fields: dict[str, int] = {}
     pieces: list[Piece] = []
     for number, (of_columns, rows, first, at) in uses:
@@ -84,18 +86,19 @@ def _pieces(uses: tuple[_Use, ...], base: int) -> tuple[list[str], list[Piece]]:
 
 
 _shared_pieces = lru_cache(128)(_pieces)
-"""Messages often differ in nothing but the bytes of their chunks."""
+"""Most messages of a producer differ only in their chunks, so they have the same pieces."""
 
 
 def unnamed(pieces: Iterable[NewPiece]) -> list[NewChunk]:
-    """The chunks in the arena that the peer gets to know by a message of these pieces, in order."""
+    """Return the arena chunks that the peer does not know yet, in order. A message of these pieces
+    names them."""
     every = chunks_of(pieces)
     return [chunk for chunk in every if chunk.number is None and not chunk.is_inline]
 
 
 def committed(chunks: Iterable[NewChunk], ranges: Records | None = None) -> None:
-    """The peer has these chunks, which were `unnamed`: their space is no longer this client's.
-    ranges: what it calls them (RANGE), where it holds them."""
+    """Note that the peer has these chunks, which were `unnamed`, and owns their space. ranges: its
+    RANGE records of them, if it keeps them for a later message."""
     for chunk in chunks:
         chunk.offset = -1
     if ranges is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,9 @@ class Reader:
 
     def __init__(self, shard: Store) -> None:
         self.shard = shard
-        serves: Any = SimpleNamespace(shard=lambda *of: SimpleNamespace(store=self.shard))
+        serves: Any = SimpleNamespace(
+            now=time.monotonic, shard=lambda *of: SimpleNamespace(store=self.shard)
+        )
         nothing: Any = None
         router: Any = SimpleNamespace(ask=self.ask)
         pulls: Any = SimpleNamespace(pulls=nothing)

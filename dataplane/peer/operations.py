@@ -182,7 +182,7 @@ _TABLE = (
     Operation(
         m.Losses,
         client=lambda peer: peer.partitions.losses,
-        peer=lambda peer: peer.partitions.losses_here,
+        peer=lambda peer: peer.calls.losses,
         waits=Waits.TIMEOUT,
     ),
     Operation(

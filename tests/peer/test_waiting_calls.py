@@ -16,6 +16,7 @@ import pytest
 
 from dataplane.errors import (
     ClaimTimeout,
+    DeadlineExceeded,
     LeaseExpired,
     PartitionGone,
     ProtocolError,
@@ -33,9 +34,21 @@ from dataplane.peer.host import CallContext, Caller, Entry, call_context
 from dataplane.peer.shards import waiting_calls
 from dataplane.peer.shards.retries import SWEEP_S, Retries
 from dataplane.peer.shards.waiting_calls import WaitingCalls
-from dataplane.wire.messages import Admit, Body, Claim, Claimed, Done, Finish, Wait, Want, Withdraw
+from dataplane.wire.messages import (
+    Admit,
+    Body,
+    Claim,
+    Claimed,
+    Done,
+    Finish,
+    Losses,
+    LossesDone,
+    Wait,
+    Want,
+    Withdraw,
+)
 from dataplane.wire.tables import Definition, Owner, Shape
-from tests.metadata.stores import named, put
+from tests.metadata.stores import finish, named, put
 
 HERE, THERE = "tcp://10.0.0.1:7101", "tcp://10.0.0.2:7101"
 DEFINITION = Definition({"s": ["tokens"]}, None, None, "acked", 1)
@@ -422,6 +435,45 @@ async def test_a_dropped_partition_ends_all_that_wait() -> None:
     waits = shard.claim(5)
     shard.partitions.on_drop(shard.entry)
     assert isinstance(waits.exception(), PartitionGone)
+
+
+async def test_who_waits_for_losses_hears_of_them_at_once_and_of_the_end() -> None:
+    shard = Shard()
+
+    def losses(after: int = 0, timeout_ms: int = -1) -> Any:
+        return shard.calls.losses(CLAIMANT, Losses(NAME, 1, after, timeout_ms))
+
+    waits = losses()
+    shard.put(1, 2)
+    assert not waits.done()
+    shard.entry.store.losses.note(["a", "b"])
+    shard.calls.changed(shard.entry, set())
+    assert waits.result() == LossesDone(2, ["a", "b"])
+    assert losses(1).result() == LossesDone(2, ["b"])
+    with pytest.raises(DeadlineExceeded, match="no row of partition"):
+        await asyncio.wait_for(losses(2, 10), 20)
+    waits = losses(2)
+    with pytest.raises(ProtocolError, match="invalid position -1"):
+        losses(-1)
+    shard.entry.store.seal()
+    shard.settle(shard.entry)
+    assert not waits.done()
+    finish(shard.entry.store, shard.claim(5, 2))
+    shard.settle(shard.entry)
+    assert waits.result() == LossesDone(2, ended=True)
+
+
+async def test_who_waits_for_losses_asks_elsewhere_where_the_shard_went_and_ends_with_it() -> None:
+    shard = Shard()
+    waits = shard.calls.losses(CLAIMANT, Losses(NAME, 1, 0, -1))
+    shard.host.roster = dataclasses.replace(
+        shard.roster, primaries=shard.roster.backups, backups=shard.roster.primaries
+    )
+    shard.calls.turned()
+    assert isinstance(waits.exception(), StaleEpoch)
+    waits = shard.calls.losses(CLAIMANT, Losses(NAME, 1, 4, -1))
+    shard.partitions.on_drop(shard.entry)
+    assert waits.result() == LossesDone(4, ended=True)
 
 
 async def test_a_claim_or_wait_by_no_filter_is_refused_and_others_wait_on() -> None:

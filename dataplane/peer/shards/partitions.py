@@ -9,6 +9,7 @@ rejects an old one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -16,12 +17,10 @@ from dataclasses import dataclass
 
 from dataplane.errors import (
     DeadlineExceeded,
-    PartitionGone,
     PartitionUndefined,
     StaleEpoch,
     Unavailable,
     duration,
-    mixed_releases,
 )
 from dataplane.latest import Latest
 from dataplane.metadata.roster.roster import Flags
@@ -31,6 +30,7 @@ from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.router import Router
 from dataplane.peer.sessions import Session
 from dataplane.peer.shards.appends import Shipping
+from dataplane.peer.tasks import within
 from dataplane.wire.messages import (
     Body,
     Define,
@@ -44,10 +44,6 @@ from dataplane.wire.tables import Change, Definition, Owner
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.02
-"""How often a shard looks whether a partition that is waited for was declared."""
-NEWS_S = 0.2
-"""... and whether it has news of lost rows for who waits."""
 ANSWER_S = 3.0
 """How long a shard's answer is awaited, at most to the end of the call."""
 MAX_ENDED = 4_096
@@ -71,6 +67,8 @@ class Partitions:
         """partitions that clients here declared or attached to, the latest last; for people"""
         self._ended = Latest[tuple[Owner, int], Dropped](MAX_ENDED)
         """by caller and number of the change"""
+        self._changed = asyncio.Event()
+        """set, and replaced, when this peer serves other partitions or shards than before"""
         self._newest = 0
         """the newest generation that this peer has heard of, of any partition"""
 
@@ -110,7 +108,8 @@ class Partitions:
                         f"the shard of partition {body.partition!r} has moved to another peer: "
                         "repeat the call"
                     )
-                await asyncio.sleep(LOOK_S)
+                with contextlib.suppress(TimeoutError):
+                    await within(until - self.host.now(), self._changed.wait())
         entry = self.host.entries.get(body.partition)
         if entry is None and body.definition is not None:
             entry = self._open(body.partition, body.definition)
@@ -169,7 +168,7 @@ class Partitions:
         return dropped
 
     # lost rows: their names are kept at the shard (`tables.remembered`), and who subscribes
-    # waits there, in turns, until there are some, or until no row can be lost any more
+    # waits there, in turns (`WaitingCalls.losses`)
 
     async def losses(self, session: Session, request: Request, body: Losses) -> LossesDone:
         """Wait for lost rows after the number that a client of this host has, and return them.
@@ -184,30 +183,6 @@ class Partitions:
                 limit_s=body.timeout_ms / 1000,
             ) from exc
 
-    async def losses_here(self, caller: Caller, body: Losses) -> Body:
-        if body.after < 0:
-            raise mixed_releases(
-                f"invalid position {body.after} in the list of lost rows: expected 0 or more"
-            )
-        until = self.host.now() + waits_s(body.timeout_ms)
-        entry = self.host.shard(body.partition, body.generation)
-        while True:
-            names, number, missed = entry.store.losses.after(body.after)
-            if names or missed:
-                return LossesDone(number, names, missed)
-            if _over(entry):
-                return LossesDone(number, ended=True)
-            if self.host.now() >= until:
-                raise DeadlineExceeded(
-                    f"timed out while waiting for losses: no row of partition {body.partition!r} "
-                    "was lost. Repeat the call to keep waiting"
-                )
-            await asyncio.sleep(min(NEWS_S, until - self.host.now()))
-            try:
-                entry = self.host.shard(body.partition, body.generation)
-            except PartitionGone:
-                return LossesDone(body.after, ended=True)
-
     # a new roster
 
     def serve(self, store: Store) -> Entry:
@@ -215,13 +190,19 @@ class Partitions:
         self.heard(store.partition, store.generation)
         store.note = self.host.events.add
         entry = self.host.entries[store.partition] = Entry(store)
+        self._tell()
         return entry
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def turned(self) -> None:
         """Apply a new roster: stop serving partitions that moved to another peer, together with
         their rows."""
         for name in [name for name in self.host.entries if not self.host.serves(name)]:
             del self.host.entries[name]
+        self._tell()
 
     def spare(self) -> Flags:
         """Whether each shard is this peer's and has no partition."""
@@ -230,13 +211,3 @@ class Partitions:
         for name in self.host.entries:
             spare[roster.bucket(name)] = False
         return spare
-
-
-def _over(entry: Entry) -> bool:
-    """Whether every stage has had every row that is left."""
-    stages = entry.store.stages
-    return (
-        entry.store.sealed
-        and bool(stages)
-        and not any(entry.store.counts(stage).outstanding for stage in stages)
-    )

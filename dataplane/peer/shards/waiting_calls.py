@@ -22,13 +22,16 @@ from typing import Any, Literal
 from dataplane.errors import (
     ClaimTimeout,
     DataplaneError,
+    DeadlineExceeded,
     LeaseExpired,
     LimitExceeded,
+    PartitionGone,
     ProtocolError,
     RowsGone,
     StaleEpoch,
     StreamEnd,
     counted,
+    mixed_releases,
 )
 from dataplane.metadata.shard import inspection, plans, reasons, rows_out
 from dataplane.metadata.shard.claim_queue import ClaimQueue, WaitingClaim
@@ -49,6 +52,8 @@ from dataplane.wire.messages import (
     Claimed,
     Done,
     Finish,
+    Losses,
+    LossesDone,
     Wait,
     Want,
     Withdraw,
@@ -72,7 +77,7 @@ ADMISSION = None
 """In place of a stage's name, which may be any text: who waits there waits to open groups."""
 
 Answer = asyncio.Future[Body]
-Late = Callable[[], Coroutine[Any, Any, ClaimTimeout]]
+Late = Callable[[], Coroutine[Any, Any, DataplaneError]]
 """Finds out why a call got nothing in its turn."""
 Key = tuple[str, int, str | None]
 """Partition, generation and stage, or `ADMISSION`."""
@@ -87,7 +92,7 @@ class _Stage:
     key: Key
     entry: Entry
     queue: ClaimQueue | AdmitQueue
-    waits: dict[asyncio.Future[Body], Wait] = field(default_factory=dict)
+    waits: dict[asyncio.Future[Body], Wait | Losses] = field(default_factory=dict)
     looked: dict[Form, tuple[float, dict[str, Any]]] = field(default_factory=dict)
     """what was found to be missing, and until when that is taken for true"""
     looking: dict[Form, asyncio.Task[dict[str, Any]]] = field(default_factory=dict)
@@ -318,7 +323,7 @@ class WaitingCalls:
         for answer, body in list(stage.waits.items()):
             self._look_at(stage, answer, body)
 
-    def _look_at(self, stage: _Stage, answer: Answer, body: Wait) -> None:
+    def _look_at(self, stage: _Stage, answer: Answer, body: Wait | Losses) -> None:
         try:
             outcome = _met(stage.entry, body)
         except Exception:
@@ -439,6 +444,28 @@ class WaitingCalls:
             timer = loop.call_later(max(0.0, left_s), lambda: self.mesh.spawn(fail_late()))
             answer.add_done_callback(lambda _: timer.cancel())
 
+    def losses(self, caller: Caller, body: Losses) -> Answer:
+        """Wait for lost rows after the number that the caller has, or until no row can be lost any
+        more. Raise DeadlineExceeded at the deadline."""
+        if body.after < 0:
+            raise mixed_releases(
+                f"invalid position {body.after} in the list of lost rows: expected 0 or more"
+            )
+        entry = self.host.shard(body.partition, body.generation)
+        stage = self._stage(entry, ADMISSION)  # which is looked at with every change
+        answer: Answer = asyncio.get_running_loop().create_future()
+        stage.waits[answer] = body
+        answer.add_done_callback(stage.waits.pop)
+        self._look_at(stage, answer, body)
+        self._in_time(answer, body.timeout_ms, functools.partial(self._no_losses, body))
+        return answer
+
+    async def _no_losses(self, body: Losses) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"timed out while waiting for losses: no row of partition {body.partition!r} was lost. "
+            "Repeat the call to keep waiting"
+        )
+
     async def _no_key(self, stage: _Stage, body: Wait) -> ClaimTimeout:
         """With what it waits for: `reasons.Facts` by name, and `near`."""
         assert body.key is not None
@@ -532,8 +559,11 @@ class WaitingCalls:
         stage = self._stages.pop(key)
         for claim in stage.queue:
             self._end(stage, claim.number, why)
-        for answer in stage.waits:
-            fail(answer, again(why))
+        for answer, body in stage.waits.items():
+            if isinstance(body, Losses) and isinstance(why, PartitionGone):
+                _give(answer, LossesDone(body.after, ended=True))
+            else:
+                fail(answer, again(why))
 
     def gone(self, gone: Owner) -> None:
         """Handle a lost peer: drop its calls, return the rows that its clients had leased, and
@@ -575,8 +605,12 @@ def _give(answer: Answer, outcome: Body | DataplaneError) -> None:
         fail(answer, outcome)
 
 
-def _met(entry: Entry, body: Wait) -> Body | DataplaneError | None:
+def _met(entry: Entry, body: Wait | Losses) -> Body | DataplaneError | None:
     """What a wait is answered now; None: it goes on."""
+    if isinstance(body, Losses):
+        names, number, missed = entry.store.losses.after(body.after)
+        over = not (names or missed) and _over(entry)
+        return LossesDone(number, names, missed, over) if names or missed or over else None
     if body.key is not None:
         return inspection.key_there(entry.store, body.key)
     counts = entry.store.counts(body.stage, body.unit, body.where)
@@ -595,3 +629,13 @@ def _met(entry: Entry, body: Wait) -> Body | DataplaneError | None:
             remaining=counts.remaining,
         )
     return None
+
+
+def _over(entry: Entry) -> bool:
+    """Whether every stage has had every row that is left."""
+    stages = entry.store.stages
+    return (
+        entry.store.sealed
+        and bool(stages)
+        and not any(entry.store.counts(stage).outstanding for stage in stages)
+    )

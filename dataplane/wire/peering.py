@@ -82,18 +82,17 @@ class PeerHello(Body, tag=100):
 
 
 class Pull(Body, tag=134):
-    """Ask the owner of values for the first bytes of each of these ranges. If all sizes are 0, ask
-    only which ranges exist.
+    """Ask the owner of values for the first bytes of each of these ranges.
 
-    ranges: RANGE records. sizes: u8 per range."""
+    ranges: RANGE records. sizes: u8 per range; empty: ask only which ranges were freed."""
 
     ranges: bytes
-    sizes: bytes
+    sizes: bytes = b""
 
 
 class Pulled(Body, tag=135):
     """The reply to `Pull`. data: the bytes of all ranges in order; empty if a range was freed.
-    gone: one byte per range, 1 if it was freed; empty if none was."""
+    gone: one byte per range, 1 if it was freed; empty if none was and bytes were asked for."""
 
     data: bytes
     gone: bytes = b""

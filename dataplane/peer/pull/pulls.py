@@ -212,7 +212,7 @@ class Pulls:
         dead = np.zeros(len(ranges), np.bool_)
         asked = ranges[:MOST_LOOKED_AT]
         try:
-            reply = await self._exchange(owner, asked, np.zeros(len(asked), U8))
+            reply = await self._exchange(owner, asked)
         except DataplaneError as exc:
             log.debug("could not ask peer %s which values it has freed: %s", owner.peer, exc)
         else:
@@ -284,11 +284,12 @@ class Pulls:
         record = Record(Kind.PULL, stage=stage, nbytes=nbytes, by=owner.peer, transport=way)
         self.host.events.add(record, began)
 
-    async def _exchange(self, owner: Owner, remote: Array, sizes: Bytes) -> Pulled:
-        """So many bytes of each of these ranges, one behind the other, or which are gone."""
+    async def _exchange(self, owner: Owner, remote: Array, sizes: Bytes | None = None) -> Pulled:
+        """So many bytes of each of these ranges, one behind the other, or which are gone. Without
+        sizes, only which are gone."""
         reply: Pulled = await self.mesh.call(
             owner.peer,
-            Pull(remote.tobytes(), sizes.tobytes()),
+            Pull(remote.tobytes(), b"" if sizes is None else sizes.tobytes()),
             to=owner.incarnation,
             timeout_s=self.left_s(),
         )
@@ -426,14 +427,14 @@ class Pulls:
 
     def pull_here(self, caller: Caller, body: Pull) -> Body | Awaitable[Body]:
         ranges = column(body.ranges, RANGE)
+        if not body.sizes:
+            return Pulled(b"", self._gone(ranges))
         sizes = column(body.sizes, U8, len(ranges))
         if (nbytes := sum(sizes.tolist())) > MAX_PULLED_BYTES:
             raise mixed_releases(
                 f"invalid pull of {nbytes} bytes: expected at most {MAX_PULLED_BYTES} bytes per "
                 "request"
             )
-        if not nbytes:
-            return Pulled(b"", self._gone(ranges))
         return self._of_what_is_here(ranges, functools.partial(self._pulled, sizes))
 
     def _pulled(self, sizes: Array, ranges: Array) -> Pulled:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -200,6 +201,74 @@ def test_a_batch_that_dies_is_released(peer: ScriptedPeer, put: Put, part: Parti
     gc.collect()
     assert peer.await_body(Finish).outcome == "release"
     peer.await_body(GiveBack)
+
+
+def test_a_loop_that_ends_during_an_ack_gives_back_no_space_that_the_ack_names(
+    peer: ScriptedPeer, put: Put, part: Partition
+) -> None:
+    """The peer might have granted that space to another client by then."""
+    acking, go_on = threading.Event(), threading.Event()
+
+    def finish(request: Request, body: Finish) -> Body:
+        if body.outcome == "ack":
+            acking.set()
+            assert go_on.wait(20)
+        return PutDone()
+
+    peer.scripts[Finish] = finish
+    loop = iter(part.stream("s", rows=4))
+    batch = next(loop)
+    batch.add(reward=[np.zeros(5000)] * 4)
+    thread = threading.Thread(target=batch.ack)
+    thread.start()
+    try:
+        assert acking.wait(20)
+        del loop
+        gc.collect()
+        assert peer.await_body(Finish).outcome == "release"
+    finally:
+        go_on.set()
+        thread.join(20)
+    (ack,) = [one for one in peer.bodies(Finish) if one.outcome == "ack"]
+    assert len(written(ack)) == 2 and not peer.bodies(GiveBack)
+    assert batch.state == "acked"
+
+
+def test_an_add_to_a_batch_whose_loop_ends_meanwhile_gives_its_space_back(
+    peer: ScriptedPeer, put: Put, part: Partition
+) -> None:
+    reserving, go_on = threading.Event(), threading.Event()
+
+    def reserve(request: Request, body: Reserve) -> Body:
+        reserving.set()
+        assert go_on.wait(20)
+        return peer.reserved(body)
+
+    loop = iter(part.stream("s", rows=4))
+    batch = next(loop)
+    peer.scripts[Reserve] = reserve
+    failed = list[BaseException]()
+
+    def add() -> None:
+        try:
+            batch.add(reward=[np.zeros(5000)] * 4)
+        except dataplane.LeaseExpired as exc:
+            failed.append(exc)
+
+    thread = threading.Thread(target=add)
+    thread.start()
+    try:
+        assert reserving.wait(20)
+        del loop
+        gc.collect()
+        assert peer.await_body(Finish).outcome == "release"
+    finally:
+        go_on.set()
+        thread.join(20)
+    (exc,) = failed
+    assert "already released" in str(exc)
+    part.put({"a": [np.zeros(5000)] * 4})
+    assert len(peer.bodies(Reserve)) == 1  # the put has the space of the add
 
 
 def test_an_expired_lease_is_told_and_nothing_is_kept(peer: ScriptedPeer, batch: Batch) -> None:

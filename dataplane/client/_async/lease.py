@@ -54,6 +54,7 @@ from dataplane.errors import (
     counted,
     sized,
 )
+from dataplane.memory.extents import Extent
 from dataplane.metadata.tables.bits import all_of, of_mask, picked, rows_of
 from dataplane.metadata.tables.pieces import UNUSED
 from dataplane.wire.limits import MAX_CHUNKS_PER_MESSAGE, MAX_FRAME_BYTES
@@ -197,6 +198,9 @@ class Lease:
         if self._refused:
             self._give_up_refused(at)
         self._added.append(Added(at, pieces))
+        if self.state != "leased":  # the end of a loop has abandoned the lease meanwhile
+            self.handle.session.keep(self._unsent())
+            self.check()
         for lost, names in self._lost:
             if lost & at:
                 names.difference_update(columns, self._refused)
@@ -428,26 +432,26 @@ class Lease:
         deadline: Deadline,
         then: Call | None = None,
     ) -> None:
-        session, chunks, call = self.handle.session, list[NewChunk](), None
+        """Send one message as `send` describes it, and note what became of it. If it may have taken
+        effect, it stays in doubt. If it did not leave this process, values of an ack stay for the
+        next ack, and the space of others goes back."""
+        session, chunks, offsets = self.handle.session, list[NewChunk](), list[int]()
+        call = Call(body, deadline, then=then, keeps=body.outcome != "keep")
         try:
             if parts:
-                pieces = [piece for one in parts for piece in one.of(rows)]
-                values, chunks = values_of(session.owner, pieces), unnamed(pieces)
-                ahead = session.slabs[0].ahead(room_of(chunks))
-                body = msgspec.structs.replace(body, values=values, want_bytes=ahead)
-                if body.outcome == "ack" and self._closed | rows != self._all:
-                    others = [(one, left) for one in parts if (left := self._others(one, rows))]
-                    named = {*chunks}
-                    body.again = any([one.needs(named, left) for one, left in others])
+                call.body, chunks = self._with_values(body, rows, parts)
             deadline.check(body.outcome)
-            call = Call(body, deadline, then=then, keeps=body.outcome != "keep")
+            offsets = [chunk.offset for chunk in chunks]
+            committed(chunks)  # from here on, their space belongs to the message
             done = await self._answer(call)
         except BaseException as exc:
-            if call is not None and call.again is not None:
+            if call.again is not None:
                 self._doubt = Doubt(call.again, body.outcome, rows, list(parts), chunks)
                 self._told(exc)
-            elif call is None or not call.in_flight:
-                if body.outcome != "ack":  # the values of an ack stay for the next one
+            elif not call.in_flight:
+                for chunk, offset in zip(chunks, offsets, strict=False):
+                    chunk.offset = offset
+                if body.outcome != "ack" or self.state != "leased":
                     give_back(session, chunks_of([piece for one in parts for piece in one.pieces]))
             elif parts and isinstance(exc, DataplaneError):
                 committed(chunks, column(exc.details.pop("ranges", b""), RANGE))
@@ -456,6 +460,26 @@ class Lease:
             self._stored(rows, parts, chunks, done)
             if isinstance(done, PutDone):
                 session.keep(column(done.extents, EXTENT).tolist())
+
+    def _with_values(
+        self, body: Finish, rows: int, parts: Sequence[Added]
+    ) -> tuple[Finish, list[NewChunk]]:
+        """Return the message with the values that `parts` has for `rows`, and the chunks that it
+        names to the peer."""
+        session = self.handle.session
+        pieces = [piece for one in parts for piece in one.of(rows)]
+        chunks = unnamed(pieces)
+        again = False  # whether a later ack names a chunk of this one
+        if body.outcome == "ack" and self._closed | rows != self._all:
+            named = {*chunks}
+            again = any([one.needs(named, self._others(one, rows)) for one in parts])
+        filled = msgspec.structs.replace(
+            body,
+            values=values_of(session.owner, pieces),
+            want_bytes=session.slabs[0].ahead(room_of(chunks)),
+            again=again,
+        )
+        return filled, chunks
 
     def _stored(
         self, rows: int, parts: Sequence[Added], chunks: list[NewChunk], done: Body
@@ -511,7 +535,6 @@ class Lease:
         if kept is not None:
             committed(doubt.chunks, column(kept, RANGE))
         elif doubt.outcome == "ack":
-            committed(doubt.chunks)
             # Nobody has the values: an ack without them must not pass for one with them.
             self._added = [one for one in self._added if one not in doubt.parts]
             names = {name for one in doubt.parts for name in one.fields}
@@ -550,18 +573,25 @@ class Lease:
         if session.spans is not None:
             session.spans.end(self.id, state)
         if self._added or self._doubt is not None:
-            give_back(session, self._unsent())
-            self._added = []
+            session.keep(self._unsent())
 
-    def _unsent(self) -> list[NewChunk]:
-        """Chunks that no message has named, when the lease ends."""
-        chunks = chunks_of([piece for one in self._added for piece in one.pieces])
-        doubt, self._doubt = self._doubt, None
+    def _unsent(self) -> list[Extent]:
+        """Take the space of added values that no message has named, when the lease ends. If a
+        finalizer does the same in another thread, each value goes to one of them: `pop` is
+        atomic."""
+        added, doubt = list[Added](), self._doubt
+        with contextlib.suppress(IndexError):
+            while True:
+                added.append(self._added.pop())
         if doubt is not None:
+            self._doubt = None
             self.handle.session.answered(doubt.request)
-            named = {*doubt.chunks}
-            chunks = [chunk for chunk in chunks if chunk not in named]
-        return [chunk for chunk in chunks if chunk.offset >= 0]
+        chunks = chunks_of([piece for one in added for piece in one.pieces])
+        unsent = [chunk for chunk in chunks if chunk.offset >= 0]
+        spaces = spaces_of(unsent)
+        for chunk in unsent:
+            chunk.offset = -1
+        return spaces
 
     async def give_back(self, deadline: Deadline) -> None:
         """Release the lease and wait until its rows are back in their stage, even if `abandon`
@@ -577,8 +607,9 @@ class Lease:
                 await send(self.handle.session, call)
 
     def abandon(self, forgotten: tuple[str, str] | None = None) -> None:
-        """Return the rows to their stage from a finalizer, without waiting. forgotten: as in
-        `Abandoned`."""
+        """Return the rows to their stage from a finalizer, without waiting. A loop may end while
+        another thread or task uses the batch. The space that a message in flight names stays that
+        message's. forgotten: as in `Abandoned`."""
         if self.state == "leased":
             rows = self.open_rows
             self.state, self._abandoned = "released", True
@@ -586,7 +617,7 @@ class Lease:
                 self.handle.session.spans.end(self.id, self.state)
             self.handle.session.abandon(
                 Abandoned(self.id, self.handle.name, self.stage, rows, forgotten if rows else None),
-                spaces_of(self._unsent()),
+                self._unsent(),
             )
 
     def __del__(self) -> None:

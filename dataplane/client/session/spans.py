@@ -11,7 +11,6 @@ import functools
 import logging
 import os
 import re
-import threading
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -36,8 +35,8 @@ class Spans:
     def __init__(self, run: str, tracer: Any, seconds: Any) -> None:
         """tracer, seconds: OpenTelemetry's; None where that signal is off."""
         self._run, self._tracer, self._seconds = run, tracer, seconds
-        self._lock = threading.Lock()
         self._work: dict[int, tuple[Any, float, dict[str, Any]]] = {}
+        """by lease; without a lock, because a finalizer may call `end`"""
 
     def claim(
         self,
@@ -59,13 +58,11 @@ class Spans:
         span = None
         if self._tracer is not None:
             span = self._tracer.start_span("rl.dataplane.work", attributes=about, links=links)
-        with self._lock:
-            self._work[lease] = span, 0.0 if ahead else time.monotonic(), about
+        self._work[lease] = span, 0.0 if ahead else time.monotonic(), about
 
     def end(self, lease: int, state: str) -> None:
         """A lease ended."""
-        with self._lock:
-            span, began, about = self._work.pop(lease, (None, 0.0, {}))
+        span, began, about = self._work.pop(lease, (None, 0.0, {}))
         bucket = _BUCKETS.get(state, "wasted") if began else ""
         if bucket:
             self._count(began, about, bucket)

@@ -97,8 +97,8 @@ def unnamed(pieces: Iterable[NewPiece]) -> list[NewChunk]:
 
 
 def committed(chunks: Iterable[NewChunk], ranges: Records | None = None) -> None:
-    """Note that the peer has these chunks, which were `unnamed`, and owns their space. ranges: its
-    RANGE records of them, if it keeps them for a later message."""
+    """Note that a message names these chunks, which were `unnamed`, so the peer owns their space.
+    ranges: its RANGE records of them, if it keeps them for a later message."""
     for chunk in chunks:
         chunk.offset = -1
     if ranges is not None:

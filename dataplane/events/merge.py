@@ -33,7 +33,8 @@ class Event(msgspec.Struct, frozen=True, gc=False):
     - `seconds`: the duration of the event, or the duration so far if the event is `going_on`.
     - `client_s`: for a `put`, how long the call had been running when the client sent the request;
       for a `lease_end`, how long the client worked with the rows. In seconds; 0 if unknown.
-    - `worker`: the process that acted or waited; "" if unknown.
+    - `worker`: the process that acted or waited, as `client` with a number if no peer that answered
+      knows its name; "" if there is none.
     - `host`: the peer that `worker` is attached to.
     """
 
@@ -124,6 +125,7 @@ def _event(
     number: int,
 ) -> Event:
     more = {name: getattr(record, name) for name in _SAME}
+    unnamed = f"client {record.worker:x}" if record.worker else ""
     return Event(
         at=record.at - page.offset,
         peer=names[page.address],
@@ -132,7 +134,7 @@ def _event(
         offset=page.offset,
         incarnation=page.incarnation,
         going_on=not number,
-        worker=workers.get(record.worker, ""),
+        worker=workers.get(record.worker) or unnamed,
         by=names.get(record.by, record.by) if record.by else "",
         host=hosts.get(record.worker, ""),
         **more,

@@ -103,6 +103,14 @@ def test_a_peer_that_has_ended_keeps_its_name_in_earlier_events() -> None:
     assert (event.by, event.host) == ("d", "c")
 
 
+def test_clients_that_no_peer_can_name_are_told_apart() -> None:
+    """A producer that only puts, at another host than the partition: all of them were one worker,
+    which seemed to need next to no time for a put."""
+    records = [Record(Kind.PUT, float(n), worker=n) for n in (16, 17, 18, 0)]
+    events = merged([page("a", *records, workers={18: "pid 7 on host a"})])
+    assert [e.worker for e in events] == ["", "client 10", "client 11", "pid 7 on host a"]
+
+
 def test_what_is_missing_is_an_event() -> None:
     wrapped = page("a", Record(Kind.PUT, 10.0), kept=5, first=5, last=5)
     events = merged([wrapped], ["tcp://c:1"])

@@ -146,7 +146,7 @@ async def result_of(outcome: Awaitable[T]) -> T:
 
 
 async def within(limit_s: float, work: Awaitable[T]) -> T:
-    """Return the result of `work`, or cancel it and raise TimeoutError after `timeout_s`."""
+    """Return the result of `work`, or cancel it and raise TimeoutError after `limit_s`."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait([task], timeout=None if limit_s == math.inf else max(0.0, limit_s))

@@ -176,7 +176,7 @@ class Router:
         most_s: float = TURN_S,
     ) -> T:
         """Return the outcome of the first attempt that reached the shard, each by the current
-        roster and with a time limit. Raise StaleEpoch or Unavailable if none did until `until`
+        roster and with a time limit. Raise StaleEpoch or Unavailable if none did until `end`
         (monotonic). Each turn lasts twice as long as the previous one, between TURN_S and
         most_s."""
         while True:

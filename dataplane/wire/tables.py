@@ -12,6 +12,7 @@ import msgspec
 
 from dataplane.errors import counted, mixed_releases
 from dataplane.wire.limits import MAX_FIELDS, MAX_NAME_BYTES
+from dataplane.wire.records import KEY
 
 Scalar = bool | int | float | str | None
 """A tag."""
@@ -244,6 +245,17 @@ class Rows(msgspec.Struct, array_like=True):
     group_index: bytes = b""
     group_keys: bytes = b""
     group_names: list[Name] | None = None
+
+    @property
+    def count(self) -> int:
+        """The number of rows. Raises ProtocolError if the key column ends within a key."""
+        count, rest = divmod(len(self.keys), KEY.itemsize)
+        if rest:
+            raise mixed_releases(
+                f"the key column is {len(self.keys)} bytes long, which is not a multiple of "
+                f"{KEY.itemsize}"
+            )
+        return count
 
 
 class Table(msgspec.Struct, array_like=True):

@@ -16,7 +16,6 @@ from dataplane.client.session.connection import expect
 from dataplane.client.session.outgoing import Call
 from dataplane.errors import InvalidCall
 from dataplane.wire.messages import Claim, Claimed
-from dataplane.wire.records import KEY
 
 Leased = tuple[int, TableReader]
 """The number of the lease, and its rows."""
@@ -91,7 +90,7 @@ class Claiming:
             raise
         session.leased(claimed.lease, self._handle.name, self._ahead)
         reader, rows = reader_of(session, claimed), claimed.table.rows
-        n = len(rows.keys) // KEY.itemsize
+        n = rows.count
         session.tally.claimed(stage, n, reader.volume, time.monotonic() - began)
         if session.spans is not None:
             tags = claimed.table.tags

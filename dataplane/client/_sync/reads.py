@@ -98,7 +98,7 @@ def _cut(rows: Rows, size: int) -> list[Rows]:
             rows.keys[i * KEY.itemsize : (i + size) * KEY.itemsize],
             None if rows.names is None else rows.names[i : i + size],
         )
-        for i in range(0, len(rows.keys) // KEY.itemsize, size)
+        for i in range(0, rows.count, size)
     ]
 
 
@@ -122,7 +122,7 @@ def _read_parts(
         session.pinned(*(page.pin for page in pages))
         raise
     reader = reader_of(session, *pages)
-    session.tally.got(len(reader.table.rows.keys) // KEY.itemsize, reader.volume)
+    session.tally.got(reader.table.rows.count, reader.volume)
     return reader
 
 
@@ -134,7 +134,7 @@ def _read_part(session: Session, body: Read, deadline: Deadline, pages: list[Rea
             page = ask(session, body, ReadDone, deadline)
         except FrameTooLarge:  # rows with many small values
             rows = body.rows
-            count = body.limit if rows is None else len(rows.keys) // KEY.itemsize
+            count = body.limit if rows is None else rows.count
             if count == 1:
                 raise
             if rows is not None:

@@ -50,7 +50,7 @@ class Selection:
         # runs.
         self._name_of = partial(row_name, table.rows)
         self._table = table
-        self._n = len(table.rows.keys) // KEY.itemsize
+        self._n = table.rows.count
         self._views: dict[str, ColumnView] = {}
         self._fetched = dict.fromkeys(table.values.fields, reader)
         """by field"""
@@ -353,7 +353,7 @@ class Group:
 
 
 def _rows_at(rows: Rows, at: Index) -> Rows:
-    n = len(rows.keys) // KEY.itemsize
+    n = rows.count
     names = None if rows.names is None else [rows.names[i] for i in at.tolist()]
     keys = column(rows.keys, KEY, n)[at].tobytes()
     if not rows.group_index:

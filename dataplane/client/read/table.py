@@ -62,7 +62,7 @@ class TableReader:
         chunks = len(table.values.chunks)
         self._places: list[Extent] = column(table.places, EXTENT, chunks).tolist()
         try:
-            self._shape = shape_of_values(table.values, len(table.rows.keys) // KEY.itemsize)
+            self._shape = shape_of_values(table.values, table.rows.count)
         except InvalidRows as exc:  # a peer made the table, and not the caller
             raise mixed_releases(f"the peer sent invalid rows: {exc.message}") from exc
         self._chunks: dict[int, Sequence[ChunkColumn | None]] = {-1: [None]}
@@ -261,7 +261,7 @@ def join_readers(pages: list[TableReader]) -> TableReader:
     if len(pages) == 1:
         return pages[0]
     tables = [page.table for page in pages]
-    counts = [len(table.rows.keys) // KEY.itemsize for table in tables]
+    counts = [table.rows.count for table in tables]
     tags = {
         name: [v for t, n in zip(tables, counts, strict=True) for v in tag_values(t, name, n)]
         for name in dict.fromkeys(name for table in tables for name in table.tags)
@@ -285,7 +285,7 @@ def _join_rows(parts: list[Rows]) -> Rows:
     ids: list[Name] = []
     columns = []
     for part in parts:
-        n = len(part.keys) // KEY.itemsize
+        n = part.count
         if not part.group_index:
             columns.append(np.full(n, NO_GROUP, U4))
             continue

@@ -257,7 +257,7 @@ def group_names(rows: Rows) -> list[Name]:
 
 def row_groups(rows: Rows) -> list[Name | None]:
     """The group id of each row."""
-    n = len(rows.keys) // KEY.itemsize
+    n = rows.count
     if not rows.group_index:
         return [None] * n
     names: list[Name | None] = [*group_names(rows), None]

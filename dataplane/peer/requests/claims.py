@@ -29,7 +29,6 @@ from dataplane.errors import (
 )
 from dataplane.memory.admission import Admission
 from dataplane.metadata.shard.reasons import Subject
-from dataplane.peer import rows as rowset
 from dataplane.peer.host import ByLabel, Host, call_context
 from dataplane.peer.net.router import Router, ends
 from dataplane.peer.notices import Telling
@@ -209,7 +208,7 @@ class Claims:
     def _hand_out(self, one: _Claiming, granted: Claimed) -> Body | Awaitable[Body]:
         """The lease becomes the session's; its bytes are brought here if they are elsewhere."""
         body, table = one.body, granted.table
-        of, rows = (body.partition, body.generation, body.stage), rowset.count(table.rows)
+        of, rows = (body.partition, body.generation, body.stage), table.rows.count
         plan = granted.plan is not None
         self.leases.open(Lease(granted.lease, *of, rows, one.session, plan=plan, claimed=one.op))
         try:

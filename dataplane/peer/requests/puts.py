@@ -31,7 +31,6 @@ from dataplane.memory.admission import Admission
 from dataplane.memory.extents import Extent, room
 from dataplane.metadata.shard.puts import plan_put
 from dataplane.metadata.tables.incoming import too_many
-from dataplane.peer import rows as rowset
 from dataplane.peer.host import Caller, Entry, Host, waits_s
 from dataplane.peer.requests.outgoing_changes import NO_RANGES, OutgoingChanges
 from dataplane.peer.room.admission import Room, Units
@@ -387,7 +386,7 @@ class Writing:
             self._share(body.partition, body.values.chunks, committed.values.chunks)
         if body.pin:
             space.unpin(session.id, [body.pin])
-        self.host.put_by_clients.add(self.host.now(), rowset.count(body.rows) - done.gone)
+        self.host.put_by_clients.add(self.host.now(), body.rows.count - done.gone)
         ahead = self.grants.ahead(session, body.want_bytes, body.want_in_pools)
         return PutDone(ahead, gone=done.gone, there=done.there)
 

@@ -32,7 +32,6 @@ from prometheus_client.registry import Collector
 from dataplane.errors import AddressInUse, InvalidConfig
 from dataplane.memory.admission import Admission
 from dataplane.metadata.shard.blocks import ACKED, LEASED, PENDING, READY
-from dataplane.peer import rows as rowset
 from dataplane.peer.host import OTHER, ByLabel
 from dataplane.transport.registry import TCP
 from dataplane.version import __version__
@@ -230,10 +229,10 @@ class Meters:
             if not answer.details.get("values"):  # its client keeps them in the arena now
                 self.failures.add(answer.code, 1)
         elif isinstance(request, m.Put):
-            self.put_rows += rowset.count(request.rows)
+            self.put_rows += request.rows.count
             self.put_bytes += request.values.nbytes
         elif isinstance(request, m.Claim) and isinstance(answer, m.Claimed):
-            self.claimed_rows.add(request.stage, rowset.count(answer.table.rows))
+            self.claimed_rows.add(request.stage, answer.table.rows.count)
             self.claimed_bytes.add(request.stage, _bytes_of_rows(answer.table.values))
 
 

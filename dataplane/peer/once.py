@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_right
-from collections.abc import Awaitable
-from typing import Protocol
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from dataplane.errors import ProtocolError
 from dataplane.metadata.tables.answers import Given
@@ -20,6 +20,9 @@ from dataplane.peer.operations import Once, Operation, Waits
 from dataplane.peer.tasks import result_of
 from dataplane.wire.messages import Body, Request
 
+Start = Callable[[int], Body | Awaitable[Body]]
+"""Calls the handler of a request, after it has released the pin that an earlier reply to the
+request returned (0: none)."""
 MAX_ANSWERS = 16_384
 """Answers of one session that are remembered; the oldest are forgotten. A client may make a few
 thousand other calls before it repeats one that timed out."""
@@ -64,21 +67,6 @@ class Spans:
         del self._starts[:gone], self._ends[:gone]
 
 
-class Repeatable(Protocol):
-    """A request that may be repeated."""
-
-    operation: Operation
-    request: Request
-
-    def start(self) -> Body | Awaitable[Body]:
-        """Call the handler."""
-        ...
-
-    def unpin(self, pin: int) -> None:
-        """Release a pin that the reply to this request returned."""
-        ...
-
-
 class Repeats:
     """The replies of one session to requests that it may repeat."""
 
@@ -97,61 +85,33 @@ class Repeats:
     def __len__(self) -> int:
         return len(self._given.answers)
 
-    def run(self, call: Repeatable) -> Body | Awaitable[Body]:
+    async def run(self, request: Request, operation: Operation, start: Start) -> Body:
         """Return the reply to a request: the first one if it is a repetition, else that of its
         handler."""
-        op = call.request.op
-        if op in self._pending:
-            return self._after(op, call)
-        before = self.recall(op) if call.operation.once is not Once.LEASE else self.claimed.get(op)
-        if before is not None:
-            if not isinstance(before, int):
-                return before
-            call.unpin(before)
-        try:
-            outcome = call.start()
-        except Exception as exc:
-            outcome = self._refused(call, exc)
-        if not isinstance(outcome, Body):
-            return self._pend(op, call, outcome)
-        self._keep(call, outcome)
-        return outcome
-
-    async def _pend(self, op: int, call: Repeatable, outcome: Awaitable[Body]) -> Body:
+        op, once = request.op, operation.once
+        while op in self._pending:
+            await asyncio.wait([self._pending[op]])
+        before = self.claimed.get(op) if once is Once.LEASE else self.recall(op)
+        if isinstance(before, Body):
+            return before
         self._pending[op] = ended = asyncio.get_running_loop().create_future()
         try:
-            reply = await result_of(outcome)
+            outcome = start(before or 0)
+            reply = outcome if isinstance(outcome, Body) else await result_of(outcome)
         except Exception as exc:
-            reply = self._refused(call, exc)
+            if operation.waits is not Waits.NO or once is Once.PIN:
+                raise  # it waits or reads, so a repetition runs it again
+            # What the client wrote for this request is no longer granted to the client.
+            reply = failed(exc)
         finally:
             del self._pending[op]
             ended.set_result(None)
-        self._keep(call, reply)
-        return reply
-
-    async def _after(self, op: int, call: Repeatable) -> Body:
-        await asyncio.wait([self._pending[op]])
-        outcome = self.run(call)
-        return outcome if isinstance(outcome, Body) else await outcome
-
-    @staticmethod
-    def _refused(call: Repeatable, exc: Exception) -> Body:
-        """A failure is the answer that a repetition gets too: what the client wrote for a request
-        that failed is granted to it no more, or for another one already. A call that waits, or only
-        reads, is carried out again."""
-        operation = call.operation
-        if operation.waits is not Waits.NO or operation.once is Once.PIN:
-            raise exc
-        return failed(exc)
-
-    def _keep(self, call: Repeatable, reply: Body) -> None:
-        request, once = call.request, call.operation.once
-        if once is Once.ANSWER:
-            self.remember(request.op, request.floor, reply)
-        elif once is Once.LEASE:
-            self.claimed[request.op] = reply
+        if once is Once.LEASE:
+            self.claimed[op] = reply
         else:
-            self.remember(request.op, request.floor, reply.pin)  # type: ignore[attr-defined]
+            answer: Any = reply.pin if once is Once.PIN else reply  # type: ignore[attr-defined]
+            self.remember(op, request.floor, answer)
+        return reply
 
     def remember(self, op: int, floor: int, answer: Body | int) -> None:
         """Store the reply to an operation, and forget replies below the floor."""

@@ -2,14 +2,13 @@
 
     decode → admit → once → handle → hold → encode
 
-The doors decode and encode. `Call.serve` runs the steps in between. A door calls it in the
+The doors decode and encode. `Call.serve` runs the steps in between. A door begins it in the
 callback that read the request, so a request that never waits is answered there, without a task.
-A request that waits continues in a task.
+A request that waits continues in a task (`tasks.begin`).
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Awaitable
 
@@ -18,7 +17,7 @@ import msgspec
 from dataplane.peer.failures import failed
 from dataplane.peer.host import CALL_S, Host
 from dataplane.peer.operations import Operation
-from dataplane.peer.tasks import begin, result_of
+from dataplane.peer.tasks import result_of
 from dataplane.wire.messages import Body
 
 MARGIN_S = 0.1
@@ -67,29 +66,13 @@ class Call(msgspec.Struct, eq=False):
 
     # what they share
 
-    def serve(self) -> asyncio.Task[None] | None:
-        """Serve the request. Return the task that continues it if it waits, or None if it was
-        answered."""
-        outcome: Body | Awaitable[Body]
+    async def serve(self) -> None:
+        """Serve the request, from its admission to its answer."""
         try:
-            outcome = self.handle() if self.is_admitted() else self._once_admitted()
-        except Exception as exc:
-            outcome = failed(exc)
-        if not isinstance(outcome, Body):
-            return begin(self._answer_later(outcome))
-        if not self.may_leave(outcome):
-            return begin(self._answer_once_confirmed(outcome))
-        self.answer(outcome)
-        return None
-
-    async def _once_admitted(self) -> Body:
-        await self.admission()
-        outcome = self.handle()
-        return outcome if isinstance(outcome, Body) else await result_of(outcome)
-
-    async def _answer_later(self, outcome: Awaitable[Body]) -> None:
-        try:
-            reply = await result_of(outcome)
+            if not self.is_admitted():
+                await self.admission()
+            outcome = self.handle()
+            reply = outcome if isinstance(outcome, Body) else await result_of(outcome)
         except Exception as exc:
             reply = failed(exc)
         if self.may_leave(reply):

@@ -47,7 +47,7 @@ from dataplane.peer.notices import Telling
 from dataplane.peer.operations import OPERATIONS, ClientHandler, Once, Waits
 from dataplane.peer.pipeline import MARGIN_S, Call
 from dataplane.peer.sessions import Session, Sessions
-from dataplane.peer.tasks import Tasks
+from dataplane.peer.tasks import Tasks, begin
 from dataplane.transport.limiter import ResourceLimiter
 from dataplane.wire import frames, limits
 from dataplane.wire.messages import (
@@ -371,7 +371,7 @@ class Connection(asyncio.Protocol):
         )
         held = operation.is_held(body)
         call = _Call(host, operation, until, held, self, session, request, handler, began)
-        task = call.serve()
+        task = begin(call.serve())
         if task is not None:
             self._running[task] = operation.waits is not Waits.NO
             door.under_way.add(task)
@@ -486,14 +486,13 @@ class _Call(Call):
 
     def handle(self) -> Body | Awaitable[Body]:
         if self.operation.once is Once.NO or not self.request.op:
-            return self.start()
-        return self.session.repeats.run(self)
+            return self._start()
+        return self.session.repeats.run(self.request, self.operation, self._start)
 
-    def start(self) -> Body | Awaitable[Body]:
+    def _start(self, unpin: int = 0) -> Body | Awaitable[Body]:
+        if unpin:
+            self.connection.door.unpin(self.session, [unpin])
         return self.handler(self.session, self.request, self.request.body)
-
-    def unpin(self, pin: int) -> None:
-        self.connection.door.unpin(self.session, [pin])
 
     def may_leave(self, reply: Body) -> bool:
         if not self.held or (self.host.progress.is_settled and self.host.serving.is_sure()):
@@ -531,7 +530,7 @@ class _Call(Call):
         if not connection.is_open:
             self.take_back(reply)
             return
-        if kind is Claimed and isinstance(request.body, Claim):
+        if kind is Claimed:
             door.on_claimed(request.body, reply)  # type: ignore[arg-type]
         elif kind is Failed:
             reply = self._of_failure(reply)  # type: ignore[arg-type]

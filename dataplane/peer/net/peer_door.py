@@ -28,6 +28,7 @@ from dataplane.peer.net.greetings import Gate
 from dataplane.peer.net.streams import Stream, Streams
 from dataplane.peer.operations import OPERATIONS, Channel, Operation, PeerHandler, Sender
 from dataplane.peer.pipeline import MARGIN_S, Call
+from dataplane.peer.tasks import begin
 from dataplane.wire import limits, peering
 from dataplane.wire.messages import Body, Failed
 from dataplane.wire.peering import Append, PeerHello, PeerReply, PeerRequest
@@ -123,7 +124,7 @@ class PeerDoor:
         call_context.set(CallContext(until))
         held = operation.is_held(request.body)
         call = _Call(self.host, operation, until, held, self, stream, request, sender)
-        task = call.serve()
+        task = begin(call.serve())
         if task is None:
             return
         nbytes = max(len(frame), REQUEST_BYTES)

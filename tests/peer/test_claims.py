@@ -135,9 +135,7 @@ class Asker:
 
     def claim(self, timeout_ms: int = -1, plan: Shape | None = None) -> asyncio.Future[Body]:
         body = Claim("p", 1, "s", Want("rows", 1, 1), timeout_ms=timeout_ms, plan=plan)
-        outcome = self.claims.claim(self.session, REQUEST, body)
-        assert not isinstance(outcome, Body)
-        return asyncio.ensure_future(outcome)
+        return asyncio.ensure_future(self.claims.claim(self.session, REQUEST, body))
 
     async def until_asked(self, times: int) -> asyncio.Future[Body]:
         async with asyncio.timeout(20):

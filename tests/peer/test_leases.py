@@ -106,7 +106,7 @@ async def test_who_never_heard_of_its_part_in_a_plan_leaves_it_and_ends_it_for_n
     finishing.release(holder, 9)
     leases.open(Lease(10, "p", 1, "s", 0, holder, plan=True))
     request: Any = SimpleNamespace(rid=0)
-    assert finishing.finish(holder, request, Finish(10, "leave")) == Done()
+    assert await finishing.finish(holder, request, Finish(10, "leave")) == Done()
     await asyncio.sleep(0)
     assert told == [
         Finish(7, "release", partition="p", generation=1),
@@ -122,15 +122,11 @@ async def test_an_ack_that_fails_holds_its_values_as_long_as_its_lease(over: boo
     leases, holder, me = Leases(), client(), Owner("tcp://a", 7)
     space = Space(1 << 20)
     nobody: Any = None
-    host: Any = SimpleNamespace(
-        space=space,
-        owner=me,
-        now=lambda: 0.0,
-        entry=lambda *of: None,
-        serves=lambda partition: False,
-    )
+    host: Any = SimpleNamespace(space=space, owner=me, now=lambda: 0.0)
 
-    async def carry(session: Session, asked: Finish, committed: Committed, keep: Any) -> None:
+    async def store(
+        session: Session, asked: Finish, committed: Committed, work: Any, keep: Any
+    ) -> None:
         if over:  # its time is up while the shard has no room
             leases.leave(holder, 7)
         failure = BackPressure("no room for second copies")
@@ -138,14 +134,13 @@ async def test_an_ack_that_fails_holds_its_values_as_long_as_its_lease(over: boo
         space.release(committed.ranges)
         raise failure
 
-    writing: Any = SimpleNamespace(host=host, grants=Grants(host, nobody, nobody), carry=carry)
+    writing: Any = SimpleNamespace(host=host, grants=Grants(host, nobody, nobody), store=store)
     leases.open(Lease(7, "p", 1, "s", 1, holder))
     extents = space.grant(holder.id, Admission.OPEN, 64)
     chunk = Chunk(0, 0, 1, 64, 0, b"", extents["offset"].item())
     brought = Values(["x"], [me], [b""], [chunk], [Piece(0, (0,), 0, b"\1")])
     body = Finish(7, "ack", values=brought)
     request: Any = SimpleNamespace(rid=1)
-    answer: Any = Finishing(nobody, leases, writing).finish(holder, request, body)
     with pytest.raises(BackPressure):
-        await answer
+        await Finishing(nobody, leases, writing).finish(holder, request, body)
     assert space.ranges.live == (not over)

@@ -104,7 +104,7 @@ async def test_space_of_a_refused_put_goes_to_a_call_that_waits() -> None:
     sent = Values(["x"], [me], [b""], [chunk, wrong], [Piece(0, (0,), 0, b"\1")])
     session: Any = SimpleNamespace(id=1)
     with pytest.raises(ProtocolError, match="invalid owner index 9"):
-        writing.put(session, nothing, Put("p", 1, Rows(b""), sent))
+        await writing.put(session, nothing, Put("p", 1, Rows(b""), sent))
     await settled()
     assert asked.done() and (await asked)[0] == 1
 
@@ -182,15 +182,21 @@ async def test_room_of_what_was_added_in_vain_goes_to_who_waits_for_it() -> None
     host: Any = SimpleNamespace(
         space=space, now=lambda: 0.0, notices=Notices(), events=Ring(), who=str,
         owner=Owner("tcp://10.0.0.1:7101", 1),
-        lent=Lent(), serves=lambda partition: True, entry=lambda *partition: None,
+        lent=Lent(), entry=lambda *partition: None, caller=lambda session: None,
     )  # fmt: skip
-    room, mesh = Room(host, NOBODY), SimpleNamespace(handlers={})
-    grants = Grants(host, room, None)  # type: ignore[arg-type]
+    room, nothing = Room(host, NOBODY), SimpleNamespace()
+    grants = Grants(host, room, nothing)  # type: ignore[arg-type]
+
+    async def send(*change: Any) -> Any:
+        raise LeaseExpired("its partition no longer exists")
+
     leases: Any = SimpleNamespace(
         of=lambda *lease: SimpleNamespace(number=1, partition="p", generation=1),
         close=lambda lease: None,
     )
-    writing: Any = SimpleNamespace(host=host, mesh=mesh, grants=grants)
+    outgoing: Any = SimpleNamespace(send=send)
+    others: Any = [nothing] * 4
+    writing = Writing(host, grants, outgoing, *others)
     finishing = Finishing(None, leases, writing)  # type: ignore[arg-type]
     written = space.reserve(2, Admission.OPEN, pages(9))[1]
     chunks = [Chunk(0, 0, 1, 9 * PAGE, 0, b"", written["offset"].item())]
@@ -201,5 +207,5 @@ async def test_room_of_what_was_added_in_vain_goes_to_who_waits_for_it() -> None
     assert not waits.done()
     added = Finish(1, "ack", values=values)
     with pytest.raises(LeaseExpired):
-        finishing.finish(SimpleNamespace(id=2), SimpleNamespace(rid=1), added)  # type: ignore[arg-type]
+        await finishing.finish(SimpleNamespace(id=2), SimpleNamespace(rid=1), added)  # type: ignore[arg-type]
     await asyncio.wait_for(waits, 10)

@@ -20,6 +20,7 @@ from dataplane.peer.requests.outgoing_changes import ChangeNumbers
 from dataplane.peer.requests.puts import Committed, Writing
 from dataplane.peer.shards.metadata_share import LEAST_S, MetadataShare
 from dataplane.wire.checkpoint import Progress, Restore
+from dataplane.wire.messages import Put
 from dataplane.wire.records import KEY
 from dataplane.wire.tables import Definition, Owner, Rows, Values
 from tests.metadata.stores import named, put
@@ -33,6 +34,7 @@ class Shard:
         self.host: Any = SimpleNamespace(
             name="a", space=SimpleNamespace(size_bytes=0), now=time.monotonic,
             entries={"p": Entry(self.store)}, events=Ring(), caller=lambda session: None,
+            entry=lambda *of: None,
         )  # fmt: skip
         self.share = MetadataShare(self.host)
         self.share.size_bytes = 0
@@ -43,7 +45,8 @@ class Shard:
         grants: Any = SimpleNamespace(keep_where_full=lambda *of: None)
         nothing: Any = None
         writing = Writing(self.host, grants, outgoing, nothing, nothing, self.share, nothing)
-        return await writing.carry(session, nothing, Committed(Values()))
+        elsewhere = Put("q", 1, Rows(b""))
+        return await writing.store(session, elsewhere, Committed(Values()), nothing)
 
 
 async def test_names_that_are_remembered_are_not_waited_for() -> None:

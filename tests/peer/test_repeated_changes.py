@@ -130,20 +130,18 @@ async def test_it_has_its_number_there_and_another_put_another() -> None:
     shards.moves_to = ELSEWHERE
     shards.host.entry = lambda *of: None
     grants: Any = SimpleNamespace(commit=lambda *of: NONE, ahead=lambda *of: b"")
-    share: Any = SimpleNamespace(is_full=False)
     nothing: Any = None
     writing = Writing(
-        shards.host, grants, shards.outgoing, nothing, nothing, share, lambda entry: None
+        shards.host, grants, shards.outgoing, nothing, nothing, nothing, lambda entry: None
     )
     session: Any = SimpleNamespace(id=5)
     for _ in range(2):
         asked = Put("p", 1, named(["k"]))
-        outcome = writing.put(session, Request(1, 5, 6, 6, 0, asked), asked)
-        assert not isinstance(outcome, Body) and await outcome == PutDone()
+        assert await writing.put(session, Request(1, 5, 6, 6, 0, asked), asked) == PutDone()
     assert [body.change.number for _, body, _ in shards.asked] == [1, 1, 2]
 
 
-def test_a_shard_gets_no_field_that_is_for_the_clients_peer_or_that_only_peers_set() -> None:
+async def test_a_shard_gets_no_field_that_is_for_the_clients_peer_or_that_only_peers_set() -> None:
     """A client that numbered its own change could give another caller a wrong answer."""
     store, told, session = Store("p", ONCE, 1), list[Op](), Session(5, 0, "")
     store.put(body(named(["a"])))
@@ -153,16 +151,14 @@ def test_a_shard_gets_no_field_that_is_for_the_clients_peer_or_that_only_peers_s
     entry = Entry(store)
     host: Any = SimpleNamespace(
         entry=lambda *of: entry,
-        serves=lambda partition: True,
+        caller=lambda session: Caller("tcp://a", 7, session),
         space=SimpleNamespace(unpin=lambda *of: None),
         put_by_clients=Recent(0.0),
         acked_here=lambda *of: None,
         now=lambda: 0.0,
     )
     grants: Any = SimpleNamespace(commit=lambda *of: NONE, ahead=lambda *of: b"")
-    share: Any = SimpleNamespace(
-        is_full=False, check_rows=lambda: None, check_values=lambda values: None
-    )
+    share: Any = SimpleNamespace(check_rows=lambda: None, check_values=lambda values: None)
     nothing: Any = None
     writing = Writing(host, grants, nothing, nothing, nothing, share, lambda entry: None)
     finishing = Finishing(nothing, leases := Leases(), writing)
@@ -171,9 +167,9 @@ def test_a_shard_gets_no_field_that_is_for_the_clients_peer_or_that_only_peers_s
     for_peer = {"pin": 3, "want_bytes": 64, "change": change(9)}
     pooled = {"want_in_pools": [64], "continuing": True, "holder": 9}
     asked = Put("p", 1, named(["k"]), reuse=True, client_s=2.0, **for_peer, **pooled)
-    assert writing.put(session, request, asked) == PutDone()
+    assert await writing.put(session, request, asked) == PutDone()
     asked_too = Finish(held, "ack", partition="q", client_s=2.0, **for_peer)
-    assert finishing.finish(session, request, asked_too) == PutDone()
+    assert await finishing.finish(session, request, asked_too) == PutDone()
     assert told[0] == Put("p", 1, named(["k"]), reuse=True, holder=5, client_s=2.0)
     assert store.answers.to(change(9)) is None
 
@@ -414,6 +410,7 @@ def test_what_a_promoted_shard_remembers_is_what_the_old_one_did(end: str) -> No
 async def test_what_a_shard_had_no_room_for_is_asked_under_another_number() -> None:
     """It may wait for long, and holds no floor meanwhile."""
     shards = Asked(ShardFull("no room"), PutDone())
+    shards.host.entry = lambda *of: None
     numbers = []
 
     async def wait_to_retry(*of: Any) -> None:
@@ -426,7 +423,7 @@ async def test_what_a_shard_had_no_room_for_is_asked_under_another_number() -> N
     )
     session: Any = SimpleNamespace(id=5)
     asked = body(named(["k"]))
-    assert await writing.carry(session, asked, NONE) == PutDone()
+    assert await writing.store(session, asked, NONE, nothing) == PutDone()
     me = Owner(HERE, 1)
     assert [*numbers, asked.change] == [Change(me, 1, 1), Change(me, 2, 2)]
 
@@ -435,7 +432,10 @@ def partitions_of(*stores: Store) -> Partitions:
     """The partitions of a peer that serves all of them."""
     entries = {store.partition: Entry(store) for store in stores}
     space = SimpleNamespace(digests=SimpleNamespace(drop=lambda partition: None))
-    host: Any = SimpleNamespace(entries=entries, serves=lambda partition: True, space=space)
+    host: Any = SimpleNamespace(
+        entries=entries, serves=lambda partition: True, space=space, now=lambda: 0.0,
+        meter_stages=lambda entry, now: None,
+    )  # fmt: skip
     host.shard = lambda partition, generation: entries[partition]
     mesh: Any = SimpleNamespace(handlers={})
     nothing: Any = None

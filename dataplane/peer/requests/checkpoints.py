@@ -91,14 +91,14 @@ class Checkpoints:
         except BaseException:
             grants.refused(session, body.values)
             raise
-        asked = msgspec.structs.replace(body, values=committed.values)
-        return await self.writing.carry(session, asked, committed)
+        asked = msgspec.structs.replace(body, values=committed.values, change=None)
+        return await self.writing.store(session, asked, committed, self._restore_at)
 
     def restore_here(self, caller: Caller, body: Restore) -> Body | Awaitable[Body]:
         entry = self.host.shard(body.partition, body.generation)
         return self.writing.apply(entry, caller, body, self._restore_at)
 
-    def _restore_at(self, entry: Entry, body: Restore) -> PutDone:
+    def _restore_at(self, entry: Entry, caller: Caller, body: Restore) -> PutDone:
         if body.rows.keys:
             self.writing.share.check_rows()
         entry.store.restore(body)

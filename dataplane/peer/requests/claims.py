@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +32,7 @@ from dataplane.peer.host import ByLabel, Host, call_context
 from dataplane.peer.net.router import Router, ends
 from dataplane.peer.notices import Telling
 from dataplane.peer.requests.leases import Finishing, Lease, Part
-from dataplane.peer.requests.reads import Reading, Resolved
+from dataplane.peer.requests.reads import Reading
 from dataplane.peer.requests.waits import Waits
 from dataplane.peer.room.admission import Room
 from dataplane.peer.sessions import Session
@@ -95,37 +94,23 @@ class Claims:
 
     # asked
 
-    def claim(self, session: Session, request: Request, body: Claim) -> Body | Awaitable[Body]:
-        """Claim rows. Reply at once if the shard is here and has enough rows whose values are
-        here."""
-        one = _Claiming(next(self.host.numbers), session, body, self.host.now(), request.op)
-        here = self.host.entry(body.partition, body.generation) is not None
-        if not here or body.plan is not None:
-            return self._until_here(one)
-        answer: Any = self.router.begin_here(self._asked(one), self.host.caller(session.id))
-        if isinstance(answer, asyncio.Future):
-            return self._until_here(one, answer)
-        handed = self._hand_out(one, answer)
-        return handed if isinstance(handed, Body) else self._until_here(one, handed=handed)
-
-    async def _until_here(
-        self,
-        one: _Claiming,
-        answer: asyncio.Future[Any] | None = None,
-        handed: Body | Awaitable[Body] | None = None,
-    ) -> Body:
-        """Claims again, until the claim's end, if granted rows are gone before they are here: the
-        stage has the others of them back."""
-        failed, until = 0, ends(one.body.timeout_ms, one.began)
+    async def claim(self, session: Session, request: Request, body: Claim) -> Body:
+        """Claim rows. Does not wait if the shard is here and has enough rows whose values are
+        here. Claims again, until the claim's end, if granted rows are gone before they are here:
+        the stage has the others of them back."""
+        now = self.host.now()
+        one = _Claiming(next(self.host.numbers), session, body, now, request.op)
+        first: Any = None
+        if body.plan is None and self.host.entry(body.partition, body.generation) is not None:
+            first = self.router.begin_here(self._asked(one, now), self.host.caller(session.id))
+        failed = 0
         while True:
-            if handed is None:
-                granted = await self._granted(one, answer)
+            granted = first if isinstance(first, Claimed) else await self._granted(one, first)
             try:
-                handed = handed or self._hand_out(one, granted)
-                return handed if isinstance(handed, Body) else await handed
+                return await self._hand_out(one, granted)
             except (RowsGone, RowsLost) as exc:
                 failed += 1
-                if not await self.reading.pause(failed, until):
+                if not await self.reading.pause(failed, ends(body.timeout_ms, one.began)):
                     raise ClaimTimeout(
                         f"{one} failed, because the claimed rows were dropped or lost before "
                         f"their values arrived ({exc.message}): claim again"
@@ -138,7 +123,7 @@ class Claims:
                         failed,
                         exc,
                     )
-            answer = handed = None
+            first = None
             one.number = next(self.host.numbers)
 
     async def _granted(self, one: _Claiming, answer: asyncio.Future[Any] | None) -> Claimed:
@@ -156,7 +141,7 @@ class Claims:
                         "still being released: call part.plan(…) again"
                     )
             while True:
-                asked, first, answer = self._asked(one), answer, None
+                asked, first, answer = self._asked(one, self.host.now()), answer, None
                 try:
                     granted: Claimed = await self.waits.until_met(session, one, asked, first)
                     if self.host.now() > call_context.get().until:  # who asked has gone by now
@@ -183,9 +168,9 @@ class Claims:
             if not settled:
                 self._withdraw(one)
 
-    def _asked(self, one: _Claiming) -> Claim:
+    def _asked(self, one: _Claiming, now: float) -> Claim:
         """As the shard is asked, for the time that is left."""
-        body, waited_ms = one.body, int(1000 * (self.host.now() - one.began))
+        body, waited_ms = one.body, int(1000 * (now - one.began))
         return msgspec.structs.replace(
             body,
             timeout_ms=min(body.timeout_ms, max(0, body.timeout_ms - waited_ms)),
@@ -205,47 +190,39 @@ class Claims:
 
     # handed out
 
-    def _hand_out(self, one: _Claiming, granted: Claimed) -> Body | Awaitable[Body]:
+    async def _hand_out(self, one: _Claiming, granted: Claimed) -> Body:
         """The lease becomes the session's; its bytes are brought here if they are elsewhere."""
-        body, table = one.body, granted.table
-        of, rows = (body.partition, body.generation, body.stage), table.rows.count
-        plan = granted.plan is not None
-        self.leases.open(Lease(granted.lease, *of, rows, one.session, plan=plan, claimed=one.op))
+        body, table, session = one.body, granted.table, one.session
+        lease = Lease(
+            granted.lease,
+            body.partition,
+            body.generation,
+            body.stage,
+            table.rows.count,
+            session,
+            plan=granted.plan is not None,
+            claimed=one.op,
+        )
+        self.leases.open(lease)
+        needed_bytes = 0
         try:
-            needed_bytes = self.room.needed(table)
-            resolved = None if needed_bytes else self.reading.resolve(table, one.session.id)
-        except BaseException:
-            self.finishing.release(one.session, granted.lease)
-            raise
-        if isinstance(resolved, tuple):
-            table, pin = resolved
-            return Claimed(granted.lease, pin, table, granted.plan)
-        return self._pulled(one, granted, needed_bytes, resolved)
-
-    async def _pulled(
-        self,
-        one: _Claiming,
-        granted: Claimed,
-        needed_bytes: int,
-        resolved: Awaitable[Resolved] | None,
-    ) -> Body:
-        try:
-            if resolved is None:
+            if needed_bytes := self.room.needed(table):
                 await self._has_room(one, needed_bytes)
-                self.far_bytes.add(one.body.stage, needed_bytes)
-                resolved = self.reading.resolved(granted.table, one.session.id)
-            table, pin = await resolved
+                self.far_bytes.add(body.stage, needed_bytes)
+            found = self.reading.resolve(table, session.id)
+            table, pin = found if isinstance(found, tuple) else await found
         except BaseException as exc:
-            self.finishing.release(one.session, granted.lease)
+            self.finishing.release(session, granted.lease)
             if isinstance(exc, DeadlineExceeded):
                 raise ClaimTimeout(
-                    f"the values of leased rows of partition {one.body.partition!r} did not "
+                    f"the values of leased rows of partition {body.partition!r} did not "
                     f"arrive in time ({exc.message}), so the rows were returned to the stage: "
                     "claim again with a longer timeout="
                 ) from exc
             raise
         finally:
-            self.room.back(one.number)
+            if needed_bytes:
+                self.room.back(one.number)
         return Claimed(granted.lease, pin, table, granted.plan)
 
     async def _has_room(self, one: _Claiming, needed_bytes: int) -> None:

@@ -175,7 +175,7 @@ class Finishing:
         self._logged: dict[tuple[str, str], float] = {}
         """by partition and stage, when such a lease was last logged"""
 
-    def finish(self, session: Session, request: Request, body: Finish) -> Body | Awaitable[Body]:
+    async def finish(self, session: Session, request: Request, body: Finish) -> Body:
         try:
             lease = self.leases.of(session, body.lease, self.host.now())
             if body.outcome == "leave":
@@ -199,25 +199,14 @@ class Finishing:
             generation=lease.generation,
             **NOT_SENT,
         )
-        entry = self.host.entry(asked.partition, asked.generation)
-        if (
-            not self.host.serves(asked.partition)
-            if entry is None
-            else entry.copies is not None and asked.values.chunks
-        ):
-            return self._finish_carried(lease, body, asked, committed)
+        keep = partial(self._keep, lease, body, committed)
         try:
-            entry = entry or self._entry_of(asked)
-            done = self._finish_at(entry, asked)
-        except BaseException as exc:
-            self._keep(lease, body, committed, exc)
-            self.grants.not_taken(committed)
-            if _is_repeated(exc):
-                return self._finished(lease, body, committed, PutDone())
-            if isinstance(exc, LeaseExpired):
+            done = await self.writing.store(session, asked, committed, self._finish_at, keep)
+        except LeaseExpired as exc:
+            if not _is_repeated(exc):
                 self.leases.close(lease)
-            raise
-        self.writing.run_effects(entry)
+                raise
+            done = PutDone()
         return self._finished(lease, body, committed, done)
 
     def _keep(self, lease: Lease, body: Finish, committed: Committed, failure: object) -> None:
@@ -240,20 +229,6 @@ class Finishing:
             lease.kept.append(self.host.space.keep(lease.session.id, written)[0])
         return written.tobytes()
 
-    async def _finish_carried(
-        self, lease: Lease, body: Finish, asked: Finish, committed: Committed
-    ) -> Body:
-        try:
-            done = await self.writing.carry(
-                lease.session, asked, committed, partial(self._keep, lease, body, committed)
-            )
-        except LeaseExpired as exc:
-            if not _is_repeated(exc):
-                self.leases.close(lease)
-                raise
-            done = PutDone()
-        return self._finished(lease, body, committed, done)
-
     def _finished(self, lease: Lease, body: Finish, committed: Committed, done: PutDone) -> Body:
         """The lease ends with its last row, and not before: what the shard did not answer for is
         repeated, or released when the session ends."""
@@ -273,22 +248,19 @@ class Finishing:
         ahead = self.grants.ahead(lease.session, body.want_bytes)
         return PutDone(ahead, done.kept, ranges=ranges)
 
-    def _entry_of(self, body: Finish) -> Entry:
+    def finish_here(self, caller: Caller, body: Finish) -> Body | Awaitable[Body]:
         entry = self.host.entry(body.partition, body.generation)
         if entry is None:
             raise LeaseExpired(
                 f"partition {body.partition!r} no longer exists, so its leases have "
                 "ended: discard the batch without acking it"
             )
-        return entry
+        return self.writing.apply(entry, caller, body, self._finish_at)
 
-    def _finish_at(self, entry: Entry, body: Finish) -> PutDone:
-        """At the shard: adds and ack are one operation. `run_effects` follows."""
+    def _finish_at(self, entry: Entry, caller: Caller, body: Finish) -> PutDone:
+        """Add fields and end the lease, as one operation of the shard."""
         self.writing.share.check_values(body.values)
         return PutDone(kept=entry.store.finish(body, self.host.now()))
-
-    def finish_here(self, caller: Caller, body: Finish) -> Body | Awaitable[Body]:
-        return self.writing.apply(self._entry_of(body), caller, body, self._finish_at)
 
     def release_all(self, session: Session) -> None:
         """Return the rows of a session that ended to their stages, as they were claimed."""

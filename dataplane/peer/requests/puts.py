@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -71,8 +70,8 @@ from dataplane.wire.tables import INLINE, Chunk, Owner, Values
 
 Carried = Put | Finish | Restore
 """What brings values to a shard."""
-Work = Callable[[Entry, Any], PutDone]
-"""Carries one out at the shard."""
+Work = Callable[[Entry, Caller, Any], PutDone]
+"""Applies one at the shard. `run_effects` follows."""
 _HASH_BYTES = DIGEST["hash"].itemsize
 NOT_SENT: dict[str, Any] = {
     "pin": 0,
@@ -276,11 +275,6 @@ class Grants:
             self.host.space.give_back(session.id, written)
         self.room.pump()
 
-    def not_taken(self, committed: Committed) -> None:
-        """Free the values of a message that failed and that no shard has."""
-        if len(committed.ranges):
-            self.room.release(committed.ranges)
-
     def ahead(self, session: Session, want_bytes: int, in_pools: Sequence[int] = ()) -> bytes:
         """Return the next reservation: in the host arena, unless another call waits for space
         there, and in the pools."""
@@ -318,8 +312,8 @@ class Writing:
     share: MetadataShare
     run_effects: Callable[[Entry], None]
 
-    def put(self, session: Session, request: Request, body: Put) -> Body | Awaitable[Body]:
-        """Put rows. Reply at once if the shard is here and has space, and no replicas are made."""
+    async def put(self, session: Session, request: Request, body: Put) -> Body:
+        """Put rows. Does not wait if the shard is here and has space, and no replicas are made."""
         kind = Admission.CONTINUE if body.continuing else Admission.OPEN
         try:
             committed = self.grants.commit(session, body.values, kind)
@@ -327,44 +321,48 @@ class Writing:
             self.grants.refused(session, body.values)
             raise
         asked = msgspec.structs.replace(body, values=committed.values, **NOT_SENT)
-        entry = self.host.entry(body.partition, body.generation)
-        if entry is None or entry.copies is not None or self.share.is_full:
-            return self._put_carried(session, body, asked, committed)
-        try:
-            done = self._put_into(entry, asked, session.id)
-        except BaseException as exc:
-            self.grants.keep_where_full(session, committed, exc)
-            self.grants.not_taken(committed)
-            raise
-        self.run_effects(entry)
-        return self._put_done(session, body, committed, done)
+        done = await self.store(session, asked, committed, self._put_into)
+        if committed.has_digests:
+            self._share(body.partition, body.values.chunks, committed.values.chunks)
+        if body.pin:
+            self.host.space.unpin(session.id, [body.pin])
+        self.host.put_by_clients.add(self.host.now(), body.rows.count - done.gone)
+        ahead = self.grants.ahead(session, body.want_bytes, body.want_in_pools)
+        return PutDone(ahead, gone=done.gone, there=done.there)
 
-    async def _put_carried(
-        self, session: Session, body: Put, asked: Put, committed: Committed
-    ) -> Body:
-        done = await self.carry(session, asked, committed)
-        return self._put_done(session, body, committed, done)
-
-    async def carry(
+    async def store(
         self,
         session: Session,
         body: Carried,
         committed: Committed,
+        work: Work,
         keep: Callable[[BaseException], None] | None = None,
     ) -> PutDone:
-        """Send the message to the partition's shard, wherever it is. Repeat it as another change
-        while the shard is full: a waiting put must not block the acks that free space. keep:
-        keeps the values of a call that failed, because its caller will name them again."""
-        caller, began, tries = self.host.caller(session.id), self.host.now(), 0
+        """Apply a message that brings values at its partition's shard, wherever that is. Does not
+        wait if the shard is here, makes no replicas and has space.
+
+        Repeat the message as another change while the shard is full: a waiting put must not block
+        the acks that free space. keep: keeps the values of a call that failed, because its caller
+        will name them again.
+        """
+        caller, unreferenced = self.host.caller(session.id), committed.ranges
+        full_at, tries = 0.0, 0
         try:
             while True:
+                entry = self.host.entry(body.partition, body.generation)
                 try:
-                    done: PutDone = await self.outgoing.send(body, caller, committed.ranges)
+                    if entry is None or (entry.copies is not None and body.values.chunks):
+                        done: PutDone = await self.outgoing.send(body, caller, committed.ranges)
+                    else:
+                        body.change = None
+                        done = work(entry, caller, body)
+                        unreferenced = NO_RANGES  # the rows have the references of the message
+                        self.run_effects(entry)
                     return done
                 except BackPressure as full:
                     if full.details.get("values"):  # the client stores them in the arena instead
                         raise
-                    tries += 1
+                    full_at, tries = full_at or self.host.now(), tries + 1
                     await self.share.wait_to_retry(session, full, tries)
         except BaseException as exc:
             if keep is None:
@@ -372,23 +370,11 @@ class Writing:
             else:
                 keep(exc)
             raise
-        finally:  # the shard has taken references of its own
+        finally:
             if tries:
-                self.share.waited(session, began)
-            if len(committed.ranges):
-                self.grants.room.release(committed.ranges)
-
-    def _put_done(
-        self, session: Session, body: Put, committed: Committed, done: PutDone
-    ) -> PutDone:
-        space = self.host.space
-        if committed.has_digests:
-            self._share(body.partition, body.values.chunks, committed.values.chunks)
-        if body.pin:
-            space.unpin(session.id, [body.pin])
-        self.host.put_by_clients.add(self.host.now(), body.rows.count - done.gone)
-        ahead = self.grants.ahead(session, body.want_bytes, body.want_in_pools)
-        return PutDone(ahead, gone=done.gone, there=done.there)
+                self.share.waited(session, full_at)
+            if len(unreferenced):
+                self.grants.room.release(unreferenced)
 
     def _share(self, partition: str, sent: Sequence[Chunk], stored: Sequence[Chunk]) -> None:
         """Let later puts find the chunks of a message that have digests."""
@@ -416,19 +402,18 @@ class Writing:
     def _once(self, entry: Entry, caller: Caller, body: Carried, work: Work) -> Body:
         answer = self.references.answered(entry, caller, body)
         if answer is None:
-            answer = work(entry, body)
+            answer = work(entry, caller, body)
             self.run_effects(entry)
         return answer
 
     def put_here(self, caller: Caller, body: Put) -> Body | Awaitable[Body]:
         entry = self.host.shard(body.partition, body.generation)
-        return self.apply(entry, caller, body, partial(self._put_into, holder=caller.session))
+        return self.apply(entry, caller, body, self._put_into)
 
-    def _put_into(self, entry: Entry, body: Put, holder: int) -> PutDone:
-        """`run_effects` follows."""
+    def _put_into(self, entry: Entry, caller: Caller, body: Put) -> PutDone:
         plan = plan_put(entry.store, body)
         if len(plan.new):
             self.share.check_rows()
         self.share.check_values(body.values)
-        body.holder = holder
+        body.holder = caller.session
         return entry.store.put(body, plan, self.host.now())

@@ -30,7 +30,7 @@ from dataplane.metadata.shard.reasons import Notices
 from dataplane.metadata.shard.second_copies import Copies
 from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.shard.store import Store
-from dataplane.peer.rates import Recent
+from dataplane.peer.rates import Rate
 from dataplane.peer.tasks import Threads, in_time, within
 from dataplane.wire.messages import OVERDUE
 from dataplane.wire.tables import Owner, PoolHandle
@@ -95,13 +95,6 @@ def _bounded(label: str, among: Mapping[str, object]) -> str:
     return label if label in among or len(among) < MAX_SUMS else OTHER
 
 
-def _recent(among: dict[str, Recent], label: str, now: float) -> Recent:
-    found = among.get(label)
-    if found is None:
-        found = among[label] = Recent(now)
-    return found
-
-
 class ByLabel:
     """Sums by a name that a user chose: one for each of the first MAX_SUMS names, and one for
     all others."""
@@ -137,10 +130,12 @@ class Entry:
     inherited: set[tuple[Owner, int]] = field(default_factory=set)
     """caller and number of changes that another peer carried out before the partition was here: a
     retry brings their values once more"""
-    acked: dict[str, Recent] = field(default_factory=dict)
-    """rows that each stage has acked lately"""
+    acked_rates: dict[str, Rate] = field(default_factory=dict)
+    """by stage, for stages that have acked rows here"""
     metered: dict[str, tuple[int, int, int]] = field(default_factory=dict)
-    """the sums of each stage that `Host.meter` has seen"""
+    """the sums of each stage that `Host.meter_stages` has seen"""
+    is_metered: bool = True
+    """no command has changed the store since then"""
     name: str = field(init=False)
     generation: int = field(init=False)
     key: tuple[str, int] = field(init=False)
@@ -289,9 +284,15 @@ class Host:
     redelivered: ByLabel = field(default_factory=ByLabel)
     """by stage, rows of this peer's shards that came back without an ack, and were handed out again
     after that, also of dropped partitions"""
-    acked_by_clients: dict[str, Recent] = field(default_factory=dict)
-    """by stage, rows that clients of this host have acked lately"""
-    put_by_clients: Recent = field(default_factory=lambda: Recent(time.monotonic()))
+    acked_by_clients: ByLabel = field(default_factory=ByLabel)
+    """by stage, rows that clients of this host have acked"""
+    put_by_clients: int = 0
+    """rows that clients of this host have put"""
+    acked_rates: dict[str, Rate] = field(default_factory=dict)
+    """of `acked_by_clients`"""
+    put_rate: Rate = field(default_factory=lambda: Rate(time.monotonic()))
+    metered_at: float = field(default_factory=lambda: time.monotonic())
+    """when `meter` was called last"""
     on_first_rows: Callable[[], None] | None = None
     """called once, before the first rows of an empty peer are confirmed"""
     silent: bool = False
@@ -416,24 +417,36 @@ class Host:
                 await within(until - self.now(), self._turned.wait())
         return self.roster is not than
 
-    def meter(self, entry: Entry, stages: Iterable[str]) -> None:
-        """Record what the stages of a partition did since the previous call."""
+    def meter(self) -> None:
+        """Sample the totals of clients and stages for their rates: once a second, and before the
+        rates are read."""
         now = self.now()
-        for name in stages:
-            before, sums = entry.metered.get(name, (0, 0, 0)), _sums(entry.store.stages[name])
-            if sums != before:
-                entry.metered[name] = sums
-                acked, released, redelivered = sums
-                if acked != before[0]:
-                    _recent(entry.acked, name, now).add(now, acked - before[0])
-                self.released.add(name, released - before[1])
-                self.redelivered.add(name, redelivered - before[2])
+        self.put_rate.sample(now, self.put_by_clients)
+        for stage, rows in self.acked_by_clients.sums.items():
+            if stage not in self.acked_rates:
+                self.acked_rates[stage] = Rate(self.metered_at)
+            self.acked_rates[stage].sample(now, rows)
+        for entry in self.entries.values():
+            if not entry.is_metered:
+                self.meter_stages(entry, now)
+        self.metered_at = now
 
-    def acked_here(self, stage: str, rows: int) -> None:
-        """Note that a client of this host has acked rows of a stage."""
-        stage = _bounded(stage, self.acked_by_clients)
-        now = self.now()
-        _recent(self.acked_by_clients, stage, now).add(now, rows)
+    def meter_stages(self, entry: Entry, now: float) -> None:
+        """Add up what the stages of a partition did since the previous call: while this peer
+        serves the partition, and when that ends."""
+        entry.is_metered = True
+        for name, stage in entry.store.stages.items():
+            before, sums = entry.metered.get(name, (0, 0, 0)), _sums(stage)
+            if sums == before:
+                continue
+            entry.metered[name] = sums
+            acked, released, redelivered = sums
+            if acked != before[0]:
+                if name not in entry.acked_rates:
+                    entry.acked_rates[name] = Rate(self.metered_at, before[0])
+                entry.acked_rates[name].sample(now, acked)
+            self.released.add(name, released - before[1])
+            self.redelivered.add(name, redelivered - before[2])
 
     def label(self, holder: int, label: str) -> None:
         """Remember the name of a client of any host. The oldest names are forgotten."""

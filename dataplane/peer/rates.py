@@ -1,4 +1,5 @@
-"""Rates: the average over the last half minute, and the total. The caller passes the time."""
+"""Rates: the average over the last half minute of totals that only grow. The caller passes the
+time."""
 
 from __future__ import annotations
 
@@ -8,24 +9,29 @@ WINDOW_S = 30
 """A batch may take seconds, so a shorter average would jump between nothing and a whole batch."""
 
 
-class Recent:
-    """Amounts of the last `WINDOW_S` seconds. now: the time on one monotonic clock."""
+class Rate:
+    """The rate of a total, from samples of it.
 
-    def __init__(self, now: float) -> None:
+    now: the time on one monotonic clock. total: what it was then.
+    """
+
+    def __init__(self, now: float, total: int = 0) -> None:
         self._began = now
-        self.total = 0
+        self._total = total
         self._amounts: deque[list[int]] = deque()
         """[second, amount], the oldest first"""
-        self._newest = [-1, 0]
 
-    def add(self, now: float, amount: int) -> None:
-        self.total += amount
-        second = int(now)
-        if second != self._newest[0]:
+    def sample(self, now: float, total: int) -> None:
+        """Note the total. What was added since the previous sample counts as added now."""
+        if total == self._total:
+            return
+        second, amount = int(now), total - self._total
+        self._total = total
+        if self._amounts and self._amounts[-1][0] == second:
+            self._amounts[-1][1] += amount
+        else:
             self._forget(second)
-            self._newest = [second, 0]
-            self._amounts.append(self._newest)
-        self._newest[1] += amount
+            self._amounts.append([second, amount])
 
     def per_s(self, now: float) -> float:
         """The average per second over the window, or since the start if that is shorter."""

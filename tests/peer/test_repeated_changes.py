@@ -24,8 +24,7 @@ from dataplane.metadata.shard import rows_out
 from dataplane.metadata.shard.journal import apply, dump
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables import answers
-from dataplane.peer.host import Caller, Entry
-from dataplane.peer.rates import Recent
+from dataplane.peer.host import ByLabel, Caller, Entry
 from dataplane.peer.requests.changes import Changes
 from dataplane.peer.requests.checkpoints import Checkpoints
 from dataplane.peer.requests.leases import Finishing, Lease, Leases
@@ -153,8 +152,8 @@ async def test_a_shard_gets_no_field_that_is_for_the_clients_peer_or_that_only_p
         entry=lambda *of: entry,
         caller=lambda session: Caller("tcp://a", 7, session),
         space=SimpleNamespace(unpin=lambda *of: None),
-        put_by_clients=Recent(0.0),
-        acked_here=lambda *of: None,
+        put_by_clients=0,
+        acked_by_clients=ByLabel(),
         now=lambda: 0.0,
     )
     grants: Any = SimpleNamespace(commit=lambda *of: NONE, ahead=lambda *of: b"")

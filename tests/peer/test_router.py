@@ -23,7 +23,6 @@ from dataplane.memory.lent import Lent
 from dataplane.metadata.roster.roster import Heirs, Roster
 from dataplane.peer.host import CallContext, Caller, call_context
 from dataplane.peer.net.router import LEAST_S, MOST_WITHDRAWN, RETRY_S, TURN_S, Router
-from dataplane.peer.rates import Recent
 from dataplane.peer.requests.changes import Changes
 from dataplane.peer.requests.outgoing_changes import OutgoingChanges
 from dataplane.wire.journal import Settle
@@ -52,7 +51,7 @@ class Asked:
             incarnation=1,
             caller=lambda session=0: Caller(HERE, 1, session),
             space=SimpleNamespace(hold=lambda ranges: None, release=lambda *ranges: None),
-            put_by_clients=Recent(0.0),
+            put_by_clients=0,
             lent=Lent(),
             heirs=Heirs(),
             owner=Owner(HERE, 1),

@@ -241,7 +241,7 @@ class Finishing:
             lease.finished.update(column(body.index, U4).tolist())
         if body.outcome == "ack":
             upto = lease.rows if body.index is None else len(lease.finished)
-            self.host.acked_here(lease.stage, upto - before)
+            self.host.acked_by_clients.add(lease.stage, upto - before)
         if leave and (body.index is None or len(lease.finished) >= lease.rows):
             self.leases.close(lease)
         ranges = committed.written.tobytes() if body.again else b""

@@ -326,7 +326,7 @@ class Writing:
             self._share(body.partition, body.values.chunks, committed.values.chunks)
         if body.pin:
             self.host.space.unpin(session.id, [body.pin])
-        self.host.put_by_clients.add(self.host.now(), body.rows.count - done.gone)
+        self.host.put_by_clients += body.rows.count - done.gone
         ahead = self.grants.ahead(session, body.want_bytes, body.want_in_pools)
         return PutDone(ahead, gone=done.gone, there=done.there)
 

@@ -42,6 +42,7 @@ class Effects:
 
     def run(self, entry: Entry) -> None:
         """Run the effects of a command that has changed this partition. Never raises."""
+        entry.is_metered = False
         if entry.store.released:
             self._run(entry, self._free, entry)
         self._run(entry, self._meet, entry)
@@ -59,9 +60,7 @@ class Effects:
             self._run(entry, self.room.pump)
 
     def _meet(self, entry: Entry) -> None:
-        stages = entry.store.dirty()
-        self._run(entry, self.references.host.meter, entry, stages)
-        self.on_changed(entry, stages)
+        self.on_changed(entry, entry.store.dirty())
 
     def _run(self, entry: Entry, effect: Effect, *given: Any) -> None:
         try:

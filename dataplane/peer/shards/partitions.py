@@ -157,6 +157,7 @@ class Partitions:
         self.declared.pop(partition, None)
         self.on_drop(entry)  # first: that no row is left is not why who waits gets none
         self.run_effects(entry)
+        self.host.meter_stages(entry, self.host.now())
         self.host.space.digests.drop(partition)
         return self.ended(change, Dropped(rows, nbytes))
 
@@ -201,7 +202,7 @@ class Partitions:
         """Apply a new roster: stop serving partitions that moved to another peer, together with
         their rows."""
         for name in [name for name in self.host.entries if not self.host.serves(name)]:
-            del self.host.entries[name]
+            self.host.meter_stages(self.host.entries.pop(name), self.host.now())
         self._tell()
 
     def spare(self) -> Flags:

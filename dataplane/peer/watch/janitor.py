@@ -1,5 +1,5 @@
-"""Periodic work: lease limits, prefaulting pages, records of arena usage, ending puts in a
-deadlock, and stopping an embedded peer that no client uses.
+"""Periodic work: lease limits, prefaulting pages, samples of rates, records of arena usage, ending
+puts in a deadlock, and stopping an embedded peer that no client uses.
 
 One loop, a few times a second. It decides nothing that a message decides.
 """
@@ -26,7 +26,8 @@ TICK_S = 0.2
 STALL_S = 0.25
 """A peer that wakes up so late had no processor time, or was stopped."""
 SAMPLE_S = 1.0
-"""How often at most the use of the arena is recorded, where it has changed by `SAMPLE_SHARE`."""
+"""How often rates are sampled. Also how often at most the use of the arena is recorded, where it
+has changed by `SAMPLE_SHARE`."""
 SAMPLE_SHARE = 0.01
 PREFAULT_AHEAD_BYTES = 256 << 20
 ARRIVAL_S = 5.0
@@ -63,6 +64,8 @@ class Janitor:
             if now - due > STALL_S:
                 self.host.events.add(Record(Kind.STALL), due)
             due = now + TICK_S
+            if now - self.host.metered_at >= SAMPLE_S:
+                self.host.meter()
             self._sample(now)
             self.expired_leases += peer.finishing.expire(now)
             if peer.standstill.lasts(peer.room.producers > 0, peer.share.writers > 0):

@@ -327,13 +327,12 @@ def _memory(peer: Peer) -> dict[str, float | Values]:
 def _shards(peer: Peer) -> dict[str, float | Values]:
     stages: Counter[tuple[str, ...]] = Counter()
     names = ByLabel()
+    peer.host.meter()
     entries = peer.host.entries.values()
-    for entry in entries:
-        peer.host.meter(entry, entry.store.stages)
     stores = [entry.store for entry in entries]
     acked: Counter[tuple[str, ...]] = Counter()
-    for name, rows in peer.host.acked_by_clients.items():
-        acked[_short(name),] += rows.total
+    for name, rows in peer.host.acked_by_clients.sums.items():
+        acked[_short(name),] += rows
     for store in stores:
         for name, stage in store.stages.items():
             names.add(name, 0)

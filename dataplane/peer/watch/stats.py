@@ -86,7 +86,7 @@ class Reporting:
             "holders": self._holders(),
             "client_list": self._clients(),
             "rates": self._rates(),
-            "put_rows": host.put_by_clients.total,
+            "put_rows": host.put_by_clients,
             "dropped_rows": self.peer.changes.dropped_rows,
             "rss_bytes": _resident_bytes(),
             "starved_claims": self.peer.room.starved,
@@ -265,15 +265,16 @@ class Reporting:
         """Rows a second that this host's clients put, and acked of each stage: averages over 30 s,
         by which one sees the slow host."""
         now, host = self.host.now(), self.host
-        acked = {name: round(one.per_s(now), 2) for name, one in host.acked_by_clients.items()}
-        put = round(host.put_by_clients.per_s(now), 2)
+        host.meter()
+        acked = {name: round(one.per_s(now), 2) for name, one in host.acked_rates.items()}
+        put = round(host.put_rate.per_s(now), 2)
         return {"put_rows_per_s": put, "acked_rows_per_s": acked}
 
     def _partition(self, entry: Entry) -> dict[str, Any]:
         now, stats = self.host.now(), inspection.stats(entry.store)
-        self.host.meter(entry, entry.store.stages)
+        self.host.meter_stages(entry, now)
         for name, figures in stats["stages"].items():
-            acked = entry.acked.get(name)
+            acked = entry.acked_rates.get(name)
             figures["acked_rows_per_s"] = round(acked.per_s(now), 2) if acked else 0.0
         return {**stats, "phase": entry.store.phase, "generation": entry.generation}
 

@@ -190,15 +190,10 @@ class Router:
                 turn_s = min(most_s, max(TURN_S, 2 * turn_s))
             except (StaleEpoch, Unavailable) as exc:
                 hear(exc)
-                if not await self.wait_to_retry(roster, end, exc):
+                log.debug("shard: a request failed (%s), retrying", exc)
+                await self.host.another_roster(roster, min(self.host.now() + RETRY_S, end))
+                if end - self.host.now() < LEAST_S:
                     raise
-
-    async def wait_to_retry(self, roster: Roster, end: float, why: DataplaneError) -> bool:
-        """Wait for another roster than the one of the last attempt, for RETRY_S at most. Return
-        whether there is time for another attempt until `end` (monotonic)."""
-        log.debug("shard: a request failed (%s), retrying", why)
-        await self.host.another_roster(roster, min(self.host.now() + RETRY_S, end))
-        return end - self.host.now() >= LEAST_S
 
 
 def _first_s(body: WaitingCall) -> float:

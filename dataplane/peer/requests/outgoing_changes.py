@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from dataplane.errors import DataplaneError, StaleEpoch, Unavailable
+from dataplane.errors import DataplaneError, Unavailable
 from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.host import Caller, Host, call_end
 from dataplane.peer.net.mesh import Mesh
@@ -63,13 +63,9 @@ class OutgoingChanges:
         end = call_end(self.host.now())
         body.change = await self.numbers.begin(body.partition, body.generation, end)
         try:
-            while True:
-                roster = self.host.roster
-                try:
-                    return await self._attempt(roster, body, caller, carried)
-                except (StaleEpoch, Unavailable) as exc:
-                    if not await self.router.wait_to_retry(roster, end, exc):
-                        raise
+            return await self.router.reach(
+                lambda roster, left_s: self._attempt(roster, body, caller, carried), end
+            )
         finally:
             self._conclude(Settle(body.partition, body.generation, body.change))
 

@@ -15,7 +15,7 @@ from dataplane.errors import DataplaneError, ProtocolError, StaleEpoch, Unavaila
 from dataplane.peer.failures import LinkBroken
 from dataplane.peer.host import Caller, Progress
 from dataplane.peer.net.links import Link, Unreadable
-from dataplane.peer.net.mesh import Mesh, _Call
+from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.streams import Stream, Streams
 from dataplane.peer.operations import Channel
 from dataplane.wire import peering
@@ -33,7 +33,9 @@ def never() -> None:
 
 
 ROSTER: Any = SimpleNamespace(epoch=(1, 2))
-HOST: Any = SimpleNamespace(now=time.monotonic, progress=Progress(), roster=ROSTER)
+HOST: Any = SimpleNamespace(
+    now=time.monotonic, progress=Progress(), roster=ROSTER, address="tcp://10.0.0.1:7101"
+)
 
 
 def ask(link: Link, rid: int, frame: bytes) -> asyncio.Future[Body]:
@@ -191,11 +193,11 @@ async def test_what_may_have_been_carried_out_does_not_count_as_refused(broke: b
     async def send(*request: Any) -> Body:
         raise answers.pop(0)
 
-    mesh._ask_now = send
-    mesh._until, mesh.host = lambda *limit: time.monotonic() + 10, HOST
+    mesh._send = send
+    mesh.host = HOST
     put = Put("p", 1, Rows(b""), [], [])
     who = Caller("tcp://10.0.0.1:7101", 1, 5)
-    asked = mesh._asked(_Call("tcp://10.0.0.2:7101", put, who), 1.0)
+    asked = mesh.call("tcp://10.0.0.2:7101", put, caller=who, timeout_s=10.0)
     with pytest.raises(
         Unavailable if broke else StaleEpoch, match="it broke" if broke else "moved"
     ):
@@ -218,12 +220,12 @@ async def test_where_a_connection_broke_as_the_roster_changed_who_asks_looks_whe
             host.roster = SimpleNamespace(epoch=(1, 3))
         raise answers.pop(0)
 
-    mesh._ask_now = send
-    mesh._until, mesh.host = lambda *limit: time.monotonic() + 10, host
+    mesh._send = send
+    mesh.host = host
     who = Caller("tcp://10.0.0.1:7101", 1, 5)
-    asked = _Call("tcp://10.0.0.2:7101", Put("p", 1, Rows(b""), [], []), who, epoch=epoch)
+    put = Put("p", 1, Rows(b""), [], [])
     with pytest.raises(Unavailable):
-        await mesh._asked(asked, 1.0)
+        await mesh.call("tcp://10.0.0.2:7101", put, caller=who, timeout_s=10.0, epoch=epoch)
     assert len(answers) == 2 - sent
 
 
@@ -239,12 +241,12 @@ async def test_what_waited_for_the_backup_until_the_roster_changed_looks_where_t
         host.roster = SimpleNamespace(epoch=(1, 3))
 
     host.progress.reached = reached
-    mesh._ask_now = lambda *asked: pytest.fail("who was asked may be gone")
-    mesh._until, mesh.host = lambda *limit: time.monotonic() + 10, host
+    mesh._send = lambda *asked: pytest.fail("who was asked may be gone")
+    mesh.host = host
     who = Caller("tcp://10.0.0.1:7101", 1, 5)
-    asked = _Call("tcp://10.0.0.2:7101", Put("p", 1, Rows(b""), [], []), who, epoch=(1, 2))
+    put = Put("p", 1, Rows(b""), [], [])
     with pytest.raises(StaleEpoch):
-        await mesh._asked(asked, 1.0)
+        await mesh.call("tcp://10.0.0.2:7101", put, caller=who, timeout_s=10.0, epoch=(1, 2))
 
 
 @pytest.mark.parametrize(
@@ -278,10 +280,10 @@ async def test_damage_of_the_way_is_met_by_asking_again_and_what_is_always_so_is
             raise Unreadable("not a reply")
         return Done()
 
-    mesh._ask_now = send
-    mesh._until, mesh.host = lambda *limit: time.monotonic() + 10, HOST
+    mesh._send = send
+    mesh.host = HOST
     who = Caller("tcp://10.0.0.1:7101", 1, 5)
-    asked = mesh._asked(_Call("tcp://10.0.0.2:7101", Stats(), who), 1.0)
+    asked = mesh.call("tcp://10.0.0.2:7101", Stats(), caller=who, timeout_s=10.0)
     if always:
         with pytest.raises(Unavailable, match="not a reply") as told:
             await asked

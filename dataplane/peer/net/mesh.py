@@ -130,7 +130,36 @@ class Mesh:
         if address == self.host.address:
             outcome = self.here(who, body, epoch)
             return outcome if isinstance(outcome, Body) else await outcome
-        return await self._asked(_Call(address, body, who, to, epoch), timeout_s)
+        # Send once the backup has what the request may tell of. Send again on a new connection if
+        # the one before broke, until the peer is no longer a member.
+        asked, kind = _Call(address, body, who, to, epoch), type(body)
+        until = call_end(self.host.now(), timeout_s)
+        if OPERATIONS[kind].held and not self.host.progress.is_settled:
+            await self.host.progress.reached(until)
+        broken: LinkBroken | None = None
+        while True:
+            try:
+                self._check_epoch(address, epoch)
+                ahead_bytes = SMALL_BYTES
+                while (answer := self._send(asked, until, ahead_bytes)) is None:
+                    ready = self._ready(asked)
+                    await self._in_time(address, kind.__name__, until, ready)
+                    ahead_bytes = 0  # it has waited for the others, or for a link
+                return await answer
+            except LinkBroken as exc:
+                unreadable = type(exc) is type(broken) is Unreadable
+                # A process that is no longer a member may run, and wait.
+                is_lost = to is not None and not self.host.roster.has(Owner(address, to))
+                if unreadable or is_lost:
+                    raise Unavailable(exc.message, **exc.details) from exc
+                broken = exc
+                await asyncio.sleep(RECONNECT_S)
+            except StaleEpoch:
+                if broken is None:
+                    raise
+                # Refused now, and perhaps carried out before: whoever asks must not take it for
+                # refused.
+                raise Unavailable(broken.message, **broken.details) from broken
 
     def ask(self, address: str, body: Body, *, timeout_s: float, to: int) -> asyncio.Future[Any]:
         """Call another peer, for an operation that is not held. Sent at once if a link is ready.
@@ -138,11 +167,13 @@ class Mesh:
         FrameTooLarge."""
         asked = _Call(address, body, self.host.caller(), to)
         try:
-            answer = self._ask_now(asked, self._until(timeout_s))
+            answer = self._send(asked, call_end(self.host.now(), timeout_s))
         except DataplaneError as exc:
             answer = asyncio.get_running_loop().create_future()
             fail(answer, exc)
-        return answer or asyncio.ensure_future(self._asked(asked, timeout_s))
+        if answer is None:
+            answer = asyncio.ensure_future(self.call(address, body, timeout_s=timeout_s, to=to))
+        return answer
 
     def here(
         self, who: Caller, body: Body, epoch: tuple[int, int] | None = None
@@ -160,43 +191,7 @@ class Mesh:
                 address=address,
             )
 
-    def _until(self, timeout_s: float | None) -> float:
-        return call_end(self.host.now(), timeout_s)
-
-    async def _asked(self, asked: _Call, timeout_s: float | None) -> Any:
-        """Once the backup has what the request may tell of; again on a new connection where the
-        one before broke, until the peer is no member any more."""
-        until, kind = self._until(timeout_s), type(asked.body)
-        if OPERATIONS[kind].held and not self.host.progress.is_settled:
-            await self.host.progress.reached(until)
-        broken: LinkBroken | None = None
-        while True:
-            try:
-                self._check_epoch(asked.address, asked.epoch)
-                ahead_bytes = SMALL_BYTES
-                while (answer := self._ask_now(asked, until, ahead_bytes)) is None:
-                    ready = self._ready(asked)
-                    await self._in_time(asked.address, kind.__name__, until, ready)
-                    ahead_bytes = 0  # it has waited for the others, or for a link
-                return await answer
-            except LinkBroken as exc:
-                unreadable = type(exc) is type(broken) is Unreadable
-                if unreadable or self._is_lost(asked):
-                    raise Unavailable(exc.message, **exc.details) from exc
-                broken = exc
-                await asyncio.sleep(RECONNECT_S)
-            except StaleEpoch:
-                if broken is None:
-                    raise
-                # Refused now, and perhaps carried out before: whoever asks must not take it for
-                # refused.
-                raise Unavailable(broken.message, **broken.details) from broken
-
-    def _is_lost(self, asked: _Call) -> bool:
-        """Whether the process that alone can answer is no member any more: it may run, and wait."""
-        return asked.to is not None and not self.host.roster.has(Owner(asked.address, asked.to))
-
-    def _ask_now(
+    def _send(
         self, asked: _Call, until: float, ahead_bytes: int = SMALL_BYTES
     ) -> asyncio.Future[Body] | None:
         """Send a request, or return None if it must wait. ahead_bytes: a request of at most this
@@ -283,7 +278,7 @@ class Mesh:
     async def hello(self, address: str) -> PeerHello:
         """Return the identity of the peer at an address. Raise Unavailable if none replies in
         time."""
-        until = self._until(CALL_S)
+        until = call_end(self.host.now(), CALL_S)
         link = await self._in_time(address, "a greeting", until, self._link(address))
         assert link.hello is not None
         return link.hello

@@ -193,6 +193,9 @@ class Peer:
         self.shipping.on_whole = self.membership.beat_now
         self.confirming = Confirming(host, mesh, self.shipping, self.membership.keeps_the_roster)
         self.replicas = Replicas(host, mesh, parts, self.shipping, refs)
+        # Requests and replies carry records and positions, which saves messages of their own.
+        mesh.has = self.replicas.has
+        mesh.door.carry, mesh.door.heard = self.shipping.carry, self.shipping.heard
         self.leaving = Leaving(
             host, mesh, self.membership, self.copying, self.door, router, self.effects.run
         )

@@ -48,7 +48,6 @@ class Backup:
         self.got: list[Append] = []
         self.refusals: list[DataplaneError] = []
         self.tasks: list[asyncio.Task[Any]] = []
-        self.door = SimpleNamespace()
         self.told: list[tuple[Owner, Any]] = []
         self.hears = asyncio.Event()
         self.fails: list[Exception] = []

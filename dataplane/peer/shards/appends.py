@@ -160,7 +160,6 @@ class Shipping:
         """copies of partitions that are this peer's soon"""
         self.on_whole: Callable[[], None] = lambda: None
         """called when the backup has what it must to be called in sync"""
-        mesh.door.carry, mesh.door.heard = self.carry, self.heard
         self.progress.on_awaited = self._send_soon
 
     # what the stores do

@@ -75,7 +75,6 @@ class Replicas:
         """when this peer confirmed last that it takes over from nobody whom it backs up"""
         self._named: set[Owner] = set()
         """peers whose values or changes the shards know that were taken over just now"""
-        self.mesh.has = self.has
 
     def __len__(self) -> int:
         """Rows that are kept for other peers."""

@@ -16,7 +16,13 @@ import pytest
 
 import dataplane
 import dataplane.aio
-from dataplane import CheckpointCorrupt, CheckpointFailed, DataplaneError, PartitionConflict, Plane
+from dataplane import (
+    BackPressure,
+    CheckpointCorrupt,
+    CheckpointFailed,
+    PartitionConflict,
+    Plane,
+)
 from dataplane.client.checkpoint import records
 from tests.end_to_end.conftest import PLANE, Cluster, in_sync, line, until
 from tests.end_to_end.hosts import held, running
@@ -463,12 +469,26 @@ def test_rows_freed_meanwhile_are_left_out(tmp_path: Path, monkeypatch: pytest.M
         assert ids(plane.partition("step").get()) == {f"g{g}" for g in range(6)}
 
 
+def test_a_host_with_a_small_arena_restores_what_a_large_one_saved(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    with running(alone="big") as other, other.connect("big") as plane:
+        put_groups(plane, 9, nbytes=1 << 20)
+        plane.checkpoint(tmp_path / "c")
+    cluster.start("small", arena="16MiB", spill=f"{tmp_path}:64MiB")
+    with cluster.connect("small") as plane:
+        plane.restore(tmp_path / "c", timeout=60)
+        part = plane.partition("step")
+        for g in range(9):
+            assert (part.get(keys=[f"g{g}.3"])["tokens"][0] == g).all()
+
+
 def test_a_restore_that_finds_no_room_takes_back_what_it_put(tmp_path: Path) -> None:
     with running(alone="big") as cluster, cluster.connect("big") as plane:
         put_groups(plane, 8, nbytes=1 << 20)
         plane.checkpoint(tmp_path / "c")
     with running(alone="small", arena="16MiB") as cluster, cluster.connect("small") as plane:
-        with pytest.raises(DataplaneError):
+        with pytest.raises(BackPressure, match="has 8 rows with 8.0 MiB"):
             plane.restore(tmp_path / "c", timeout=3)
         assert plane.stats()["partitions"] == {}
         until(lambda: not held(plane), "everything came back")

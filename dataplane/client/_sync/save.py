@@ -36,8 +36,9 @@ from dataplane.wire.records import KEY
 
 T = TypeVar("T")
 
-SAVE_BYTES = 32 << 20
-"""Bytes of values per request, and at most a quarter of the quota for pulls."""
+SAVE_BYTES = 8 << 20
+"""Bytes of values per request, and at most a quarter of the quota for pulls. A restore reserves as
+many at once, perhaps in a smaller arena: see docs/checkpoint.md."""
 MAX_UNITS = 4096
 """Groups, or rows without a group, per request."""
 _FILE_WORK = 1 << 62

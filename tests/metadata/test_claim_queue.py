@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,9 +18,9 @@ from dataplane.errors import (
     ValueTooLarge,
 )
 from dataplane.metadata.shard import plans
-from dataplane.metadata.shard.claim_queue import ClaimQueue, Outcome
+from dataplane.metadata.shard.claim_queue import KEEP_AFTER_S, ClaimQueue, Outcome
 from dataplane.metadata.shard.store import Store
-from dataplane.metadata.shard.takes import NEAR_TURNS
+from dataplane.wire.events import Reason
 from dataplane.wire.messages import Claimed, Finish, Want
 from dataplane.wire.tables import Owner, Shape
 from tests.metadata.stores import Column, finish, keys_of, named, put, store, values, waiting, wrote
@@ -46,12 +47,14 @@ def raised(shard: Shard, act: Callable[[], object]) -> list[tuple[int, Any]]:
 
 
 class Shard:
-    """A store of one stage and the claims that wait for it."""
+    """A store of one stage and the claims that wait for it. now: the time; claims are made at 0
+    unless they say otherwise."""
 
     def __init__(self, **definition: object) -> None:
         self.store: Store = store(**({"stages": {"s": ["tokens"]}} | definition))
         self.queue = ClaimQueue(self.store, "s")
         self.keep = True
+        self.now = 0.0
 
     def put(self, first: int, count: int = 1, peer: str = "a", **tags: object) -> list[object]:
         keys = list(range(first, first + count))
@@ -72,7 +75,7 @@ class Shard:
 
     def serve(self) -> list[object]:
         """(claim, keys) of each that was met, (claim, why) of each that is over."""
-        return [self.shown(one) for one in self.queue.serve(0.0, self.keep)]
+        return [self.shown(one) for one in self.queue.serve(self.now, self.keep)]
 
     def shown(self, outcome: Outcome) -> object:
         claim, what = outcome
@@ -91,13 +94,24 @@ def test_a_claim_is_met_only_in_full_and_holds_nothing_before() -> None:
     assert not len(shard.queue)
 
 
-def test_claims_of_one_lane_are_met_in_the_order_in_which_they_came() -> None:
+def test_a_short_claim_blocks_nobody_for_a_second_and_keeps_its_place() -> None:
     shard = Shard()
-    shard.put(0, 4)
+    shard.put(0, 6)
     assert shard.claim(1, rows(8)) == []
-    assert shard.claim(2, rows(2)) == []  # it would overtake the first
-    assert shard.claim(3, budget(1.0)) == []
-    assert shard.put(4, 7, length=[0]) == [(1, list(range(8))), (2, [8, 9])]
+    shard.now = KEEP_AFTER_S
+    assert shard.claim(2, rows(2), since=1.0) == [(2, [0, 1])]
+    shard.now = 1.5
+    assert shard.claim(3, rows(2), since=1.5) == []  # 1 has been short for over a second
+    assert shard.claim(4, budget(1.0), since=1.5) == []
+    assert shard.claim(1, rows(8), since=1.5) == []  # the same call again: it keeps its age
+    assert shard.put(6, 7, length=[0]) == [(1, list(range(2, 10))), (3, [10, 11])]
+
+
+def test_a_claim_that_waited_at_another_peer_has_been_short_there_too() -> None:
+    shard = Shard()
+    assert shard.claim(1, rows(8), since=-5.0) == []
+    shard.put(0, 6)
+    assert shard.claim(2, rows(2)) == []
 
 
 def test_a_claim_that_fails_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,6 +123,7 @@ def test_a_claim_that_fails_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -
         return take(self, stage, want, holder, *more)
 
     monkeypatch.setattr(Store, "take", fails_for_one)
+    shard.now = 5.0
     for number, want in ((1, rows(3)), (2, rows(2)), (3, rows(1, where=["eq", "even", True]))):
         shard.claim(number, want)
     monkeypatch.setattr(shard, "shown", lambda outcome: met.append(outcome[0].number))
@@ -156,6 +171,15 @@ def test_groups_of_which_rows_were_taken_singly_keep_no_claim_of_groups_waiting(
     assert shard.claim(4, rows(1)) == [(4, [2])]
 
 
+def test_a_claim_of_groups_ends_as_soon_as_a_younger_one_splits_the_last_group() -> None:
+    shard = Shard()
+    put(shard.store, [1], ["p"])
+    put(shard.store, [2], ["p"], fields=("text",))  # not ready yet
+    shard.store.seal()
+    assert shard.claim(1, Want("groups", 1, 1)) == []
+    assert shard.claim(2, rows(1)) == [(2, [1]), (1, StreamEnd)]
+
+
 def test_rows_that_come_back_after_the_seal_are_handed_out_again() -> None:
     shard = Shard()
     shard.put(0, 4)
@@ -166,8 +190,9 @@ def test_rows_that_come_back_after_the_seal_are_handed_out_again() -> None:
     assert shard.serve() == [(2, [0, 1, 2, 3])]
 
 
-def test_a_withdrawn_head_makes_room_for_the_next() -> None:
+def test_rows_that_were_kept_for_a_withdrawn_claim_go_to_the_next() -> None:
     shard = Shard()
+    shard.now = 5.0
     shard.put(0, 4)
     shard.claim(1, rows(8))
     shard.claim(2, rows(2))
@@ -272,8 +297,27 @@ def test_a_waiting_budget_costs_each_put_the_same_however_many_rows_are_ready() 
     assert time.process_time() - began < 10  # 24 s where each put looks at every row
 
 
+def test_waiting_budgets_of_many_hosts_do_not_look_at_every_row_at_each_put() -> None:
+    shard, began = Shard(), time.process_time()
+    for number in range(32):
+        shard.claim(number + 1, budget(1e9), f"host-{number}")
+    for key in range(1_500):
+        assert shard.put(key, length=[1]) == []
+    assert time.process_time() - began < 10  # over 100 s where a lane remembers one
+
+
+def test_a_put_that_serves_nobody_does_not_look_at_each_of_many_equal_claims() -> None:
+    shard, began = Shard(), time.process_time()
+    for number in range(2_000):
+        shard.queue.add(waiting(number + 1, rows(3_000)))
+    for key in range(2_000):
+        assert shard.put(key) == []
+    assert time.process_time() - began < 10
+
+
 def test_claims_behind_a_short_one_do_not_look_at_what_it_keeps_at_each_put() -> None:
     shard, began = Shard(), time.process_time()
+    shard.now = 5.0
     shard.claim(1, rows(9_000))
     shard.claim(2, rows(8, where=EVEN))
     shard.claim(3, Want("rows", 0, 0, ["eq", "even", False], "length", 1.0))
@@ -325,7 +369,7 @@ def test_a_claim_that_moves_here_goes_where_its_age_puts_it() -> None:
     assert [number for number, _ in shard.put(0, 4)] == [3, 1, 4, 2]  # type: ignore[misc]
 
 
-def test_claims_of_several_lanes_are_met_in_the_order_in_which_they_came() -> None:
+def test_claims_of_several_filters_are_met_in_the_order_in_which_they_came() -> None:
     shard = Shard()
     for number, where in ((1, None), (2, EVEN), (3, EVEN), (4, None)):
         shard.claim(number, rows(2, where=where), since=float(number))
@@ -357,50 +401,16 @@ def test_repr_shows_how_many_wait() -> None:
     shard = Shard()
     shard.claim(1, rows(8))
     shard.claim(2, rows(8, where=EVEN))
-    assert repr(shard.queue) == "<ClaimQueue of 's': 2 claims in 2 lanes>"
+    assert repr(shard.queue) == "<ClaimQueue of 's': 2 claims>"
 
 
-# near ones
-
-
-def test_a_claim_on_whose_host_all_lies_goes_before_the_head() -> None:
-    shard = Shard()
-    for number, peer in enumerate("abc", 1):
-        shard.claim(number, rows(2), peer)
-    assert shard.put(0, 2, "c") == [(3, [0, 1])]
-
-
-def test_a_near_claim_that_its_host_cannot_meet_in_full_waits_its_turn() -> None:
-    shard = Shard()
-    shard.claim(1, rows(1), "a")
-    shard.claim(2, rows(2), "b")
-    assert shard.put(0, 1, "b") == [(1, [0])]
-
-
-def test_a_near_claim_never_keeps_the_head_from_rows_that_it_does_not_get() -> None:
-    shard = Shard()
-    shard.claim(1, rows(1), "a")
-    shard.claim(2, rows(2), "b", most_bytes=1)
-    list(shard.queue.serve(0.0))
-    assert shard.put(0, 1, "c") == [(1, [0])]
-
-
-def test_a_head_lets_near_ones_by_so_often_and_no_more() -> None:
-    shard = Shard()
-    shard.claim(0, rows(1), "a")
-    met: list[object] = []
-    for number in range(1, NEAR_TURNS + 2):
-        shard.claim(number, rows(1), "b")
-        met += shard.put(number, 1, "b")
-    assert [number for number, _ in met] == [*range(1, NEAR_TURNS + 1), 0]  # type: ignore[misc]
-
-
-# what older claims leave to younger ones
+# what is kept for older claims
 
 
 def before_others() -> Shard:
-    """A claim for many even rows, and a younger one for any."""
+    """A claim for many even rows that has been short for long, and a younger one for any."""
     shard = Shard()
+    shard.now = 5.0
     shard.claim(1, rows(4, where=EVEN), since=1.0)
     shard.claim(30, rows(1), since=2.0)
     return shard
@@ -423,7 +433,7 @@ def test_nothing_is_kept_while_a_producer_waits() -> None:
     assert shard.put(100) == [(30, [100])]
 
 
-def test_who_is_gone_keeps_nothing() -> None:
+def test_nothing_is_kept_for_a_claim_that_is_gone() -> None:
     shard = before_others()
     assert shard.put(100) == []
     shard.queue.withdraw(1)
@@ -432,6 +442,7 @@ def test_who_is_gone_keeps_nothing() -> None:
 
 def test_of_three_each_leaves_to_the_older_ones_what_they_match() -> None:
     shard = Shard()
+    shard.now = 5.0
     shard.claim(1, rows(2), since=1.0)
     shard.claim(2, rows(2, where=EVEN), since=2.0)
     shard.claim(3, rows(1, where=["eq", "even", False]), since=3.0)
@@ -442,14 +453,91 @@ def test_of_three_each_leaves_to_the_older_ones_what_they_match() -> None:
     assert shard.put(106) == [(2, [104, 106])]
 
 
+def test_claims_with_a_minimum_take_only_what_is_not_kept() -> None:
+    shard = Shard()
+    shard.now = 5.0
+    shard.claim(1, rows(4, where=EVEN))
+    shard.claim(2, rows(9, minimum=2), since=1.0)
+    assert shard.put(100, 3) == []
+    assert shard.put(103, 1) == [(2, [101, 103])]
+    assert shard.put(104, 4) == [(1, [100, 102, 104, 106])]
+
+
+def test_a_budget_behind_a_claim_that_has_been_short_for_long_waits_also_at_the_seal() -> None:
+    shard = Shard()
+    shard.now = 5.0
+    shard.put(0, 2, length=[1])
+    assert shard.claim(1, rows(2, where=EVEN)) == []
+    assert shard.claim(2, budget(9.0), since=1.0) == []
+    assert shard.put(2, 1, length=[9]) == [(1, [0, 2])]  # 1 was enough to fill no budget
+    assert shard.seal() == [(2, [1])]
+
+
+def test_a_budget_is_short_and_kept_for_while_the_next_row_would_fit() -> None:
+    shard = Shard()
+    shard.now = 5.0
+    shard.claim(1, budget(3.0))
+    shard.claim(2, rows(1), since=1.0)
+    assert shard.put(0, 2, length=[1]) == []
+    assert shard.put(2, 2, length=[2]) == [(1, [0, 1]), (2, [2])]
+
+
 def test_a_group_is_kept_for_a_claim_of_its_rows() -> None:
     shard = Shard(group_size=2)
+    shard.now = 5.0
     shard.queue.add(waiting(1, rows(5)))
     shard.queue.add(waiting(2, Want("groups", 1, 1), since=1.0))
     put(shard.store, [1, 2], ["p", "p"])
     assert shard.serve() == []
     put(shard.store, [3, 4, 5, 6], ["q", "q", "r", "r"])
     assert shard.serve() == [(1, [1, 2, 3, 4, 5])]
+
+
+def test_rows_are_kept_for_a_claim_of_groups_also_before_their_group_is_complete() -> None:
+    """A row that is taken singly splits its group: the claim of groups would never be met."""
+    shard = Shard(group_size=2)
+    shard.now = 5.0
+    shard.queue.add(waiting(1, Want("groups", 1, 1, EVEN)))
+    shard.queue.add(waiting(2, rows(1), since=1.0))
+    put(shard.store, [2], ["p"], even=[True])
+    assert shard.serve() == []
+    put(shard.store, [3], ["q"], even=[False])
+    assert shard.serve() == [(2, [3])]
+    put(shard.store, [4], ["p"], even=[True])
+    assert shard.serve() == [(1, [2, 4])]
+
+
+@pytest.mark.parametrize("small", [Want("groups", 1, 1), rows(1)])
+def test_a_large_claim_is_met_beside_small_ones_a_second_after_it_came(small: Want) -> None:
+    """Two small claims for each group that comes, which is put row by row."""
+    shard, numbers, step_s = Shard(group_size=2), itertools.count(2), 0.01
+    shard.queue.add(waiting(1, Want("groups", 64, 64)))
+    kept_from = int(KEEP_AFTER_S / step_s) + 1
+    met = dict[int, int]()
+    for group in range(kept_from + 64):
+        shard.now = group * step_s
+        for row in (2 * group, 2 * group + 1):
+            shard.queue.add(waiting(next(numbers), small, since=shard.now))
+            put(shard.store, [row], [group])
+            for claim, what in shard.queue.serve(shard.now):
+                assert isinstance(what, Claimed)
+                met[claim.number] = group
+    assert met[1] == kept_from + 63 and len(met) > kept_from
+
+
+def test_a_claim_that_waits_for_an_older_one_says_so() -> None:
+    shard = Shard()
+    shard.now = 5.0
+    shard.put(0, 2, length=[1])
+    shard.claim(1, rows(3, where=EVEN), since=1.0)
+    assert shard.claim(2, rows(1), since=2.0) == [(2, [1])]
+    assert shard.claim(4, rows(9), since=4.5) == []
+    assert shard.claim(5, budget(9.0), since=4.8) == []
+    assert [shard.queue.before(number) for number in (1, 4, 5)] == [0, 1, 2]
+    reasons = {one.number: shard.queue.reason(one.number, shard.now) for one in shard.queue}
+    assert reasons == {1: Reason.TOO_FEW, 4: Reason.TOO_FEW, 5: Reason.BEHIND}
+    assert shard.claim(6, rows(1), since=5.0) == []
+    assert shard.queue.reason(6, shard.now) == Reason.BEHIND
 
 
 def test_finished_rows_leave_the_queue_as_it_is() -> None:

@@ -163,8 +163,13 @@ WAITS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "others come first, and there is no room": (
         {"ready": 2, "units": 2, "before": 1, "waiting_puts": 2, **PUT},
-        "2 of 2 rows ready, 4 wanted; 1 claim of the same kind waits ahead of this one; 2 puts "
-        f"wait for space; {FROM}: {SEAL}",
+        "2 of 2 rows ready, 4 wanted; 1 older claim waits for the same rows; 2 puts wait for "
+        f"space; {FROM}: {SEAL}",
+    ),
+    "an older claim has been short for long": (
+        {"ready": 5, "units": 5, "before": 2, "reason": "behind", **PUT},
+        "5 of 5 rows ready, 4 wanted; 2 older claims wait for the same rows; ready rows are kept "
+        f"for an older claim, which has waited for over 1 s; {FROM}: {SEAL}",
     ),
     "nothing that is left matches": (
         {"sealed": True, "units": 1},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -11,9 +13,9 @@ from dataplane.errors import (
     LeaseExpired,
     RowsGone,
 )
-from dataplane.metadata.shard import rows_out, takes
+from dataplane.metadata.shard import rows_out
 from dataplane.metadata.shard.store import Store
-from dataplane.metadata.shard.takes import NEAR_TURNS, PullCredit, Taken
+from dataplane.metadata.shard.takes import LOCAL_UNITS, PullCredit, Taken
 from dataplane.metadata.tables.bits import all_of, bytes_of, rows_of
 from dataplane.wire.limits import MAX_FRAME_BYTES
 from dataplane.wire.messages import Finish, Want
@@ -245,59 +247,67 @@ def at(peer: str, s: Store, keys: list[int], groups: list[int] | None = None) ->
     s.put(wrote(named(list(keys), groups and list(groups)), columns, [Owner(peer, 7)], {}))
 
 
-def near(s: Store, peer: str, count: int, unit: str = "rows") -> list[int]:
+def claimed(s: Store, peer: str, count: int, unit: str = "rows", stage: str = "reward") -> Any:
     want = Want(unit, count, count)  # type: ignore[arg-type]
-    return keys_of(s, take(s, "reward", want, credit=PullCredit(peer, 1 << 30)))
+    return keys_of(s, take(s, stage, want, credit=PullCredit(peer, 1 << 30)))
 
 
-def test_rows_that_lie_on_the_claimants_host_are_taken_before_older_ones() -> None:
+def test_rows_that_are_local_to_the_claimant_are_taken_before_older_ones() -> None:
     s = store()
     at("a", s, [1, 2, 3])
     at("b", s, [4, 5])
     at("a", s, [6])
-    assert takes.near(s, "reward", "rows", None) == {"a": 4, "b": 2}
-    assert near(s, "b", 2) == [4, 5]
-    assert near(s, "b", 1) == [1]
-    assert near(s, "c", 2) == [2, 3]
-    assert near(s, "a", 1) == [6]
+    assert claimed(s, "b", 2) == [4, 5]
+    assert claimed(s, "b", 1) == [1]
+    assert claimed(s, "c", 2) == [2, 3]
+    assert claimed(s, "a", 1) == [6]
 
 
-def test_rows_that_a_host_has_read_for_one_stage_are_near_to_it_for_the_next() -> None:
+@pytest.mark.parametrize(("older", "taken"), [(LOCAL_UNITS - 1, 100), (LOCAL_UNITS, 0)])
+def test_only_among_the_next_rows_those_that_are_local_go_first(older: int, taken: int) -> None:
+    s = store()
+    at("a", s, list(range(older)))
+    at("b", s, [100])
+    assert claimed(s, "b", 1) == [taken]
+
+
+def test_rows_that_a_host_has_read_for_one_stage_are_local_to_it_for_the_next() -> None:
     s = store(stages={"reference": ["tokens"], "train": ["tokens"]})
-    at("a", s, list(range(1, 7)))  # rollout is apart: nobody claims at a
-    for peer, keys in (("b", [1]), ("c", [2]), ("b", [3]), ("c", [4])):
-        granted = take(s, "reference", Want("rows", 1, 1), credit=PullCredit(peer, 1 << 30))
-        assert keys_of(s, granted) == keys
-    assert takes.near(s, "train", "rows", None) == {"a": 6, "c": 6}  # of a block, the last reader
+    at("a", s, [1, 2])
+    at("a", s, [3, 4])
+    assert claimed(s, "b", 2, stage="reference") == [1, 2]
+    assert claimed(s, "b", 1, stage="reference") == [3]
+    assert claimed(s, "c", 1, stage="reference") == [4]  # of a block, the last reader counts
+    assert claimed(s, "c", 2, stage="train") == [3, 4]
+    assert claimed(s, "b", 2, stage="train") == [1, 2]
 
 
-def test_groups_that_a_host_has_read_for_one_stage_are_near_to_it_for_the_next() -> None:
+def test_groups_that_a_host_has_read_for_one_stage_are_local_to_it_for_the_next() -> None:
     s = store(stages={"reference": ["tokens"], "train": ["tokens"]}, group_size=2)
     for group in range(4):
         at("a", s, [2 * group, 2 * group + 1], [group, group])
     for peer in ("b", "c", "b"):
-        take(s, "reference", Want("groups", 1, 1), credit=PullCredit(peer, 1 << 30))
-    assert takes.near(s, "train", "groups", None) == {"a": 4, "b": 2, "c": 1}
-    granted = [
-        keys_of(s, take(s, "train", Want("groups", 1, 1), credit=PullCredit(peer, 1 << 30)))
-        for peer in ("c", "b", "b", "c")
-    ]
-    assert granted == [[2, 3], [0, 1], [4, 5], [6, 7]]
+        claimed(s, peer, 1, "groups", "reference")
+    found = [claimed(s, peer, 1, "groups", "train") for peer in ("c", "b", "b", "c")]
+    assert found == [[2, 3], [0, 1], [4, 5], [6, 7]]
 
 
-def test_a_host_that_has_read_only_small_fields_is_not_near() -> None:
+def test_rows_are_not_local_to_a_host_that_has_read_only_small_fields() -> None:
     s = store(stages={"reward": ["text"], "train": ["tokens", "text"]})
-    columns = [Column("tokens", values(2, nbytes=1 << 20)), Column("text", values(2, first=90))]
-    s.put(wrote(named([1, 2]), columns, [Owner("a", 7)], {}))
     s.add_stage("reference", ["tokens"])
-    take(s, "reward", Want("rows", 1, 1), credit=PullCredit("b", 1 << 30, ["text"]))
-    assert takes.near(s, "train", "rows", None) == {"a": 2}
-    take(s, "reference", Want("rows", 2, 2), credit=PullCredit("c", 1 << 30, ["tokens"]))
-    take(s, "reward", Want("rows", 1, 1), credit=PullCredit("b", 1 << 30, ["text"]))
-    assert takes.near(s, "train", "rows", None) == {"a": 2, "c": 2}
+    for key in (1, 2):
+        large, small = values(1, 1 << 20, first=key), values(1, first=90 + key)
+        columns = [Column("tokens", large), Column("text", small)]
+        s.put(wrote(named([key]), columns, [Owner("a", 7)], {}))
+    for stage, field, second in (("reference", "tokens", "c"), ("reward", "text", "b")):
+        for peer in ("a", second):
+            take(s, stage, Want("rows", 1, 1), credit=PullCredit(peer, 1 << 30, [field]))
+    assert claimed(s, "b", 1, stage="train") == [1]
+    s.release_holder(1)
+    assert claimed(s, "c", 1, stage="train") == [2]
 
 
-def test_what_lies_nowhere_is_not_near_to_who_claims_from_nowhere() -> None:
+def test_inline_values_are_not_local_to_a_claim_without_an_address() -> None:
     s = store()
     at("a", s, [1])
     at("b", s, [2])
@@ -305,31 +315,16 @@ def test_what_lies_nowhere_is_not_near_to_who_claims_from_nowhere() -> None:
     assert keys_of(s, take(s, "reward", Want("rows", 1, 1))) == [1]
 
 
-def test_the_first_rows_of_a_partition_lie_somewhere_too() -> None:
-    s = store()
-    at("a", s, [1])
-    assert takes.near(s, "reward", "rows", None) == {"a": 1}
-
-
-def test_a_group_lies_where_its_largest_value_does() -> None:
+def test_a_group_is_local_to_the_host_of_its_largest_value() -> None:
     s = store(group_size=2)
     at("a", s, [1, 2], [1, 1])
     at("b", s, [3, 4], [2, 2])
     small = [Column("reward", values(2, nbytes=4, first=90))]
     s.put(wrote(named([3, 4], [2, 2]), small, [Owner("a", 7)], {}))
-    assert takes.near(s, "reward", "groups", None) == {"a": 1, "b": 1}
-    assert near(s, "b", 1, "groups") == [3, 4]
+    assert claimed(s, "b", 1, "groups") == [3, 4]
 
 
-def test_the_oldest_row_is_passed_over_so_often_and_no_more() -> None:
-    s = store()
-    at("a", s, [1])
-    at("b", s, list(range(2, 30)))
-    taken = [near(s, "b", 1)[0] for _ in range(NEAR_TURNS + 2)]
-    assert taken == [*range(2, 2 + NEAR_TURNS), 1, 2 + NEAR_TURNS]
-
-
-def test_near_rows_are_cut_to_the_credit_and_the_others_stay() -> None:
+def test_local_rows_are_cut_to_the_credit_and_the_others_stay() -> None:
     s = store()
     at("a", s, [1])
     at("b", s, [2, 3, 4])
@@ -340,7 +335,7 @@ def test_near_rows_are_cut_to_the_credit_and_the_others_stay() -> None:
     assert keys_of(s, rest) == [2, 3, 4]
 
 
-def test_near_rows_stay_in_what_the_credit_cuts() -> None:
+def test_local_rows_stay_in_what_the_credit_cuts() -> None:
     """The oldest would go first by age, and what costs nothing would be cut off behind them."""
     s = store()
     at("a", s, [1, 2])
@@ -348,17 +343,6 @@ def test_near_rows_stay_in_what_the_credit_cuts() -> None:
     at("a", s, [5, 6])
     taken = take(s, "reward", Want("rows", 3, 1), credit=PullCredit("b", 1))
     assert keys_of(s, taken) == [3, 4]
-
-
-def test_a_take_that_got_nothing_passes_nobody_over() -> None:
-    s = store()
-    at("a", s, [1])
-    at("b", s, [2])
-    at("c", s, [3])
-    for _ in range(NEAR_TURNS + 1):
-        want = Want("rows", 2, 2)
-        assert take(s, "reward", want, credit=PullCredit("b", 1)).lease is None
-    assert near(s, "b", 1) == [2]
 
 
 def test_what_is_kept_for_another_claim_is_not_taken() -> None:
@@ -376,6 +360,8 @@ def test_what_is_kept_for_another_claim_is_not_taken() -> None:
         6,
     ]
     assert take(s, "train", group, kept=[("groups", newer)]).lease is None
+    some = Want("rows", 1, 1, newer)
+    assert take(s, "train", some, kept=[("rows", newer)]).lease is None
     assert keys_of(s, take(s, "train", group, kept=[("groups", ["ge", "version", 3])])) == [3, 4]
 
 

@@ -489,9 +489,9 @@ async def test_a_claim_or_wait_by_no_filter_is_refused_and_others_wait_on() -> N
 
 
 def before_others(definition: Definition = DEFINITION) -> tuple[Shard, Any]:
-    """A claim of even rows, and a younger one for any."""
+    """A claim of even rows that has been short for long, and a younger one for any."""
     shard = Shard(definition)
-    shard.claim(1, 3, where=["eq", "even", True])
+    shard.claim(1, 3, where=["eq", "even", True], waited_ms=2_000)
     return shard, shard.claim(99)
 
 
@@ -531,6 +531,7 @@ async def test_what_a_claim_keeps_goes_to_others_while_producers_wait_for_room()
 async def test_what_a_claim_keeps_goes_to_others_while_a_producer_waits_for_fewer() -> None:
     shard, waits = before_others()
     shard.put(100)
+    assert not waits.done()
     body = Wait(NAME, 1, "s", "rows", below=1)
     asks = asyncio.ensure_future(shard.calls.wait(CLAIMANT, body))
     await asyncio.sleep(0)

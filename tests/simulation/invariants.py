@@ -131,16 +131,13 @@ def _is_due(
 
 
 def _is_behind(queue: ClaimQueue, session: int, claimants: set[int]) -> bool:
-    """Whether a claim stands before this session's that somebody still waits for: in its lane, or
-    as an older one in another. Their order is the shard's: calls that are made at once may come
-    there in any."""
+    """Whether an older claim than this session's waits, and somebody still waits for it. Their
+    order is the shard's: calls that are made at once may come there in any."""
     latest = {claim.holder: claim for claim in queue if claim.holder in claimants}
     mine = latest.get(session)
     if mine is None:  # it has been granted rows
         return bool(latest)
-    lane = list(queue._lanes.get(mine.lane, ()))
-    before = list(takewhile(lambda claim: claim is not mine, lane))
-    before += [one for one in queue if one not in lane and one.since <= mine.since]
+    before = takewhile(lambda claim: claim is not mine, queue)
     return any(latest.get(claim.holder) is claim for claim in before)
 
 

@@ -1,18 +1,19 @@
 """The claims of one stage that wait at its partition's shard, and which of them is granted next.
 
-Sans-I/O: claims come in, and ready rows are read from the store and leased there. Waiting claims
-hold nothing. First come, first served: claims with equal unit and filter form a lane. The head
-of a lane leaves rows to older heads that match them, unless another claim must proceed first for
-those to be granted. A claim whose values are all on its own host may overtake a head with none
-on its host, NEAR_TURNS times at most. Calls that ask for a part in the stage's plan are in no
-lane: all rows that are left must be ready for that.
+Sans-I/O: claims come in, and ready rows are read from the store and leased there. Claims are
+tried in order of age. One for which too few units are ready is *short*: it keeps its place and
+blocks nobody. Only after KEEP_AFTER_S, units that it wants are kept from younger claims, until
+it is met. Every claim that waits is short, because all others are met as soon as rows come: so
+it has been short for as long as it has waited, at whichever peers. Calls that ask for a part in
+the stage's plan wait beside the others: all rows that are left must be ready for that.
 """
 
 from __future__ import annotations
 
-import itertools
-from bisect import insort
+import math
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Container, Iterator
+from heapq import heapify, heappop, heappush
 
 import msgspec
 
@@ -25,39 +26,25 @@ from dataplane.errors import (
     counted,
     sized,
 )
-from dataplane.metadata.shard import plans, rows_out, takes
+from dataplane.metadata.shard import plans, rows_out
 from dataplane.metadata.shard.blocks import LEASED, PENDING
 from dataplane.metadata.shard.permits import by_age
 from dataplane.metadata.shard.stages import Counts, Units
 from dataplane.metadata.shard.store import Store
-from dataplane.metadata.shard.takes import NEAR_TURNS, PullCredit, Reservation
+from dataplane.metadata.shard.takes import PullCredit, Reservation
 from dataplane.wire.events import Reason
 from dataplane.wire.messages import Claim, Claimed, Finish, Want
 
-NEAR_CLAIMS = 64
-"""How far down the lane such a claim is looked for."""
+KEEP_AFTER_S = 1.0
+"""Units are kept for a claim that has been short for longer than this."""
 MAX_BROKEN = 16
 """Claims that may fail before the others are not served either."""
 
-Lane = tuple[str, bytes]
-"""Unit, and the filter's MessagePack form, b"" without one."""
-
 
 class WaitingClaim:
-    """A waiting claim of the peer at `address`. since: when it was made. let_by: near claims
-    that overtook it."""
+    """A waiting claim of the peer at `address`. since: when it was made."""
 
-    __slots__ = (
-        "address",
-        "asked",
-        "holder",
-        "lane",
-        "let_by",
-        "number",
-        "reason",
-        "since",
-        "want",
-    )
+    __slots__ = ("address", "asked", "holder", "number", "reason", "since", "want")
 
     def __init__(self, asked: Claim, holder: int, address: str, since: float) -> None:
         self.asked = asked
@@ -65,16 +52,59 @@ class WaitingClaim:
         self.holder = holder
         self.address = address
         self.since = since
-        self.let_by = 0
         self.reason = Reason.NONE
-        where = asked.want.where
-        self.lane: Lane = asked.want.unit, b"" if where is None else msgspec.msgpack.encode(where)
 
     @property
     def least(self) -> int:
-        """The size at which a claim by count may return before the partition is sealed."""
+        """The fewest units with which the claim may be met before the partition is sealed."""
         want = self.want
+        if want.budget_tag is not None:
+            return 1
         return want.minimum if 0 < want.minimum < want.count else want.count
+
+    @property
+    def credit(self) -> PullCredit:
+        return PullCredit(self.address, self.asked.most_bytes, self.asked.fields)
+
+    @property
+    def terms(self) -> bytes:
+        """Where a claim is short, so are younger ones of equal terms that need as many units."""
+        want = self.want
+        of_budget = (want.budget_tag, want.budget, want.count, self.credit)
+        by_count = want.budget_tag is None
+        return msgspec.msgpack.encode((want.unit, want.where, None if by_count else of_budget))
+
+
+class _Line:
+    """The claims of equal terms, the oldest first."""
+
+    def __init__(self) -> None:
+        self.claims: list[WaitingClaim] = []
+        self._leasts: list[int] = []
+        """in ascending order"""
+
+    def add(self, claim: WaitingClaim) -> None:
+        insort(self.claims, claim, key=by_age)
+        insort(self._leasts, claim.least)
+
+    def remove(self, claim: WaitingClaim) -> None:
+        self.claims.remove(claim)
+        del self._leasts[bisect_left(self._leasts, claim.least)]
+
+    def first(
+        self,
+        without: Container[int],
+        most: float = math.inf,
+        after: tuple[float, int] = (-math.inf, 0),
+    ) -> WaitingClaim | None:
+        """The oldest claim that needs at most so many units, among those that came later."""
+        if not self._leasts or self._leasts[0] > most:
+            return None
+        for at in range(bisect_right(self.claims, after, key=by_age), len(self.claims)):
+            claim = self.claims[at]
+            if claim.least <= most and claim.number not in without:
+                return claim
+        return None
 
 
 Outcome = tuple[WaitingClaim, Claimed | DataplaneError]
@@ -85,16 +115,14 @@ class ClaimQueue:
     def __init__(self, store: Store, stage: str) -> None:
         self.store = store
         self.stage = stage
-        self._lanes: dict[Lane, list[WaitingClaim]] = {}
-        """the oldest claim first"""
+        self._lines: dict[bytes, _Line] = {}
+        """by terms"""
         self._claims: dict[int, WaitingClaim] = {}
         self._joining: dict[int, WaitingClaim] = {}
         """of them, those who ask for a part in the plan"""
-        self._trying = 0
-        """the number of the claim that is being met"""
 
     def __repr__(self) -> str:
-        return f"<ClaimQueue of {self.stage!r}: {len(self)} claims in {len(self._lanes)} lanes>"
+        return f"<ClaimQueue of {self.stage!r}: {len(self)} claims>"
 
     def __len__(self) -> int:
         return len(self._claims)
@@ -126,11 +154,8 @@ class ClaimQueue:
         self._check(claim)
         if self._claims or claim.asked.plan is not None:
             return None
-        want = claim.want
-        counts = self.store.counts(self.stage, want.unit, want.where)
-        if self.store.sealed and not counts.to_come:
-            return self._ended(claim)[1]
-        met = self._meet(claim, counts, now, []) if counts.ready else None
+        counts = self.store.counts(self.stage, claim.want.unit, claim.want.where)
+        met = self._try(claim, counts, now, [])
         return None if met is None else met[1]
 
     def add(self, claim: WaitingClaim) -> None:
@@ -140,19 +165,19 @@ class ClaimQueue:
         has.
         """
         self._check(claim)
-        want, before = claim.want, self._claims.get(claim.number)
+        before = self._claims.get(claim.number)
         if before is not None:
             self.withdraw(claim.number)
-            if before.lane == claim.lane:
-                claim.since, claim.let_by = min(claim.since, before.since), before.let_by
+            claim.since = min(claim.since, before.since)
         if claim.asked.plan is not None:
             self._claims[claim.number] = self._joining[claim.number] = claim
             return
-        if claim.lane not in self._lanes:
-            self._units(want).want(want.where, True)
-            self._lanes[claim.lane] = []
+        terms = claim.terms
+        if terms not in self._lines:
+            self._units(claim.want).want(claim.want.where, True)
+            self._lines[terms] = _Line()
         self._claims[claim.number] = claim
-        insort(self._lanes[claim.lane], claim, key=by_age)
+        self._lines[terms].add(claim)
 
     def _units(self, want: Want) -> Units:
         return self.store.stage(self.stage).units(want.unit)
@@ -164,21 +189,27 @@ class ClaimQueue:
             return False
         if self._joining.pop(number, None) is not None:
             return True
-        lane = self._lanes[claim.lane]
-        lane.remove(claim)
-        if not lane:
-            del self._lanes[claim.lane]
+        terms = claim.terms
+        line = self._lines[terms]
+        line.remove(claim)
+        if not line.claims:
+            del self._lines[terms]
             self._units(claim.want).want(claim.want.where, False)
         return True
 
-    def before(self, number: int) -> int:
-        """How many claims of its lane are ahead of a waiting claim."""
+    def before(self, number: int, made_before: float = math.inf) -> int:
+        """How many older claims wait that may want the same units as a waiting claim."""
         claim = self._claims.get(number)
         if claim is None or claim.asked.plan is not None:
             return 0
-        return self._lanes[claim.lane].index(claim)
+        until, where = min(by_age(claim), (made_before, 0)), claim.want.where
+        return sum(
+            bisect_left(line.claims, until, key=by_age)
+            for line in self._lines.values()
+            if where is None or line.claims[0].want.where in (None, where)
+        )
 
-    def reason(self, number: int) -> Reason:
+    def reason(self, number: int, now: float) -> Reason:
         """Why a claim waits, derived from counts alone."""
         claim = self._claims[number]
         if claim.asked.plan is not None:
@@ -186,8 +217,8 @@ class ClaimQueue:
         stage, want = self.store.stage(self.stage), claim.want
         units = stage.units(want.unit)
         ready, matching = units.ready(None), units.ready(want.where)
-        least = claim.least if want.budget_tag is None else 1
-        if matching >= least and (want.budget_tag is None or self.before(number)):
+        by_count, least = want.budget_tag is None, claim.least
+        if matching >= least and (by_count or self.before(number, now - KEEP_AFTER_S)):
             return Reason.BEHIND
         if ready >= least > matching:
             return Reason.FILTER
@@ -199,9 +230,9 @@ class ClaimQueue:
             return Reason.LEASED
         return Reason.TOO_FEW if matching else Reason.NO_ROWS
 
-    def note_reason(self, number: int) -> None:
+    def note_reason(self, number: int, now: float) -> None:
         """Remember why a claim waits now."""
-        self._claims[number].reason = self.reason(number)
+        self._claims[number].reason = self.reason(number, now)
 
     def get(self, number: int) -> WaitingClaim | None:
         return self._claims.get(number)
@@ -217,45 +248,49 @@ class ClaimQueue:
         """Grant every claim that can be granted, one by one on request, and report the outcome of
         each.
 
-        keep: rows that match older heads are not given to younger claims. A claim that fails
-        because of a bug keeps waiting and holds no rows back. The first such error is raised at
-        the end.
+        keep: units are kept for claims that have been short for long. A claim that fails because
+        of a bug keeps waiting, and nothing is kept for it. The first such error is raised at the
+        end.
         """
         unjoined: list[Exception] = []
         yield from self._joined(now, unjoined) if self._joining else []
         broken: dict[int, Exception] = {}
-        while True:
-            try:
-                outcome = self._next(now, keep, broken)
-            except Exception as exc:
-                if self._trying in broken or len(broken) == MAX_BROKEN:
-                    raise
-                broken[self._trying] = exc
-                continue
-            if outcome is None:
-                break
-            yield outcome
+        goes_on = True
+        while goes_on:  # rows taken singly may have been the end of an older claim of groups
+            goes_on = False
+            for outcome in self._pass(now, keep, broken):
+                goes_on = True
+                yield outcome
         for failure in (*unjoined, *broken.values()):
             raise failure
 
-    def _next(self, now: float, keep: bool, broken: Container[int]) -> Outcome | None:
-        """What becomes of the first who can be met."""
+    def _pass(self, now: float, keep: bool, broken: dict[int, Exception]) -> Iterator[Outcome]:
+        """Try claims in order of age, but for those that are short because others are."""
         kept: list[Reservation] = []
-        heads = [queue[0] for queue in self._lanes.values()]
-        if broken:
-            firsts = (self._first(queue, broken) for queue in self._lanes.values())
-            heads = [head for head in firsts if head is not None]
-        for head in sorted(heads, key=lambda one: one.since) if len(heads) > 1 else heads:
-            outcome = self._advance(head, now, kept, broken)
-            if outcome is not None:
-                return outcome
-            if keep:
-                kept.append((head.want.unit, head.want.where))
-        return None
-
-    @staticmethod
-    def _first(queue: list[WaitingClaim], broken: Container[int]) -> WaitingClaim | None:
-        return next((claim for claim in queue if claim.number not in broken), None)
+        firsts = [(line.first(broken), line) for line in self._lines.values()]
+        heads = [(*by_age(claim), claim, line) for claim, line in firsts if claim is not None]
+        heapify(heads)
+        while heads:
+            claim, line = heappop(heads)[2:]
+            form, most = (claim.want.unit, claim.want.where), math.inf
+            try:
+                counts = self.store.counts(self.stage, *form)
+                outcome = self._try(claim, counts, now, kept)
+            except Exception as exc:
+                if len(broken) == MAX_BROKEN:
+                    raise
+                broken[claim.number] = exc
+            else:
+                if outcome is not None:
+                    yield outcome
+                elif not keep or now - claim.since <= KEEP_AFTER_S:
+                    most = min(claim.least - 1, counts.ready)
+                else:  # nothing is left for the others of its line
+                    kept += [] if form in kept else [form]
+                    continue
+            following = line.first(broken, most, by_age(claim))
+            if following is not None:
+                heappush(heads, (*by_age(following), following, line))
 
     def _joined(self, now: float, failures: list[Exception]) -> list[Outcome]:
         """Who now takes part in the plan, or never will. failures: gets what bugs raised."""
@@ -280,31 +315,15 @@ class ClaimQueue:
                 outcomes.append((claim, plans.part(member)))
         return outcomes
 
-    def _advance(
-        self, head: WaitingClaim, now: float, kept: list[Reservation], broken: Container[int]
-    ) -> Outcome | None:
-        """Meet a lane's head, or a claim that goes before it."""
-        queue, want = self._lanes[head.lane], head.want
-        self._trying = head.number
-        counts = self.store.counts(self.stage, want.unit, want.where)
-        if self.store.sealed and not counts.to_come:
-            return self._ended(head)
-        if not counts.ready:
-            return None
-        near = self._near(head, queue, counts, broken) if len(queue) > 1 else None
-        for claim in (near, head):
-            outcome = self._meet(claim, counts, now, kept) if claim is not None else None
-            if outcome is not None:
-                if claim is not head:
-                    head.let_by += 1
-                return outcome
-        return None
-
-    def _meet(
+    def _try(
         self, claim: WaitingClaim, counts: Counts, now: float, kept: list[Reservation]
     ) -> Outcome | None:
-        self._trying = claim.number
+        """What becomes of a claim; None: it is short. counts: of its units."""
         want, sealed = claim.want, self.store.sealed
+        if sealed and not counts.to_come:
+            return self._ended(claim)
+        if not counts.ready:
+            return None
         all_there = sealed and counts.remaining == counts.ready
         if want.budget_tag is None:
             least = min(claim.least, counts.remaining) if sealed else claim.least
@@ -312,12 +331,11 @@ class ClaimQueue:
                 return None
             if least != want.minimum:
                 want = Want(want.unit, want.count, least, want.where)
-        credit = PullCredit(claim.address, claim.asked.most_bytes, claim.asked.fields)
         last = all_there and want.budget_tag is not None and not kept
         try:
             rows_out.check_known(self.store, claim.asked.fields or (), self.stage)
             taken = self.store.take(
-                self.stage, want, claim.holder, now, claim.number, credit, last, kept
+                self.stage, want, claim.holder, now, claim.number, claim.credit, last, kept
             )
         except DataplaneError as exc:  # it would at every turn, and whoever put something be told
             return self._over(claim, exc)
@@ -382,27 +400,3 @@ class ClaimQueue:
                 admission="pull",
             ),
         )
-
-    # who goes before whom
-
-    def _near(
-        self,
-        head: WaitingClaim,
-        queue: list[WaitingClaim],
-        counts: Counts,
-        broken: Container[int],
-    ) -> WaitingClaim | None:
-        """A claim behind the head, on whose host all lies that it wants, while nothing lies on the
-        head's."""
-        if head.let_by >= NEAR_TURNS or head.want.budget_tag is not None:
-            return None
-        near = takes.near(self.store, self.stage, head.want.unit, head.want.where)
-        if near.get(head.address):
-            return None
-        for other in itertools.islice(queue, 1, NEAR_CLAIMS):
-            if other is head or other.number in broken:
-                continue
-            enough = min(counts.ready, near.get(other.address, 0)) >= other.least
-            if enough and other.want.budget_tag is None:
-                return other
-        return None

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from dataplane.errors import counted, duration, few, joined, sized
 from dataplane.metadata.shard.inspection import is_idle
+from dataplane.wire.events import Reason
 from dataplane.wire.peering import StoredRows
 
 FIRST_S = 10.0
@@ -55,7 +56,7 @@ class Facts:
     stage, rows, seconds)]. put_rows: that were ever put. groups_wanted: after which the partition
     seals itself, 0 if it does not; groups_closed: so far. producers: who put rows, the most recent
     first. lost: rows of the stage that went with a peer. waiting_puts: puts that wait for room, in
-    an arena or in a shard. before: claims of its kind that wait for longer. weightless: for a claim
+    an arena or in a shard. before: older claims that want the same. weightless: for a claim
     by budget, how many rows have no weight, its tag, one of these rows. plan: why a rank waits for
     its part in a plan, where rows are not the reason.
     reason: all of that in one word, a `wire.events.Reason`.
@@ -137,8 +138,12 @@ def reason(facts: Facts, stage: str, wanted: str, me: str = "", for_rows: bool =
     if facts.plan:
         parts.append(facts.plan)
     if facts.before:
-        one, many = "claim of the same kind waits", "claims of the same kind wait"
-        parts.append(f"{counted(facts.before, one, many)} ahead of this one")
+        one, many = "older claim waits", "older claims wait"
+        parts.append(f"{counted(facts.before, one, many)} for the same {facts.unit}")
+    if facts.reason == Reason.BEHIND:
+        parts.append(
+            f"ready {facts.unit} are kept for an older claim, which has waited for over 1 s"
+        )
     parts += _filtered(facts)
     if facts.weightless:
         rows, tag, such = facts.weightless

@@ -68,10 +68,8 @@ class Lane:
         self.images: BeforeImages | None = None
         """of a dump under way, which has not told this lane yet"""
         self.count = 0
-        self.passed_over = 0
-        """how often its first unit stayed when others were taken that lay nearer"""
-        self.short: Short | None = None
-        """why a claim by budget is not met by all that is here"""
+        self.shorts: list[Short] = []
+        """why claims by budget are not met by all that is here"""
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -91,12 +89,15 @@ class Lane:
             entry = entry.before
         return bits
 
+    def matching(self, unit: Unit, bits: int) -> int:
+        """Which of these pass the lane's filter now, ready or not."""
+        return bits if self._matches is None else self._matches(unit, bits)
+
     def enter(self, unit: Unit, bits: int, front: bool = False) -> None:
         """Add what became ready."""
-        if self._matches is not None:
-            bits = self._matches(unit, bits)
-            if not bits:
-                return
+        bits = self.matching(unit, bits)
+        if not bits:
+            return
         if self.images is not None:
             self.images.keep_lane(self)
         entry = Entry(unit, bits, self._of.get(unit))
@@ -106,8 +107,9 @@ class Lane:
             self._queue.append(entry)
         self._of[unit] = entry
         self.count += bits.bit_count()
-        if self.short is not None:
-            self._keep_short(self.short.came(unit, self.holds(unit)))
+        if self.shorts:
+            held = self.holds(unit)
+            self.shorts = [one for one in self.shorts if one.came(unit, held)]
 
     def leave(self, unit: Unit, bits: int) -> None:
         """Remove what is no longer ready, if it is here."""
@@ -142,12 +144,9 @@ class Lane:
         if self._spent > _FEW and 2 * self._spent > len(queue):
             self._queue = deque([one for one in queue if one.bits])
             self._spent = 0
-        if self.short is not None:
-            self._keep_short(self.short.went(unit, self.holds(unit)))
-
-    def _keep_short(self, holds: bool) -> None:
-        if not holds:
-            self.short = None
+        if self.shorts:
+            held = self.holds(unit)
+            self.shorts = [one for one in self.shorts if one.went(unit, held)]
 
     def units(self) -> Iterator[tuple[Unit, int]]:
         """Each unit once, with its rows in the lane."""
@@ -157,8 +156,8 @@ class Lane:
         """Test a unit again after a change of its tags or values. What still matches keeps its
         position; new matches go last."""
         held = self.holds(unit)
-        if self.short is not None and held:
-            self._keep_short(self.short.came(unit, held))
+        if held:
+            self.shorts = [one for one in self.shorts if one.came(unit, held)]
         if self._matches is None:
             return
         match = self._matches(unit, ready)

@@ -1,9 +1,9 @@
 """Taking ready units from a lane under a lease.
 
 A take is granted from the front of one lane, whole or not at all. Its cost depends on the units
-taken, never on the number of rows. Of the first ready units, those whose values are on the
-claiming host go first, and overtake the oldest eight times at most. If writers and readers share
-hosts, values therefore stay where they are; if not, they are pulled by one host for all stages.
+taken, never on the number of rows. Of the first ready units, those whose values are local to the
+claiming host go first, then the oldest. If writers and readers share hosts, values therefore stay
+where they are; if not, they are pulled by one host for all stages.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 
 import msgspec
-import numpy as np
 
 from dataplane.errors import FrameTooLarge, counted
 from dataplane.metadata.shard import rows_out, weights
-from dataplane.metadata.shard.blocks import Block, Group, Reader, Rows, first_parts
+from dataplane.metadata.shard.blocks import SPLIT, Block, Group, Reader, Rows, first_parts
 from dataplane.metadata.shard.stages import Lane, Part, Picked, Stage
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.shard.weights import Short
@@ -30,16 +29,16 @@ from dataplane.wire.limits import MAX_FRAME_BYTES
 from dataplane.wire.messages import Want
 from dataplane.wire.tables import INLINE, Where
 
-NEAR_UNITS = 64
-"""How far into a lane units are looked for that lie near whoever claims."""
+LOCAL_UNITS = 64
+"""Among so many ready units, those that are local to the claimant go first."""
 GRANTED_BYTES = MAX_FRAME_BYTES * 3 // 4
 """Of records of values, and of values that live here, in one grant; names and tags come beside."""
-NEAR_TURNS = 8
-"""How often others may be taken past a lane's oldest unit, and a claim that lies nearer be met
-before its head."""
+
+MAX_SHORTS = 64
+"""Claims by budget of which a lane remembers that they are short. The oldest are forgotten."""
 
 Reservation = tuple[str, Where | None]
-"""Unit and filter of units that are kept for a claim of theirs."""
+"""Unit and filter of an older claim, for which the units that it wants are kept."""
 
 
 class PullCredit(msgspec.Struct, frozen=True):
@@ -71,11 +70,10 @@ class Taken(msgspec.Struct):
 
 
 class _Offer(msgspec.Struct, eq=False):
-    """What a claim may have, in the order in which it is to have it. places: where that was in the
-    lane. full: it need not wait for more."""
+    """What a claim may have, in the order in which it is to have it. full: it need not wait for
+    more."""
 
     units: Picked
-    places: Sequence[int]
     full: bool = True
 
     @property
@@ -83,21 +81,13 @@ class _Offer(msgspec.Struct, eq=False):
         return sum([bits.bit_count() for _, bits in self.units])
 
     def first(self, count: int) -> _Offer:
-        units = first_parts(self.units, count)
-        return _Offer(units, self.places[: len(units)], True)
-
-    @property
-    def in_lane(self) -> Picked:
-        """The units in the order of the lane."""
-        if isinstance(self.places, range):
-            return self.units
-        return [self.units[at] for at in np.argsort(self.places).tolist()]
+        return _Offer(first_parts(self.units, count))
 
     @property
     def rows(self) -> Rows:
         """The same, row by row; those of a block together."""
         parts: Picked = []
-        for unit, bits in self.in_lane:
+        for unit, bits in self.units:
             if isinstance(unit, Group):
                 parts += [(block, block.live) for block in unit.blocks]
             elif parts and parts[-1][0] is unit and parts[-1][1] < bits & -bits:
@@ -118,14 +108,15 @@ def take(
     sealed: bool = False,
     kept: Sequence[Reservation] = (),
 ) -> Taken:
-    """Lease ready units of a stage, oldest first, except that near ones may overtake.
+    """Lease ready units of a stage: of the first ones those that are local to the credit's peer,
+    then the oldest.
 
     Takes `count` of them, or at least `minimum`; any number up to `count` if the whole partition
     is `sealed`; else nothing. A budget takes what fits the sum of its tag (count 0: any number),
     and unless `sealed` only once the next ready unit would not fit. Raises InvalidRows for a row
     whose tag is not a finite, non-negative number. credit: limits the units to those that the
-    claim's peer may pull; `needed_bytes` says how much would have been needed. kept: units that
-    are not for this claim. claim: its number, by which the lease is found again.
+    claim's peer may pull; `needed_bytes` says how much would have been needed. kept: older
+    claims whose units are not for this one. claim: its number, by which the lease is found again.
     """
     stage = state.stage(name)
     units, by_count = stage.units(want.unit), want.budget_tag is None
@@ -136,7 +127,7 @@ def take(
     if not by_count and not sealed and _is_short(lane, want, credit):
         return Taken()
     for of, where in kept:
-        one_in_the_other = of == want.unit and None in (where, want.where)
+        one_in_the_other = of == want.unit and (want.where is None or where in (None, want.where))
         if one_in_the_other and ready - units.ready(where) < least:
             return Taken()  # without a walk through all that is kept
     offered = _not_kept(state, stage, want.unit, lane, kept) if kept else iter(lane)
@@ -144,9 +135,9 @@ def take(
         most = want.count if want.count > 0 else ready
         offer = _by_budget(state, lane, offered, want, most)
     elif credit.address and len(state.peers) > 1 and ready > want.count:
-        offer = _near_first(stage, lane, offered, want.count, credit.address)
+        offer = _Offer(_local_first(stage, offered, want.count, credit.address))
     else:
-        offer = _Offer(first_parts(offered, want.count), range(want.count))
+        offer = _Offer(first_parts(offered, want.count))
     many = offer.count
     if many < least:
         return Taken()
@@ -160,8 +151,6 @@ def take(
         if not by_count and not kept and not needed_bytes:
             _note_short(lane, want, credit, values)
         return Taken(needed_bytes=needed_bytes)
-    if not isinstance(offer.places, range):
-        lane.passed_over = 0 if 0 in offer.places else lane.passed_over + 1
     if want.unit == "rows":
         state.take_rows(stage, rows.parts)
     else:
@@ -174,7 +163,7 @@ def take(
 
 
 def _note_reader(state: State, rows: Rows, credit: PullCredit) -> None:
-    """The claim's peer now pulls these rows, so they are near to it for the next stage. Not if it
+    """The claim's peer now pulls these rows, so they are local to it for the next stage. Not if it
     pulls only small fields: a reward must not take the place of the stage that reads images."""
     state.peers.add(credit.address)
     if len(state.peers) > 1:
@@ -199,53 +188,34 @@ def _nbytes_of(parts: Sequence[Piece[Chunk]]) -> int:
 def _not_kept(
     state: State, stage: Stage, unit: str, lane: Lane, kept: Sequence[Reservation]
 ) -> Iterator[Part]:
-    """Without units that are, or have rows in common with what is, kept for another claim."""
+    """Without units that are, or have rows in common with what is, kept for an older claim."""
     others = [(of, stage.units(of).lane(where)) for of, where in kept]
     for one, bits in lane:
         for of, other in others:
             if of == unit:
                 bits &= ~other.holds(one)
-                continue
-            near = one.blocks if unit == "groups" else [state.groups.get(one.group)]
-            if any([other.holds(of_it) for of_it in near]):
-                bits = 0
+            elif unit == "groups":
+                bits = 0 if any([other.holds(block) for block in one.blocks]) else bits
+            elif group := state.groups.get(one.group):
+                # Also of a group that is not complete: a row taken singly would split it.
+                whole = group.states[stage.number] != SPLIT
+                bits = 0 if whole and other.matching(group, 1) else bits
         if bits:
             yield one, bits
 
 
-def _near_first(
-    stage: Stage, lane: Lane, offered: Iterator[Part], count: int, address: str
-) -> _Offer:
-    """Near units before others; the oldest before all where it was passed over too often."""
-    found = first_parts(offered, max(NEAR_UNITS, count))
-    if found:
-        unit, bits = found[0]
-        found[:1] = [part for part in ((unit, bits & -bits), (unit, bits & bits - 1)) if part[1]]
-    due = lane.passed_over >= NEAR_TURNS
-    far = [
-        not (due and not at) and address not in _hosts(stage, one)
-        for at, (one, _) in enumerate(found)
-    ]
-    places = sorted(range(len(found)), key=far.__getitem__)
-    return _Offer([found[at] for at in places], places).first(count)
-
-
-def near(state: State, stage: str, unit: str, where: Where | None) -> Counter[str]:
-    """How many of the first ready units are at which peer (address)."""
-    found, hosts = state.stage(stage), Counter[str]()
-    if found.units(unit).ready(where):
-        for one, bits in first_parts(found.units(unit).lane(where), NEAR_UNITS):
-            for host in _hosts(found, one):
-                hosts[host] += bits.bit_count()
-    del hosts[INLINE.peer]
-    return hosts
+def _local_first(stage: Stage, offered: Iterable[Part], count: int, address: str) -> Picked:
+    local, others = Picked(), Picked()
+    for one, bits in first_parts(offered, max(LOCAL_UNITS, count)):
+        (local if address in _hosts(stage, one) else others).append((one, bits))
+    return first_parts(local + others, count)
 
 
 def _hosts(stage: Stage, unit: Block | Group) -> set[str]:
-    """The addresses of the peers that a unit is near to: the one that owns most of its bytes, and
+    """The addresses of the peers that a unit is local to: the one that owns most of its bytes, and
     the one whose stage read it last, if at least half of its bytes are there now. Only bytes of the
-    stage's fields count if it names some, and inline values are near to nobody. The rows of a block
-    are near to the same peers."""
+    stage's fields count if it names some, and inline values are local to nobody. The rows of a
+    block are local to the same peers."""
     blocks = [unit] if isinstance(unit, Block) else unit.blocks
     owned, reader, read = Counter[str](), blocks[0].reader, 0
     for block in blocks:
@@ -275,14 +245,14 @@ def _by_budget(state: State, lane: Lane, offered: Iterator[Part], want: Want, mo
     for one, bits in offered:
         for row in rows_of(bits):
             if len(units) == most:
-                return _Offer(units, range(len(units)))
+                return _Offer(units)
             weight = weights.weight_of(one, 1 << row, want.budget_tag)
             if units and (
                 total >= want.budget
                 if weight is None
                 else not weights.fits(total + weight, want.budget)
             ):
-                return _Offer(units, range(len(units)))
+                return _Offer(units)
             if weight is None:
                 rows = itertools.chain.from_iterable(weights.parts_of(*part) for part in lane)
                 weights.check(rows, want.budget_tag, "budget=", state.tag_names)
@@ -290,17 +260,14 @@ def _by_budget(state: State, lane: Lane, offered: Iterator[Part], want: Want, mo
             units.append((one, 1 << row))
             total += weight
     full = bool(units) and total >= want.budget or 0 < want.count <= len(units)
-    return _Offer(units, range(len(units)), full)
+    return _Offer(units, full)
 
 
 def _is_short(lane: Lane, want: Want, credit: PullCredit) -> bool:
     """Whether it is known that a lane has too little for a budget."""
-    short = lane.short
-    return (
-        short is not None
-        and (short.tag, short.budget, short.grant) == (want.budget_tag, want.budget, credit)
-        and not 0 < want.count <= lane.count
-    )
+    claimed = want.budget_tag, want.budget, credit
+    known = any([(one.tag, one.budget, one.grant) == claimed for one in lane.shorts])
+    return known and not 0 < want.count <= lane.count
 
 
 def _share(credit: PullCredit, values: OutgoingValues) -> float:
@@ -319,7 +286,8 @@ def _note_short(lane: Lane, want: Want, credit: PullCredit, values: OutgoingValu
 
     free = 1.0 - _share(credit, values)
     short = Short(want.budget_tag, want.budget, credit, share, free, lane.units())
-    lane.short = short if short.holds else None
+    if short.holds:
+        lane.shorts = [*lane.shorts[1 - MAX_SHORTS :], short]
 
 
 # how many of them

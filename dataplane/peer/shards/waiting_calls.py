@@ -225,7 +225,7 @@ class WaitingCalls:
         if mine is not None:
             return mine
         if isinstance(stage.queue, ClaimQueue):
-            stage.queue.note_reason(body.number)
+            stage.queue.note_reason(body.number, self.host.now())
         answer: Answer = asyncio.get_running_loop().create_future()
         self._answers[body.number] = answer
         ends = functools.partial(self._end, stage, body.number)
@@ -374,7 +374,7 @@ class WaitingCalls:
         for stage in self._stages.values():
             for call in stage.queue:
                 if isinstance(stage.queue, ClaimQueue):
-                    stage.queue.note_reason(call.number)
+                    stage.queue.note_reason(call.number, self.host.now())
                 record = _record(stage, call)
                 record.at = self.host.now()
                 record.seconds = max(0.0, record.at - call.since)
@@ -478,10 +478,13 @@ class WaitingCalls:
         """With what it waits for: `reasons.Facts` by name."""
         missing = await self._missing(stage, want)
         assert isinstance(stage.queue, ClaimQueue)
-        before = stage.queue.before(claim), stage.queue.waits_for(claim, self.host.now())
-        told = missing | {"before": before[0], "plan": before[1]}
+        now = self.host.now()
+        told = missing | {
+            "before": stage.queue.before(claim),
+            "plan": stage.queue.waits_for(claim, now),
+        }
         if claim in stage.queue:
-            told["reason"] = str(stage.queue.reason(claim))
+            told["reason"] = str(stage.queue.reason(claim, now))
         told["waiting_puts"] = self.producers()
         return ClaimTimeout(
             f"stage {stage.queue.stage!r} does not have enough rows yet: "

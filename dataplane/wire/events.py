@@ -78,7 +78,7 @@ class Reason(enum.StrEnum):
     LEASED = "leased"
     """The partition is sealed, and all remaining rows are leased."""
     BEHIND = "behind"
-    """Older claims wait for the same rows."""
+    """Ready rows are kept for an older claim that has waited for over 1 s."""
     PLAN = "plan"
     """The stage's plan waits for rows or ranks."""
     LAG = "lag"

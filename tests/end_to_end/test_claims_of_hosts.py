@@ -7,14 +7,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
 import dataplane
 from dataplane import Partition, Plane, tag
-from dataplane.metadata.shard.takes import NEAR_TURNS
 from tests.end_to_end.conftest import PLANE, Cluster, until
 
 Hosts = tuple[Plane, Plane]
@@ -63,39 +63,47 @@ def test_a_claim_that_does_not_wait_gets_what_is_there_on_whichever_host(hosts: 
                 assert len(batch) == 1
 
 
-def test_claims_of_one_row_do_not_starve_another_hosts_claim_of_many(hosts: Hosts) -> None:
-    for name in "pqrs":
-        near, far = halves(hosts, name)
-        got: list[dataplane.Batch] = []
-        many = threading.Thread(target=lambda f=far, g=got: g.append(f.claim("train", rows=16)))
-        many.start()
-        until(lambda: hosts[1].stats()["waiting_claims"] == 1, "it waits")
-        before = 0
-        while not got and before <= NEAR_TURNS:
-            put(near, 1)
+def are_kept(part: Partition) -> bool:
+    """Whether a claim of one row gets none, although there are some."""
+    try:
+        part.claim("train", rows=1, timeout=0).release()
+    except dataplane.ClaimTimeout:
+        return True
+    return False
+
+
+def claim_beside(near: Partition, claim: Callable[[], dataplane.Batch], **tags: int) -> int:
+    """Put groups of two rows and claim all of them singly, until another host's claim is met.
+    Return how many rows that got."""
+    got: list[dataplane.Batch] = []
+    thread = threading.Thread(target=lambda: got.append(claim()))
+    thread.start()
+    group, give_up = 0, time.monotonic() + 30
+    while thread.is_alive() and time.monotonic() < give_up:
+        for _ in range(2):
+            near.put({"x": [np.zeros(8)]}, group=group, tags=tags)
             with contextlib.suppress(dataplane.ClaimTimeout):
                 near.claim("train", rows=1, timeout=0).ack()
-                before += 1  # what lies here is for claims of this host, a few times
-        many.join(20)
-        assert len(got[0]) == 16
-        got[0].ack()
+        group += 1
+    near.seal()
+    thread.join(20)
+    with got[0] as batch:
+        return len(batch)
 
 
-def test_what_a_claim_with_a_filter_waits_for_is_not_for_younger_ones(hosts: Hosts) -> None:
+def test_claims_of_one_row_do_not_starve_another_hosts_claim_of_many_groups(hosts: Hosts) -> None:
+    here, there = hosts
+    for name in "pq":  # of one the shard is here, of the other there, or not
+        near = here.partition(name, stages={"train": ["x"]}, group_size=2)
+        far = there.partition(name)
+        assert claim_beside(near, lambda part=far: part.claim("train", groups=64)) == 128
+
+
+def test_claims_of_one_row_do_not_starve_another_hosts_claim_with_a_filter(hosts: Hosts) -> None:
     near, far = halves(hosts)
-    got: list[dataplane.Batch] = []
     fresh = tag("version") >= 7
-    few = threading.Thread(target=lambda: got.append(far.claim("train", rows=4, where=fresh)))
-    few.start()
-    until(lambda: hosts[1].stats()["waiting_claims"] == 1, "it waits")
-    put(near, 1, version=6)
-    near.claim("train", rows=1, timeout=20).ack()
-    for _ in range(4):
-        with pytest.raises(dataplane.ClaimTimeout):
-            near.claim("train", rows=1, timeout=0)
-        put(near, 1, version=7)
-    few.join(20)
-    assert len(got[0]) == 4
+    put(near, 9, version=6)
+    assert claim_beside(near, lambda: far.claim("train", rows=32, where=fresh), version=7) == 32
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
@@ -110,6 +118,7 @@ def test_rows_are_not_kept_for_a_worker_that_ended_while_it_waited(
         assert worker.stdout is not None and worker.stdout.readline()
         until(lambda: hosts[1].stats()["waiting_claims"] == 1, "it waits")
         put(near, 63)
+        until(lambda: are_kept(near), "they are kept for it")
         worker.send_signal(how)
         worker.wait(20)
         put(near, 1)

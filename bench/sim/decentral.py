@@ -29,7 +29,7 @@ class _Stage:
     def __init__(self, expected: int) -> None:
         self.left = expected  # groups that are not answered yet
         self.ready: deque[tuple[float, Prompt, int]] = deque()  # since when, and whose it is
-        self.waiting: deque[tuple[int, Any]] = deque()
+        self.waiting: deque[Any] = deque()
 
     def take(self, host: int, most: int) -> list[tuple[float, Prompt, int]]:
         """Those of this host among the next first, then the oldest."""
@@ -39,16 +39,14 @@ class _Stage:
             self.ready.remove(one)
         return taken
 
-    def wake(self, host: int) -> None:
-        """Somebody who waits, on this host if there is one: a group has come."""
+    def wake(self) -> None:
+        """Whoever has waited longest: a group has come."""
         if self.waiting:
-            near = next((one for one in self.waiting if one[0] == host), self.waiting[0])
-            self.waiting.remove(near)
-            near[1].succeed()
+            self.waiting.popleft().succeed()
 
     def end(self) -> None:
         while self.waiting:
-            self.waiting.popleft()[1].succeed()
+            self.waiting.popleft().succeed()
 
 
 class Decentral(Design):
@@ -96,7 +94,7 @@ class Decentral(Design):
         waits = False
         while queue.left and not queue.ready:
             waits, event = True, self.env.event()
-            queue.waiting.append((host, event))
+            queue.waiting.append(event)
             yield event
         taken = queue.take(host, most) if queue.left else []
         if taken and not waits:  # what meets a claim that waits tells the backup of both
@@ -183,7 +181,7 @@ class Decentral(Design):
     def _ready(self, stage: str, prompt: Prompt) -> None:
         queue, owner = self._stages[prompt.step, stage], self._owner[prompt.index]
         queue.ready.append((self.env.now, prompt, owner))
-        queue.wake(owner)
+        queue.wake()
 
     def _done(self, stage: str, prompt: Prompt) -> None:
         missing = self._missing[prompt.index]

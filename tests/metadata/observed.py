@@ -57,7 +57,7 @@ def observed(store: Store) -> dict[str, Any]:
 
 
 def accounts(store: Store) -> list[str]:
-    """What a store counts as it goes, counted anew: bytes, rows of each kind, lanes, leases."""
+    """What a store counts as it goes, counted anew: bytes, rows of each kind, queues, leases."""
     state, wrong = store, []
     blocks = list(state.blocks.values())
     used = sum(b.nbytes for b in blocks) + sum(g.nbytes_each for g in state.groups.values())
@@ -98,7 +98,9 @@ def accounts(store: Store) -> list[str]:
             rows.update({kind: bits.bit_count() for kind, bits in enumerate(kinds)})
             waits = stage.rows.plain.holds(block)
             if (mine.leased, mine.ready) != (leased[block.number], waits):
-                wrong.append(f"block {block.number} has rows of {stage.name!r} in no lease or lane")
+                wrong.append(
+                    f"block {block.number} has rows of {stage.name!r} in no lease or queue"
+                )
             if kinds[0] & fit or mine.ready & ~fit or sum(kinds) != block.live:
                 wrong.append(f"block {block.number} stands wrong for {stage.name!r}")
         groups = Counter(group.states[stage.number] for group in state.groups.values())

@@ -303,7 +303,7 @@ def test_waiting_budgets_of_many_hosts_do_not_look_at_every_row_at_each_put() ->
         shard.claim(number + 1, budget(1e9), f"host-{number}")
     for key in range(1_500):
         assert shard.put(key, length=[1]) == []
-    assert time.process_time() - began < 10  # over 100 s where a lane remembers one
+    assert time.process_time() - began < 10  # over 100 s where a queue remembers one
 
 
 def test_a_put_that_serves_nobody_does_not_look_at_each_of_many_equal_claims() -> None:

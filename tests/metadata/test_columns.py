@@ -7,7 +7,7 @@ import random
 import pytest
 
 from dataplane.metadata.shard.blocks import PENDING, READY, first_parts
-from dataplane.metadata.shard.stages import Lane, Units
+from dataplane.metadata.shard.stages import ReadyQueue, Units
 from dataplane.metadata.tables.bits import bits_of, first_of, of_mask, picked, rows_of
 from dataplane.metadata.tables.keys import keys_in
 from dataplane.metadata.tables.names import hash_names
@@ -52,8 +52,8 @@ def test_names_that_are_used_again_are_no_tombstones_and_leave_their_place() -> 
 
 
 @SEEDS
-def test_lanes_hand_out_what_is_ready_oldest_first(seed: int) -> None:
-    """The plain lane and a filtered one, over thousands of changes, against two lists."""
+def test_queues_hand_out_what_is_ready_oldest_first(seed: int) -> None:
+    """The plain queue and a filtered one, over thousands of changes, against two lists."""
     rng = random.Random(seed)
     count, wide = 40, 10
     even = {unit: 0x155 for unit in range(count)}
@@ -61,7 +61,7 @@ def test_lanes_hand_out_what_is_ready_oldest_first(seed: int) -> None:
     units.add(count * wide)
     where = ["exists", "even"]
     order: list[tuple[int, int]] = []
-    units.lane(where if seed % 2 else None)  # made early, or late
+    units.queue(where if seed % 2 else None)  # made early, or late
 
     def single(picked: list[tuple[int, int]]) -> list[tuple[int, int]]:
         return [(unit, row) for unit, bits in picked for row in rows_of(bits)]
@@ -87,7 +87,7 @@ def test_lanes_hand_out_what_is_ready_oldest_first(seed: int) -> None:
         wanted = rng.choice([1, 1, 4, 120])
         for asked in (None, where):
             expected = order if asked is None else matching()
-            found = single(first_parts(units.lane(asked), wanted))
+            found = single(first_parts(units.queue(asked), wanted))
             if asked is None:
                 assert found == expected[:wanted]
             assert len(set(found)) == min(wanted, len(expected))
@@ -96,19 +96,19 @@ def test_lanes_hand_out_what_is_ready_oldest_first(seed: int) -> None:
                 for one, row in found:
                     units.move(one, 1 << row, READY, PENDING)
                 order = [one for one in order if one not in set(found)]
-        assert len(units.lane(None)) < 2_000
+        assert len(units.queue(None)) < 2_000
 
 
-def test_a_lane_that_nobody_claims_from_stays_small() -> None:
-    lane = Lane()
-    lane.enter("oldest", 1)
+def test_a_queue_that_nobody_claims_from_stays_small() -> None:
+    queue = ReadyQueue()
+    queue.enter("oldest", 1)
     for _ in range(5_000):
-        lane.enter("unit", 255)
-        lane.leave("unit", 255)
-    assert len(lane) < 200
+        queue.enter("unit", 255)
+        queue.leave("unit", 255)
+    assert len(queue) < 200
 
 
-def test_only_so_many_filtered_lanes_are_kept_and_an_evicted_one_is_rebuilt() -> None:
+def test_only_so_many_filtered_queues_are_kept_and_an_evicted_one_is_rebuilt() -> None:
     units = Units(lambda where, unit, bits: bits if unit == where[2] else 0)
     units.add(64)
     for unit in range(64):

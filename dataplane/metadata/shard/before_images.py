@@ -1,4 +1,4 @@
-"""Before-images: blocks, groups, lanes and tombstones as they were when a dump started.
+"""Before-images: blocks, groups, queues and tombstones as they were when a dump started.
 
 A dump is sent in pieces while the store continues to change. A change first saves the image of
 what it changes, if the dump has not sent that yet. The dump then sends the image. Images exist
@@ -16,7 +16,7 @@ from dataplane.metadata.tables.remembered import Part
 from dataplane.wire.tables import Owner
 
 if TYPE_CHECKING:
-    from dataplane.metadata.shard.stages import Entry, Lane
+    from dataplane.metadata.shard.stages import Entry, ReadyQueue
 
 _copy_block: Callable[[Block], Block] = Block.__copy__  # type: ignore[attr-defined]
 _copy_group: Callable[[Group], Group] = Group.__copy__  # type: ignore[attr-defined]
@@ -36,7 +36,7 @@ class BeforeImages:
         """numbers up to which the dump has told them"""
         self._blocks: dict[int, Block] = {}
         self._groups: dict[int, Group] = {}
-        self._lanes: dict[Lane, list[Entry]] = {}
+        self._queues: dict[ReadyQueue, list[Entry]] = {}
         self._entries: dict[Entry, int] = {}
         self.names: dict[Chunk, tuple[Owner, int]] = {}
         """of chunks that have moved since: where they were"""
@@ -57,10 +57,10 @@ class BeforeImages:
         if self._group_told < number <= self._last and number not in self._groups:
             self._groups[number] = _copy_group(group)
 
-    def keep_lane(self, lane: Lane, entry: Entry | None = None) -> None:
-        """Save a lane. entry: the last one of a unit that leaves."""
-        if lane not in self._lanes:
-            self._lanes[lane] = lane.entries()
+    def keep_queue(self, queue: ReadyQueue, entry: Entry | None = None) -> None:
+        """Save a queue. entry: the last one of a unit that leaves."""
+        if queue not in self._queues:
+            self._queues[queue] = queue.entries()
         while entry is not None:
             self._entries.setdefault(entry, entry.bits)
             entry = entry.before
@@ -91,15 +91,15 @@ class BeforeImages:
         self._group_told = group.number
         return self._groups.pop(group.number, group)
 
-    def lane(self, lane: Lane, many: int) -> Iterator[list[tuple[Any, int]]]:
+    def queue(self, queue: ReadyQueue, many: int) -> Iterator[list[tuple[Any, int]]]:
         """The units that were ready, with the rows of each, from at most `many` entries at a
         time."""
-        self.keep_lane(lane)
-        entries = self._lanes[lane]
+        self.keep_queue(queue)
+        entries = self._queues[queue]
         for at in range(0, len(entries), many):
             some = entries[at : at + many]
             yield [(one.unit, bits) for one in some if (bits := self._entries.get(one, one.bits))]
-        lane.images = None
+        queue.images = None
 
     def tombstones(self, parts: Iterable[Part]) -> Iterator[Part]:
         """The tombstones as they were. The caller keeps the parts, so that their ids stay valid."""

@@ -488,9 +488,9 @@ def _told(store: Store, images: BeforeImages, many: int) -> Iterator[Op]:
         rows = Rows([(block, block.live) for block in some_blocks])
         yield from _tags_told(store.partition, store.generation, rows)
     for stage in stages:
-        for ready in images.lane(stage.rows.plain, many):
+        for ready in images.queue(stage.rows.plain, many):
             yield Ready(stage.name, [(block.number, bytes_of(bits)) for block, bits in ready])
-        for ready in images.lane(stage.groups.plain, many):
+        for ready in images.queue(stage.groups.plain, many):
             yield Ready(stage.name, groups=b"".join([group.key for group, _ in ready]))
     for lease, left in leases:
         yield _lease_told(lease, left)

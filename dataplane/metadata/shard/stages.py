@@ -1,5 +1,5 @@
-"""One stage of a store: the states of rows and groups, and the lanes of ready ones. Lanes are the
-queues that serve claims of one form, oldest first.
+"""One stage of a store: the states of rows and groups, and queues of ready ones, one for each
+filter of claims.
 
 Rows move as bits of their block, so whole blocks are as fast as single rows. A group's state is
 derived from its blocks. Nothing here scans: every change names its blocks.
@@ -29,7 +29,7 @@ from dataplane.metadata.tables.bits import with_all
 from dataplane.metadata.tables.where import checked
 from dataplane.wire.tables import Where
 
-MAX_FILTERED_LANES = 32
+MAX_FILTERED_QUEUES = 32
 """of filters that no call waits for"""
 
 Unit = Any
@@ -44,18 +44,18 @@ Test = Callable[[Where, Unit, int], int]
 
 
 class Entry(msgspec.Struct, gc=False, eq=False):
-    """before: the entry of the same unit that entered the lane before this one."""
+    """before: the entry of the same unit that entered the queue before this one."""
 
     unit: Unit
     bits: int
     before: Entry | None = None
 
 
-class Lane:
-    """A queue of ready units. An entry holds what became ready together. What leaves the lane other
-    than from its front is taken out of its entry, and empty entries are skipped.
+class ReadyQueue:
+    """A queue of ready units, the oldest first. An entry holds what became ready together. What
+    leaves other than from the front is taken out of its entry, and empty entries are skipped.
 
-    matches(unit, bits): which of them pass the filter now; None for the lane without a filter.
+    matches(unit, bits): which of them pass the filter now; None for the queue without a filter.
     """
 
     def __init__(self, matches: Callable[[Unit, int], int] | None = None) -> None:
@@ -66,7 +66,7 @@ class Lane:
         self._spent = 0
         """entries of which nothing is left"""
         self.images: BeforeImages | None = None
-        """of a dump under way, which has not told this lane yet"""
+        """of a dump under way, which has not told this queue yet"""
         self.count = 0
         self.shorts: list[Short] = []
         """why claims by budget are not met by all that is here"""
@@ -82,7 +82,7 @@ class Lane:
         return list(self._queue)
 
     def holds(self, unit: Unit) -> int:
-        """The rows of this unit in the lane."""
+        """The rows of this unit in the queue."""
         bits, entry = 0, self._of.get(unit)
         while entry is not None:
             bits |= entry.bits
@@ -90,7 +90,7 @@ class Lane:
         return bits
 
     def matching(self, unit: Unit, bits: int) -> int:
-        """Which of these pass the lane's filter now, ready or not."""
+        """Which of these pass the queue's filter now, ready or not."""
         return bits if self._matches is None else self._matches(unit, bits)
 
     def enter(self, unit: Unit, bits: int, front: bool = False) -> None:
@@ -99,7 +99,7 @@ class Lane:
         if not bits:
             return
         if self.images is not None:
-            self.images.keep_lane(self)
+            self.images.keep_queue(self)
         entry = Entry(unit, bits, self._of.get(unit))
         if front:
             self._queue.appendleft(entry)
@@ -117,7 +117,7 @@ class Lane:
         if entry is None:
             return
         if self.images is not None:
-            self.images.keep_lane(self, entry)
+            self.images.keep_queue(self, entry)
         queue = self._queue
         after: Entry | None = None  # the last one that keeps rows
         while entry is not None:
@@ -149,7 +149,7 @@ class Lane:
             self.shorts = [one for one in self.shorts if one.went(unit, held)]
 
     def units(self) -> Iterator[tuple[Unit, int]]:
-        """Each unit once, with its rows in the lane."""
+        """Each unit once, with its rows in the queue."""
         return ((unit, self.holds(unit)) for unit in self._of)
 
     def retest(self, unit: Unit, ready: int) -> None:
@@ -183,18 +183,18 @@ class Counts(NamedTuple):
 
 
 class Units:
-    """The rows or the groups of one stage: how many are in each state, and their lanes.
+    """The rows or the groups of one stage: how many are in each state, and their queues.
 
-    test: which rows of a unit pass a filter. The lane of a filter is created on first use.
+    test: which rows of a unit pass a filter. The queue of a filter is created on first use.
     """
 
     def __init__(self, test: Test) -> None:
         self._test = test
         self.counts = [0] * 5
-        self.plain = Lane()
-        self._filtered: OrderedDict[bytes, Lane] = OrderedDict()  # the one used last is last
+        self.plain = ReadyQueue()
+        self._filtered: OrderedDict[bytes, ReadyQueue] = OrderedDict()  # the one used last is last
         self._wanted: Counter[bytes] = Counter()
-        """filters of calls that wait, whose lanes are kept however many there are"""
+        """filters of calls that wait, whose queues are kept however many there are"""
         self.changed = True
 
     def add(self, count: int) -> None:
@@ -203,7 +203,7 @@ class Units:
         self.changed = True
 
     def move(self, unit: Unit, bits: int, was: int, to: int | None, front: bool = False) -> None:
-        """Set the state of units; None removes them. Ready ones are in the lanes."""
+        """Set the state of units; None removes them. Ready ones are in the queues."""
         self.changed = True
         many = bits.bit_count()
         self.counts[was] -= many
@@ -211,58 +211,58 @@ class Units:
             self.counts[to] += many
         if was == READY:
             self.plain.leave(unit, bits)
-            for lane in self._filtered.values():
-                lane.leave(unit, bits)
+            for queue in self._filtered.values():
+                queue.leave(unit, bits)
         elif to == READY:
             self.plain.enter(unit, bits, front)
-            for lane in self._filtered.values():
-                lane.enter(unit, bits, front)
+            for queue in self._filtered.values():
+                queue.enter(unit, bits, front)
 
     def retest(self, unit: Unit, ready: int) -> None:
         """Test a unit again after a change of its tags."""
-        for lane in (self.plain, *self._filtered.values()) if ready else ():
+        for queue in (self.plain, *self._filtered.values()) if ready else ():
             self.changed = True
-            lane.retest(unit, ready)
+            queue.retest(unit, ready)
 
-    def lane(self, where: Where | None) -> Lane:
-        """The lane of a filter. Raises ProtocolError for an invalid filter."""
+    def queue(self, where: Where | None) -> ReadyQueue:
+        """The queue of a filter. Raises ProtocolError for an invalid filter."""
         if where is None:
             return self.plain
         name = msgspec.msgpack.encode(where)
-        lane = self._filtered.get(name)
-        if lane is None:
+        queue = self._filtered.get(name)
+        if queue is None:
             wanted = checked(where)
-            lane = Lane(lambda unit, bits: self._test(wanted, unit, bits))
+            queue = ReadyQueue(lambda unit, bits: self._test(wanted, unit, bits))
             for unit, bits in self.plain:
-                lane.enter(unit, bits)
-            self._filtered[name] = lane
+                queue.enter(unit, bits)
+            self._filtered[name] = queue
             self._evict()
         self._filtered.move_to_end(name)
-        return lane
+        return queue
 
     def want(self, where: Where | None, wanted: bool) -> None:
-        """Note a call that waits for matches of a filter, or its end. The lane of the filter is
+        """Note a call that waits for matches of a filter, or its end. The queue of the filter is
         kept that long. Raises ProtocolError for an invalid filter."""
         if where is None:
             return
         name = msgspec.msgpack.encode(where)
         if wanted:
-            self.lane(where)
+            self.queue(where)
         self._wanted[name] += 1 if wanted else -1
         if not self._wanted[name]:
             del self._wanted[name]
             self._evict()
 
     def _evict(self) -> None:
-        """Of lanes that no call waits for, the one used last stays longest."""
-        while len(self._filtered) - len(self._wanted) > MAX_FILTERED_LANES:
-            name, lane = self._filtered.popitem(last=False)
+        """Of queues that no call waits for, the one used last stays longest."""
+        while len(self._filtered) - len(self._wanted) > MAX_FILTERED_QUEUES:
+            name, queue = self._filtered.popitem(last=False)
             if name in self._wanted:
-                self._filtered[name] = lane
+                self._filtered[name] = queue
 
     def ready(self, where: Where | None) -> int:
         """How many units are ready and match."""
-        return self.counts[READY] if where is None else self.lane(where).count
+        return self.counts[READY] if where is None else self.queue(where).count
 
     def count(self, where: Where | None = None) -> Counts:
         """Exact counts."""

@@ -612,7 +612,7 @@ class State:
         return made
 
     def retag(self, blocks: Sequence[Block]) -> None:
-        """Update lanes after the tags of rows changed."""
+        """Update queues after the tags of rows changed."""
         groups = self.groups_of([(block, 0) for block in blocks])
         for stage in self.stages.values():
             stage.retest(blocks, groups)

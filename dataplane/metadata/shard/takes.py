@@ -1,9 +1,9 @@
-"""Taking ready units from a lane under a lease.
+"""Taking ready units under a lease.
 
-A take is granted from the front of one lane, whole or not at all. Its cost depends on the units
-taken, never on the number of rows. Of the first ready units, those whose values are local to the
-claiming host go first, then the oldest. If writers and readers share hosts, values therefore stay
-where they are; if not, they are pulled by one host for all stages.
+A take is granted whole or not at all. Its cost depends on the units taken, never on the number
+of rows. Of the first ready units, those whose values are local to the claiming host go first, then
+the oldest. If writers and readers share hosts, values therefore stay where they are; if not, they
+are pulled by one host for all stages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 from dataplane.errors import FrameTooLarge, counted
 from dataplane.metadata.shard import rows_out, weights
 from dataplane.metadata.shard.blocks import SPLIT, Block, Group, Reader, Rows, first_parts
-from dataplane.metadata.shard.stages import Lane, Part, Picked, Stage
+from dataplane.metadata.shard.stages import Part, Picked, ReadyQueue, Stage
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.shard.weights import Short
 from dataplane.metadata.tables.bits import rows_of
@@ -33,9 +33,8 @@ LOCAL_UNITS = 64
 """Among so many ready units, those that are local to the claimant go first."""
 GRANTED_BYTES = MAX_FRAME_BYTES * 3 // 4
 """Of records of values, and of values that live here, in one grant; names and tags come beside."""
-
 MAX_SHORTS = 64
-"""Claims by budget of which a lane remembers that they are short. The oldest are forgotten."""
+"""Claims by budget of which a `ReadyQueue` remembers that they are short, the latest ones."""
 
 Reservation = tuple[str, Where | None]
 """Unit and filter of an older claim, for which the units that it wants are kept."""
@@ -120,20 +119,20 @@ def take(
     """
     stage = state.stage(name)
     units, by_count = stage.units(want.unit), want.budget_tag is None
-    lane, ready = units.lane(want.where), units.ready(want.where)
+    queue, ready = units.queue(want.where), units.ready(want.where)
     least = max(1, min(want.minimum, want.count)) if by_count and not sealed else 1
     if ready < least or (by_count and want.count < 1):
         return Taken()
-    if not by_count and not sealed and _is_short(lane, want, credit):
+    if not by_count and not sealed and _is_short(queue, want, credit):
         return Taken()
     for of, where in kept:
         one_in_the_other = of == want.unit and (want.where is None or where in (None, want.where))
         if one_in_the_other and ready - units.ready(where) < least:
             return Taken()  # without a walk through all that is kept
-    offered = _not_kept(state, stage, want.unit, lane, kept) if kept else iter(lane)
+    offered = _not_kept(state, stage, want.unit, queue, kept) if kept else iter(queue)
     if not by_count:
         most = want.count if want.count > 0 else ready
-        offer = _by_budget(state, lane, offered, want, most)
+        offer = _by_budget(state, queue, offered, want, most)
     elif credit.address and len(state.peers) > 1 and ready > want.count:
         offer = _Offer(_local_first(stage, offered, want.count, credit.address))
     else:
@@ -149,7 +148,7 @@ def take(
         values = rows_out.claimed(state, rows, credit.fields, stage.name)
     if many < least or not (offer.full or sealed):
         if not by_count and not kept and not needed_bytes:
-            _note_short(lane, want, credit, values)
+            _note_short(queue, want, credit, values)
         return Taken(needed_bytes=needed_bytes)
     if want.unit == "rows":
         state.take_rows(stage, rows.parts)
@@ -186,11 +185,11 @@ def _nbytes_of(parts: Sequence[Piece[Chunk]]) -> int:
 
 
 def _not_kept(
-    state: State, stage: Stage, unit: str, lane: Lane, kept: Sequence[Reservation]
+    state: State, stage: Stage, unit: str, queue: ReadyQueue, kept: Sequence[Reservation]
 ) -> Iterator[Part]:
     """Without units that are, or have rows in common with what is, kept for an older claim."""
-    others = [(of, stage.units(of).lane(where)) for of, where in kept]
-    for one, bits in lane:
+    others = [(of, stage.units(of).queue(where)) for of, where in kept]
+    for one, bits in queue:
         for of, other in others:
             if of == unit:
                 bits &= ~other.holds(one)
@@ -235,7 +234,9 @@ def _hosts(stage: Stage, unit: Block | Group) -> set[str]:
     return hosts
 
 
-def _by_budget(state: State, lane: Lane, offered: Iterator[Part], want: Want, most: int) -> _Offer:
+def _by_budget(
+    state: State, queue: ReadyQueue, offered: Iterator[Part], want: Want, most: int
+) -> _Offer:
     """As many units from the front as fit the sum of a tag, at most so many, and at least one: a
     unit heavier than every budget would be in the way for ever. InvalidRows where a unit among them
     has a row without weight."""
@@ -254,7 +255,7 @@ def _by_budget(state: State, lane: Lane, offered: Iterator[Part], want: Want, mo
             ):
                 return _Offer(units)
             if weight is None:
-                rows = itertools.chain.from_iterable(weights.parts_of(*part) for part in lane)
+                rows = itertools.chain.from_iterable(weights.parts_of(*part) for part in queue)
                 weights.check(rows, want.budget_tag, "budget=", state.tag_names)
             assert weight is not None
             units.append((one, 1 << row))
@@ -263,11 +264,11 @@ def _by_budget(state: State, lane: Lane, offered: Iterator[Part], want: Want, mo
     return _Offer(units, full)
 
 
-def _is_short(lane: Lane, want: Want, credit: PullCredit) -> bool:
-    """Whether it is known that a lane has too little for a budget."""
+def _is_short(queue: ReadyQueue, want: Want, credit: PullCredit) -> bool:
+    """Whether it is known that a queue has too little for a budget."""
     claimed = want.budget_tag, want.budget, credit
-    known = any([(one.tag, one.budget, one.grant) == claimed for one in lane.shorts])
-    return known and not 0 < want.count <= lane.count
+    known = any([(one.tag, one.budget, one.grant) == claimed for one in queue.shorts])
+    return known and not 0 < want.count <= queue.count
 
 
 def _share(credit: PullCredit, values: OutgoingValues) -> float:
@@ -276,8 +277,8 @@ def _share(credit: PullCredit, values: OutgoingValues) -> float:
     return max(pulled, values.nbytes / GRANTED_BYTES)
 
 
-def _note_short(lane: Lane, want: Want, credit: PullCredit, values: OutgoingValues) -> None:
-    """All of a lane, with these values, is too little for a budget."""
+def _note_short(queue: ReadyQueue, want: Want, credit: PullCredit, values: OutgoingValues) -> None:
+    """All of a queue, with these values, is too little for a budget."""
     assert want.budget_tag is not None
 
     def share(unit: Block | Group) -> float:
@@ -285,9 +286,9 @@ def _note_short(lane: Lane, want: Want, credit: PullCredit, values: OutgoingValu
         return sum([_share(credit, OutgoingValues([(b.values, b.live)])) for b in blocks])
 
     free = 1.0 - _share(credit, values)
-    short = Short(want.budget_tag, want.budget, credit, share, free, lane.units())
+    short = Short(want.budget_tag, want.budget, credit, share, free, queue.units())
     if short.holds:
-        lane.shorts = [*lane.shorts[1 - MAX_SHORTS :], short]
+        queue.shorts = [*queue.shorts[1 - MAX_SHORTS :], short]
 
 
 # how many of them

@@ -91,12 +91,12 @@ def fits(total: int | Fraction, budget: float) -> bool:
 
 
 class Short:
-    """The state in which all units of a lane cannot fill a claim's budget: they weigh less, and one
-    grant can hold them all.
+    """The state in which all units of a queue cannot fill a claim's budget: they weigh less, and
+    one grant can hold them all.
 
     tag, budget: the claim's. grant: what the claim's peer can be granted at once. share: the
     part of such a grant that a unit takes, or more. free: the part that the units now in the
-    lane leave. While this holds, the claim need not look at the lane again.
+    queue leave. While this holds, the claim need not look at the queue again.
     """
 
     def __init__(
@@ -121,14 +121,14 @@ class Short:
         return not self._lacks and self._total < self.budget and self._free >= 0
 
     def came(self, unit: Unit, bits: int) -> bool:
-        """Note that rows of a unit entered the lane or changed: it now has these. Return whether
+        """Note that rows of a unit entered the queue or changed: it now has these. Return whether
         the state still holds."""
         self._weigh(unit, bits)
         self._free -= self._share(unit)
         return self.holds
 
     def went(self, unit: Unit, bits: int) -> bool:
-        """Note that rows of a unit left: the lane now has these. Return whether the state still
+        """Note that rows of a unit left: the queue now has these. Return whether the state still
         holds."""
         self._total -= self._of.pop(unit, 0)
         if bits:

@@ -25,9 +25,12 @@ from dataplane.wire.messages import (
     Drop,
     Dropped,
     Failed,
+    Finish,
     GiveBack,
     Hello,
     HelloDone,
+    Put,
+    PutDone,
     Request,
     Reserve,
     Reserved,
@@ -35,6 +38,7 @@ from dataplane.wire.messages import (
     Want,
 )
 from dataplane.wire.tables import Definition, Rows, Table
+from tests.metadata.stores import named, whole
 
 NO_PROCESS = 1 << 30
 
@@ -211,6 +215,26 @@ async def test_a_claim_is_cancelled_as_its_connection_closes_and_may_be_repeated
     for _ in range(20):
         await asyncio.sleep(0)
     assert not client.peer.door.under_way and not client.peer.claims.waiting
+
+
+async def test_what_a_dropped_partition_counted_stays_in_the_totals(client: Client) -> None:
+    """Totals are sampled once a second, and a partition may be gone by then."""
+    host, generation = client.peer.host, client.defines()
+    for name in ("one", "two"):
+        client.ask(Put("p", generation, named([name]), whole(["x"], 1, 0, 16)))
+        claimed = client.ask(Claim("p", generation, "s", Want("rows", 1, 1)))
+        assert isinstance(claimed, Claimed)
+        outcome = "ack" if name == "one" else "release"
+        assert isinstance(client.ask(Finish(claimed.lease, outcome)), PutDone)
+    host.meter()
+    again = client.ask(Claim("p", generation, "s", Want("rows", 1, 1)))
+    assert isinstance(again, Claimed)
+    client.ask(Finish(again.lease, "release"))
+    assert isinstance(client.ask(Drop("p", generation)), Dropped)
+    assert not host.entries
+    assert host.released.sums == {"s": 2} and host.redelivered.sums == {"s": 1}
+    assert host.put_by_clients == 2 and host.acked_by_clients.sums == {"s": 1}
+    assert 0 < host.acked_rates["s"].per_s(host.now()) <= 1
 
 
 async def test_what_was_handed_out_as_its_connection_closed_comes_back(client: Client) -> None:

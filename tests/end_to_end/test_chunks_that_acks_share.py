@@ -3,13 +3,14 @@ and each chunk is freed once, when the last row that uses it goes."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
 import pytest
 
-from dataplane import Plane
-from tests.end_to_end.conftest import until
+from dataplane import InvalidCall, Plane, aio
+from tests.end_to_end.conftest import Cluster, until
 from tests.end_to_end.test_attacks_peers import Addressed, hosts
 from tests.end_to_end.test_succession import GO_ON_S, planes
 
@@ -84,3 +85,25 @@ def test_what_was_added_stays_where_the_rows_are_delivered_again(
     again.ack()
     check(part.get(keys=range(ROWS)))
     until(lambda: used(planes["b"]) <= before, "what was added in vain is free")
+
+
+def test_an_ack_does_not_name_what_another_ack_in_flight_brings(alone: Cluster) -> None:
+    """Nobody knows yet what the peer calls that, and its place may be another value's by then."""
+
+    async def main() -> None:
+        async with aio.connect("a", run="test") as plane:
+            part = await plane.partition("p", STAGES)
+            await part.put({"x": range(ROWS)}, key=range(ROWS))
+            batch = await part.claim("s", rows=ROWS, timeout=20)
+            await batch.add(y=scored(batch))
+            first = asyncio.create_task(batch[:5].ack())
+            await asyncio.sleep(0)
+            with pytest.raises(InvalidCall, match="another call that acks rows of this batch"):
+                await batch[5:].ack()
+            await first
+            assert batch.state == "leased"
+            await batch[5:].ack()
+            check(await part.claim("t", rows=ROWS, timeout=20))
+            await part.drop()
+
+    asyncio.run(main())

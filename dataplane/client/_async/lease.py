@@ -465,10 +465,17 @@ class Lease:
         self, body: Finish, rows: int, parts: Sequence[Added]
     ) -> tuple[Finish, list[NewChunk]]:
         """Return the message with the values that `parts` has for `rows`, and the chunks that it
-        names to the peer."""
+        names to the peer. Raise InvalidCall if a message in flight names one of them."""
         session = self.handle.session
         pieces = [piece for one in parts for piece in one.of(rows)]
         chunks = unnamed(pieces)
+        if any([chunk.offset < 0 for chunk in chunks]):
+            self.check()
+            raise InvalidCall(
+                "another call that acks rows of this batch is not finished, and its rows share "
+                "added values with these rows: ack them after that call",
+                stage=self.stage,
+            )
         again = False  # whether a later ack names a chunk of this one
         if body.outcome == "ack" and self._closed | rows != self._all:
             named = {*chunks}

@@ -27,7 +27,7 @@ ORDER = {
     ],
     "metadata": ["tables", "shard", "roster"],
     "peer": [
-        *("descriptors", "failures", "rows", "tasks", "operations", "once"),
+        *("descriptors", "failures", "tasks", "operations", "once"),
         *("rates", "host", "notices", "sessions", "pipeline"),
         *("net", "room", "pull", "shards", "requests", "door", "membership", "watch"),
         *("peer", "main"),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from dataplane.wire.arrays import as_array, is_jagged, is_torch, jagged_parts
 
@@ -34,6 +35,12 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, float):
         return np.float64(one).tobytes() == np.float64(other).tobytes()
     return bool(one == other)
+
+
+def dense(values: npt.NDArray[Any] | list[Any]) -> npt.NDArray[Any]:
+    """A column that is one array, as its rows have one shape and dtype."""
+    assert isinstance(values, np.ndarray), values
+    return values
 
 
 def equals(one: Sequence[Any], other: Sequence[Any]) -> bool:

@@ -93,6 +93,10 @@ def used_bytes(plane: Plane) -> int:
     return int(arena["used_bytes"] - arena["cached_bytes"])
 
 
+def all_free(plane: Plane) -> None:
+    until(lambda: used_bytes(plane) == 0, f"every byte of {plane} came back")
+
+
 @contextmanager
 def clients_of_three(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Planes]:
     """Clients of the peers a, b and c; every partition goes at the end, and leaves nothing."""
@@ -104,5 +108,5 @@ def clients_of_three(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Itera
         a.partition(name).drop()
     no_leaks(a, b, c)
     for plane in (a, b, c):
-        until(lambda plane=plane: used_bytes(plane) == 0, f"every byte of {plane} came back")
+        all_free(plane)
         plane.close()

@@ -19,7 +19,7 @@ def rows(first: int, count: int) -> dict[str, list[object]]:
     }
 
 
-def check(batch: dataplane.Batch) -> list[int]:
+def check(batch: dataplane.Batch | dataplane.Rows) -> list[int]:
     """The numbers of a batch whose values are what they were."""
     seen = []
     for x, text, meta in zip(batch["x"], batch["text"], batch["meta"], strict=True):

@@ -89,7 +89,7 @@ async def one_round(plane: Plane, seed: int) -> None:
         part = await client.partition(name)
         await part.put({"x": list(range(ROWS))}, key=list(range(ROWS)))
         batch = await part.claim("s", rows=ROWS, timeout=20)
-        mine = {key: value(seed, key, dice) for key in batch.keys}
+        mine = {key: value(seed, int(key), dice) for key in batch.keys}
         await batch.add(y=[mine[key] for key in batch.keys])
         left = set(range(ROWS))
         while left:

@@ -133,7 +133,7 @@ def test_rows_flow_over_connections_that_break_at_random(
     rng = random.Random(seed)
     part = plane.partition("p", stages={"s": ["x"]})
     proxy.asking = proxy.answering = lambda data: rng.random() < 0.1
-    got: Counter[str] = Counter()
+    got: Counter[str | int] = Counter()
     failures: list[BaseException] = []
     lock = threading.Lock()
 

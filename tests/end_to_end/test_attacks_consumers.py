@@ -7,14 +7,15 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
 import dataplane
 from dataplane import Partition
-from tests.end_to_end.attacks import Planes, clients_of_three, no_leaks, used_bytes
-from tests.end_to_end.conftest import Cluster, line, until
+from tests.end_to_end.attacks import Planes, all_free, clients_of_three, no_leaks
+from tests.end_to_end.conftest import Cluster, line
 from tests.end_to_end.hosts import running
 
 
@@ -89,7 +90,7 @@ def test_racing_consumers_of_whom_some_die_get_every_row(planes: Planes, cluster
     assert {key for key, n in times.items() if n > 1} == held_by_the_dead
     no_leaks(*planes)
     for plane in planes:
-        until(lambda plane=plane: used_bytes(plane) == 0, "every byte came back")
+        all_free(plane)
 
 
 def sized_groups(count: int, seed: int) -> list[tuple[str, int, int]]:
@@ -116,11 +117,11 @@ def test_groups_of_many_sizes_never_mix(planes: Planes) -> None:
     parts = tuple(p.partition("sizes", stages={"s": ["x"]}) for p in planes)
     groups = sized_groups(120, 1)
     sizes = {name: size for name, size, _ in groups}
-    spent = {name: size * length for name, size, length in groups}
-    got: dict[str, list[str]] = {}
+    spent: dict[str | int | None, int] = {name: size * length for name, size, length in groups}
+    got: dict[str | int | None, list[str]] = {}
     failures: list[BaseException] = []
     lock = threading.Lock()
-    calls = [
+    calls: list[dict[str, Any]] = [
         {"groups": 3, "min": 1},
         {"groups": 2, "min": 2, "where": dataplane.tag("mark") == 1},
         {"budget": {"length": 1000}, "unit": "groups"},
@@ -186,7 +187,7 @@ def test_a_partition_seals_itself_when_its_groups_are_there(planes: Planes, turn
     producers = [threading.Thread(target=put, args=(i,)) for i in range(3)]
     for thread in producers:
         thread.start()
-    got: Counter[str] = Counter()
+    got: Counter[str | int | None] = Counter()
     for batch in parts[2].stream("s", groups=7, min=1, timeout=20):
         for group in batch.groups():
             assert len(group) == 4, group

@@ -11,8 +11,8 @@ import pytest
 
 import dataplane
 from dataplane import Plane
-from tests.end_to_end.attacks import no_leaks, used_bytes
-from tests.end_to_end.conftest import Cluster, line, until
+from tests.end_to_end.attacks import all_free, no_leaks
+from tests.end_to_end.conftest import Cluster, line
 from tests.end_to_end.hosts import running
 
 MIB = 1 << 20
@@ -36,7 +36,7 @@ def planes(
         a.partition(name).drop()
     no_leaks(a, b)
     for plane in (a, b):
-        until(lambda plane=plane: used_bytes(plane) == 0, f"every byte of {plane} came back")
+        all_free(plane)
         plane.close()
 
 

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import xxhash
@@ -13,8 +14,8 @@ import xxhash
 import dataplane
 from dataplane import DataplaneError
 from tests.end_to_end.attacks import no_leaks, used_bytes
-from tests.end_to_end.conftest import Cluster, until
-from tests.end_to_end.test_attacks_peers import Addressed, both, failing, hosts, in_sync
+from tests.end_to_end.conftest import Cluster, in_sync, until
+from tests.end_to_end.test_attacks_peers import Addressed, both, failing, hosts
 
 __all__ = ["hosts"]
 MIB = 1 << 20
@@ -89,7 +90,7 @@ def test_a_crashed_peers_arena_goes_but_for_live_views(cluster: Cluster) -> None
     view = batch["x"][0]
     assert (view == 7).all()
     cluster.restart("a")
-    calls = [
+    calls: list[Callable[[], object]] = [
         batch.ack,
         batch.release,
         part.seal,

@@ -438,10 +438,10 @@ def test_a_client_that_dies_in_the_line_for_room_leaves_it(cluster: Cluster) -> 
         part = plane.partition("p", free="drop")
         part.put({"x": [np.zeros(8 * MIB, np.uint8)]}, key=["first"])
         waiters = []
-        for number in range(3):  # one after the other, so that their order is known
+        for _ in range(3):  # one after the other, so that their order is known
             waiters.append(cluster.worker(WAITER))
             assert line(waiters[-1]) == "putting"
-            until(lambda n=number: plane.stats()["waiting_puts"] == n + 1, "it waits")
+            until(lambda: plane.stats()["waiting_puts"] == len(waiters), "it waits")
         waiters[0].kill()  # the head of the line
         waiters[1].send_signal(signal.SIGSTOP)
         until(lambda: plane.stats()["waiting_puts"] == 2, "its place is free")

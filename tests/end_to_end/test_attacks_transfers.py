@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -63,8 +64,12 @@ def test_a_bulk_worker_that_dies_is_replaced_during_the_claim(
 
     thread = threading.Thread(target=consume)
     thread.start()
-    for at in (4, 12):
-        until(lambda at=at: len(got) >= at, "rows come")
+
+    def come(many: int) -> bool:
+        return len(got) >= many
+
+    for many in (4, 12):
+        until(partial(come, many), "rows come")
         os.kill(bulk_worker(cluster, side), signal.SIGKILL)
     thread.join(30)
     assert not thread.is_alive()

@@ -77,7 +77,7 @@ PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
         "tag 'n' at index 1 is a torch.Tensor, which cannot be read: .*: .*Pass a list",
     ),
     "sparse groups": (
-        lambda p: p.put({"x": [1, 2]}, group=torch.ones(2).to_sparse()),
+        lambda p: p.put({"x": [1, 2]}, group=torch.ones(2).to_sparse()),  # type: ignore[arg-type]
         dataplane.InvalidRows,
         "group is a torch.Tensor, which cannot be read: RuntimeError: .*Pass a list",
     ),
@@ -152,7 +152,11 @@ PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
         "a row cannot change its group",
     ),
     "a key twice": (lambda p: p.put({"x": [1, 2]}, key=["c", "c"]), dataplane.InvalidRows, "'c'"),
-    "a key of no type": (lambda p: p.put({"x": [1]}, key=[1.5]), dataplane.InvalidRows, "str or"),
+    "a key of no type": (
+        lambda p: p.put({"x": [1]}, key=[1.5]),  # type: ignore[list-item]
+        dataplane.InvalidRows,
+        "str or",
+    ),
     "a bool as key": (
         lambda p: p.put({"x": [1]}, key=[True]),
         dataplane.InvalidRows,
@@ -178,10 +182,10 @@ PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
         "a 64-bit int",
     ),
     "a tag's name": (
-        lambda p: p.put({"x": [1]}, tags={5: 1}),
+        lambda p: p.put({"x": [1]}, tags={5: 1}),  # type: ignore[dict-item]
         dataplane.InvalidRows,
         "invalid tag name 5: expected a str",
-    ),  # type: ignore[dict-item]
+    ),
     "dedup of nothing": (lambda p: p.put({"x": [1]}, dedup=["y"]), dataplane.FieldUnknown, "'y'"),
     "more than its share": (
         lambda p: p.put({"x": np.zeros((1, 12 << 20), np.uint8)}),
@@ -223,7 +227,7 @@ OTHERS: dict[str, tuple[Wrong, type[Exception], str]] = {
         lambda p: tag("n") == [1],
         dataplane.InvalidValue,
         r"cannot compare a tag with \[1\] of type list",
-    ),  # type: ignore[comparison-overlap]
+    ),
     "a claim of nothing": (lambda p: p.claim("s"), dataplane.InvalidCall, "exactly one of rows="),
     "a claim of both": (lambda p: p.claim("s", rows=1, groups=1), dataplane.InvalidCall, "exactly"),
     "a claim of no rows": (lambda p: p.claim("s", rows=0), dataplane.InvalidCall, "positive int"),
@@ -242,7 +246,7 @@ OTHERS: dict[str, tuple[Wrong, type[Exception], str]] = {
         "finite number above 0",
     ),
     "a numpy budget without a limit": (
-        lambda p: p.claim("s", budget={"n": np.float32("inf")}),
+        lambda p: p.claim("s", budget={"n": np.float32("inf")}),  # type: ignore[dict-item]
         dataplane.InvalidCall,
         "finite number above 0",
     ),
@@ -438,13 +442,13 @@ def test_centuries_are_no_limit(part: Partition, seconds: float) -> None:
 
 def test_a_set_of_keys_is_no_order_of_rows(part: Partition) -> None:
     with pytest.raises(dataplane.InvalidRows, match="no order"):
-        part.put({"x": [1, 2]}, key={"m", "n"})
+        part.put({"x": [1, 2]}, key={"m", "n"})  # type: ignore[arg-type]
     with pytest.raises(dataplane.InvalidRows, match="no order"):
-        part.put({"x": [1, 2]}, group={"m", "n"})
+        part.put({"x": [1, 2]}, group={"m", "n"})  # type: ignore[arg-type]
     with pytest.raises(dataplane.InvalidRows, match="no order"):
-        part.get(keys={"m", "n"})
-    part.put({"x": [1, 2]}, key={"m": 0, "n": 1}.keys())
-    assert part.drop(keys={"m", "n"}).rows == 2
+        part.get(keys={"m", "n"})  # type: ignore[arg-type]
+    part.put({"x": [1, 2]}, key={"m": 0, "n": 1}.keys())  # type: ignore[arg-type]
+    assert part.drop(keys={"m", "n"}).rows == 2  # type: ignore[arg-type]
 
 
 def test_one_row_is_counted_as_one(part: Partition) -> None:

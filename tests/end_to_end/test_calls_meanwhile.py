@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from dataplane import Partition, PartitionGone, Plane, RowsGone, StreamEnd, tag
-from tests.end_to_end.conftest import until
-from tests.end_to_end.test_attacks_peers import Addressed, hosts, in_sync
+from tests.end_to_end.conftest import in_sync, until
+from tests.end_to_end.test_attacks_peers import Addressed, hosts
 from tests.end_to_end.test_joining import join
 from tests.end_to_end.test_succession import planes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +147,7 @@ def test_stages_go_on_where_they_were(one: Plane, tmp_path: Path) -> None:
     one.restore(tmp_path / "c")
     again = one.partition("step")
     rewarded = again.claim("reward", groups=3, timeout=10)
-    assert {key.split(".")[0] for key in rewarded.keys} == {"g2", "g3", "g4"}
+    assert {str(key).split(".")[0] for key in rewarded.keys} == {"g2", "g3", "g4"}
     assert ids(again.claim("train", groups=2, timeout=10)) == {"g0", "g1"}
     put_groups(one, 0, groups=8)  # declared as it was
     for g in range(6, 9):
@@ -275,7 +275,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Plane, P
         yield plane, path / "c"
 
 
-DAMAGE = {
+DAMAGE: dict[str, Callable[[Path], object]] = {
     "altered": flipped,
     "torn": lambda path: path.write_bytes(path.read_bytes()[:-1]),
     "longer": lambda path: path.write_bytes(path.read_bytes() + b"\n"),
@@ -328,9 +328,9 @@ def test_a_directory_that_is_there_is_not_written_over(
             call(tmp_path / ("x" * 70_000))
     for no_path in (None, 7, b"bytes", "a\0b", "\ud800"):
         with pytest.raises(dataplane.InvalidCall, match="expected a path"):
-            plane.checkpoint(no_path)
+            plane.checkpoint(no_path)  # type: ignore[arg-type]
         with pytest.raises(dataplane.InvalidCall, match="expected a path"):
-            plane.restore(no_path)
+            plane.restore(no_path)  # type: ignore[arg-type]
     (tmp_path / "empty").mkdir()
     plane.checkpoint(tmp_path / "empty")
     assert left_over(tmp_path) == ["empty"]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -37,7 +38,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 def test_rows_of_every_kind_are_read_with_pyarrow(plane: Plane, tmp_path: Path) -> None:
     part = plane.partition("step/12", {"train": ["tokens"]}, free="drop")
     image = np.arange(30_000, dtype=np.uint8)
-    given = {
+    given: dict[str, Any] = {
         "tokens": [np.arange(n, dtype=np.int32) for n in (3, 0, 2_000)],
         "logits": np.arange(12, dtype=ml_dtypes.bfloat16).reshape(3, 2, 2),
         "image": [image] * 3,

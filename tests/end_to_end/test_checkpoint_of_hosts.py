@@ -66,7 +66,7 @@ def test_a_checkpoint_that_a_death_ended_is_made_once_the_rows_are_served_again(
 ) -> None:
     twice_kept(planes)
     write = records.write
-    killed = []
+    killed: list[str] = []
 
     def then_kill(*args: Any) -> None:
         write(*args)

@@ -45,7 +45,7 @@ class Honest:
                 part = here.partition(f"step-{self.steps}", {"s": ["x"]})
                 part.put({"x": np.full((2, 3000), float(self.steps))})
                 batch = there.partition(part.name).claim("s", rows=2, timeout=20)
-                assert (batch.numpy("x") == self.steps).all()
+                assert np.all(batch.numpy("x") == self.steps)
                 batch.ack()
                 part.drop()
                 self.steps += 1

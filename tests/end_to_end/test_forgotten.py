@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -207,11 +208,14 @@ def test_exits_and_forks_with_a_batch_in_hand_are_logged_by_the_peer(
 def test_who_is_killed_with_a_batch_in_hand_is_logged_once_a_minute(
     part: Partition, cluster: Cluster
 ) -> None:
+    def released(rows: int) -> bool:
+        return bool(part.stats()["stages"]["train"]["released_rows"] == rows)
+
     for n in range(1, 4):
         worker = cluster.worker(KILLED)
         assert line(worker) == "2"
         worker.kill()
-        until(lambda n=n: part.stats()["stages"]["train"]["released_rows"] == 2 * n, "all are back")
+        until(partial(released, 2 * n), "all are back")
     (one,) = [one for one in cluster.log("a").splitlines() if HELD in one]
     assert "exited without closing its client while holding 2 rows" in one
 

@@ -18,8 +18,8 @@ from dataplane import (
     StaleEpoch,
     Unavailable,
 )
-from tests.end_to_end.conftest import free_addresses, until
-from tests.end_to_end.test_attacks_peers import Addressed, hosts, in_sync
+from tests.end_to_end.conftest import free_addresses, in_sync, until
+from tests.end_to_end.test_attacks_peers import Addressed, hosts
 from tests.end_to_end.test_succession import check, planes, put, rows
 
 __all__ = ["hosts", "planes"]

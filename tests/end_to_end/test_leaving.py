@@ -15,8 +15,8 @@ import pytest
 import dataplane
 from dataplane import Plane
 from dataplane.peer.membership.leaving import FATE_S
-from tests.end_to_end.conftest import until
-from tests.end_to_end.test_attacks_peers import Addressed, failing, hosts, in_sync
+from tests.end_to_end.conftest import in_sync, until
+from tests.end_to_end.test_attacks_peers import Addressed, failing, hosts
 from tests.end_to_end.test_succession import check, planes, put, rows
 
 __all__ = ["hosts", "planes"]
@@ -107,7 +107,7 @@ def test_work_goes_on_while_a_peer_leaves(hosts: Addressed, four: dict[str, Plan
     names = [f"{who}{number}" for who in "cd" for number in range(40)]
     names += [f"b{number}" for number in range(10)]
     put(four["b"].partition("p"), "b")
-    claimed: list[str] = []
+    claimed: list[str | int] = []
     leaving = threading.Event()
 
     def produce(who: str) -> None:

@@ -26,6 +26,5 @@ def test_an_idle_host_stays_while_another_has_a_client_and_both_leave_then(
         end = time.monotonic() + 6 * IDLE_S
         while time.monotonic() < end:
             assert cluster.peers["idle"].poll() is None, cluster.log("idle")
-    left = [lambda peer=peer: peer.poll() == 0 for peer in cluster.peers.values()]
-    until(lambda: all(one() for one in left), "both have left")
+    until(lambda: all(one.poll() == 0 for one in cluster.peers.values()), "both have left")
     assert "no clients left" in cluster.log("idle")

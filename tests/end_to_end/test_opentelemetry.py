@@ -135,8 +135,8 @@ def test_claims_work_and_puts_are_spans_linked_to_the_agents_traces(
     assert short.end_time_unix_nano - short.start_time_unix_nano > 0.2e9
 
     work = receiver.spans("rl.dataplane.work")
-    told = [(attributes(one)["rl.dataplane.outcome"], attributes(one)["rl.bucket"]) for one in work]
-    assert told == [("released", "wasted"), ("acked", "productive")]
+    ends = [(attributes(one)["rl.dataplane.outcome"], attributes(one)["rl.bucket"]) for one in work]
+    assert ends == [("released", "wasted"), ("acked", "productive")]
     assert all(len(one.links) == 2 for one in work)
 
     buckets = {

@@ -96,7 +96,7 @@ def test_whole_groups_stay_at_one_rank_and_what_is_added_is_stored(alone: Cluste
                     real = [k for k, here in zip(micro.keys, micro.mask, strict=True) if here]
                     assert set(Counter(int(key) // 4 for key in real).values()) <= {4}
                     with pytest.raises(dataplane.InvalidCall, match="an entry of fields"):
-                        micro.fetch(5)
+                        micro.fetch(5)  # type: ignore[arg-type]
                     micro.add(loss=[float(key) for key in micro.keys])
         rows = part.get()
         assert [float(loss) for loss in rows["loss"]] == [float(key) for key in rows.keys]
@@ -117,7 +117,7 @@ def test_what_cannot_be_is_said_in_one_sentence(alone: Cluster) -> None:
             part.plan("train", rank=0, ranks=2, minibatches=10**9)
         with pytest.raises(dataplane.InvalidRows, match="only 2 rows, fewer than ranks=2"):
             part.plan("train", rank=0, ranks=2, minibatches=2, remainder="drop")
-        plan = part.plan("train", rank=np.int64(0), ranks=2)
+        plan = part.plan("train", rank=np.int64(0), ranks=2)  # type: ignore[arg-type]
         with pytest.raises(dataplane.PartitionConflict, match=r"ranks=2 \(this call: 4\)"):
             other.partition("q").plan("train", rank=0, ranks=4)
         with pytest.raises(dataplane.InvalidCall, match="already takes part .* as rank 0"):

@@ -54,7 +54,7 @@ def test_equal_values_are_found_in_memory_that_was_used_before(
 
 def test_values_come_back_exactly(plane: dataplane.Plane) -> None:
     part = plane.partition("values", stages={"all": ["bf16"]})
-    columns = {
+    columns: dict[str, Any] = {
         "bf16": np.arange(12, dtype=np.float32).astype(ml_dtypes.bfloat16).reshape(2, 6),
         "fp8": [np.ones(5000, ml_dtypes.float8_e4m3fn), np.zeros(3, ml_dtypes.float8_e4m3fn)],
         "ragged": [np.zeros((0, 4), np.float32), np.ones((2000, 4), np.float32)],
@@ -101,8 +101,8 @@ def test_groups_are_claimed_whole_and_unmixed(plane: dataplane.Plane) -> None:
     seen = []
     for _ in sizes:
         with part.claim("train", groups=1, timeout=10) as batch:
-            (group,) = batch.groups()
-            seen.append((group.id, sorted(group["x"])))
+            (whole,) = batch.groups()
+            seen.append((whole.id, sorted(whole["x"])))
     assert seen == [(g, list(range(n))) for g, n in sizes.items()]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -18,14 +19,16 @@ def test_rows_of_one_host_are_read_on_another(pair: Cluster) -> None:
         part = here.partition("p", stages=stages)
         far = there.partition("p", stages=stages)
         x = [np.full((n, 3), n, ml_dtypes.bfloat16) for n in (5000, 1, 0, 70_000)]
-        objects = [{"image": np.arange(9000, dtype=np.uint8), "n": i} for i in range(4)]
+        objects: list[dict[str, Any]] = [
+            {"image": np.arange(9000, dtype=np.uint8), "n": i} for i in range(4)
+        ]
         part.put({"x": x, "obj": objects}, key=list("abcd"))
         batch = far.claim("train", rows=4, timeout=20)
         assert batch.keys == list("abcd")
         for got, sent in zip(batch["x"], x, strict=True):
             assert got.dtype == sent.dtype and np.array_equal(got, sent)
-        for got, sent in zip(batch["obj"], objects, strict=True):
-            assert got["n"] == sent["n"] and np.array_equal(got["image"], sent["image"])
+        for got, made in zip(batch["obj"], objects, strict=True):
+            assert got["n"] == made["n"] and np.array_equal(got["image"], made["image"])
         batch.ack()
         del batch, got
         part.seal()
@@ -52,7 +55,7 @@ def test_a_reward_written_on_another_host_completes_the_row(pair: Cluster) -> No
             assert len(group) == 4
             assert set(group["reward"]) == {float(group["x"][0][0])}
             assert np.array_equal(group.numpy("dense"), group.numpy("x") * 2)
-        assert sorted(seen) == [f"g{g}" for g in range(6)]
+        assert sorted(map(str, seen)) == [f"g{g}" for g in range(6)]
 
 
 def test_keyed_calls_find_rows_wherever_they_are(cluster: Cluster) -> None:

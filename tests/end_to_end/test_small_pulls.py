@@ -3,6 +3,8 @@ The smallest columns came with the claim."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -15,7 +17,9 @@ def test_rows_of_short_texts_and_numbers_need_no_bulk_read(pair: Cluster) -> Non
         part = here.partition("p", stages={"s": ["text", "reward"]})
         far = there.partition("p")
         text = [f"{i}: " + "é" * (i * 17) for i in range(63)] + [""]
-        meta = [{"n": i, "a": np.arange(i, dtype=np.int16)} for i in range(64)]
+        meta: list[dict[str, Any]] = [
+            {"n": i, "a": np.arange(i, dtype=np.int16)} for i in range(64)
+        ]
         part.put({"text": text, "reward": np.arange(64.0), "meta": meta})
         before = there.stats()
         batch = far.claim("s", rows=64, fields=["text", "reward", "meta"], timeout=20)

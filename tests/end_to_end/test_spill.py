@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import dataplane
+from dataplane.client.read.column_view import ColumnView
 from tests.end_to_end.conftest import PLANE, Cluster, peer_command, until
 from tests.end_to_end.telling import MIB, arena, check, rows
 
@@ -253,7 +254,7 @@ def test_producers_and_readers_at_once_lose_nothing(cluster: Cluster, tmp_path: 
         producer.start()
         part.wait("s", groups=40, timeout=60)
         seen: list[int] = []
-        kept: list[object] = []
+        kept: ColumnView | None = None
         for batch in part.stream("s", rows=2, fields=["x", "text", "meta"]):
             seen += check(batch)
             kept = batch["x"]  # views outlive their batch while others come and go

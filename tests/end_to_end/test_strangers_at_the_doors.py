@@ -7,6 +7,7 @@ import socket
 import subprocess
 import time
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,7 @@ def test_a_second_peer_of_one_name_on_another_host_is_not_let_in(
         launch(cluster, "a", host.name, *arguments)
         if host is hosts[0]:
             path = host / PLANE / "a.sock"
-            until(lambda path=path: cluster.is_up("host-1", path), "the first is up")
+            until(partial(cluster.is_up, "host-1", path), "the first is up")
     assert "give each peer its own --name" in sent_away(cluster, "host-2")
     monkeypatch.setenv("DATAPLANE_RUN_DIR", str(hosts[0]))
     with cluster.connect("a") as plane:

@@ -45,7 +45,7 @@ def rows_travel(cluster: Cluster) -> None:
             part = here.partition("works", {"s": ["x"]})
             part.put({"x": np.full((4, 5000), 7.0)})
             batch = there.partition("works").claim("s", rows=4, timeout=20)
-            assert (batch.numpy("x") == 7).all()
+            assert np.all(batch.numpy("x") == 7)
             batch.ack()
             part.drop()
 

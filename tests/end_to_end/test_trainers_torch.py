@@ -6,6 +6,7 @@ Every test runs with both clients at one peer, and with each at a host of its ow
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -80,7 +81,8 @@ def test_a_tensordict_goes_through_a_stage(hosts: Hosts) -> None:
 
 def test_names_and_tags_may_be_tensors(hosts: Hosts) -> None:
     here, there = hosts.partition({"train": ["x"]})
-    ids, lengths = torch.arange(4), [torch.tensor(1.5), 2, torch.tensor(True), torch.tensor(3)]
+    ids: Any = torch.arange(4)
+    lengths = [torch.tensor(1.5), 2, torch.tensor(True), torch.tensor(3)]
     ref = here.put({"x": ids}, key=ids, group=ids // 2, tags={"length": lengths, "step": ids[1]})
     assert (ref.keys, ref.groups) == ([0, 1, 2, 3], (0, 1))
     rows = there.get(keys=ids[2:])
@@ -121,7 +123,8 @@ def test_a_part_of_a_batch_is_what_its_rows_are(hosts: Hosts) -> None:
         assert back.keys == [batch.keys[3], batch.keys[0]] and back[:1].keys == back.keys[:1]
         assert len(batch.rows([True, False, True, False])) == 2
         assert len(batch.tensordict(["ids"])[1:3]) == len(part.tensordict(["ids"])) == 2
-        for wrong in ([4], [0, 0], [0.5], [[1]]):
+        bad: list[Any] = [[4], [0, 0], [0.5], [[1]]]
+        for wrong in bad:
             with pytest.raises(dataplane.InvalidRows, match="positions"):
                 batch.rows(wrong)
     read = here.get(["a", "b", "c"])
@@ -143,7 +146,7 @@ def test_parts_of_a_batch_are_acked_and_released_alone(hosts: Hosts) -> None:
         first.ack()
     second.release(tags={"tried": [1, 2]})
     again = there.claim("train", rows=2)
-    assert sorted(again["x"]) == sorted(second["x"]) and sorted(again.tags["tried"]) == [1, 2]
+    assert sorted(again["x"]) == sorted(second["x"]) and again.tags["tried"] in ([1, 2], [2, 1])
     third.add({"y": [x * 10 for x in third["x"]]})
     with pytest.raises(dataplane.FieldExists):
         batch.rows([6]).add(y=[1])

@@ -34,7 +34,7 @@ def move(here: dataplane.Plane, there: dataplane.Plane, fill: int) -> None:
     part = here.partition(name, stages={"s": ["x"]}, free="acked")
     part.put({"x": np.full((2, MIB), fill, np.uint8)})
     with there.partition(name).claim("s", rows=2, timeout=30) as batch:
-        assert (batch.numpy("x") == fill).all()
+        assert np.all(batch.numpy("x") == fill)
 
 
 def bulk(plane: dataplane.Plane) -> dict[str, Any]:

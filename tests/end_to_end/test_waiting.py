@@ -202,7 +202,7 @@ WAITS: dict[str, Callable[[Partition], object]] = {
     "wait": lambda part: part.wait("s", rows=1),
     "lost": lambda part: next(iter(part.lost())),
     "plan": lambda part: part.plan("s", rank=0, ranks=1),
-    "undeclared": lambda part: part._handle.plane.partition("q").claim("s", rows=1),  # type: ignore[attr-defined]
+    "undeclared": lambda part: part._handle.plane.partition("q").claim("s", rows=1),
 }
 
 

@@ -8,12 +8,16 @@ import json
 import os
 import pickle  # noqa: S403
 import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
 WATCHED = {"pickle.find_class", "marshal.load", "marshal.loads", "exec", "compile", "code.__new__"}
 
 
-def report(what):
-    frames, frame = [], sys._getframe(1)
+def report(what: str) -> None:
+    frames: list[str] = []
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         frames.append(frame.f_code.co_filename)
         frame = frame.f_back
@@ -25,14 +29,14 @@ def report(what):
         write({"what": what, "stack": frames[:12]})
 
 
-def write(line):
+def write(line: dict[str, Any]) -> None:
     line |= {"pid": os.getpid(), "argv": sys.orig_argv[1:]}
     with open(os.environ["AUDIT_FILE"], "a") as file:
         file.write(json.dumps(line) + "\n")
 
 
-def watched(name, function):
-    def call(*args, **kwargs):
+def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
         report(name)
         return function(*args, **kwargs)
 

@@ -29,7 +29,7 @@ def test_every_dtype_and_shape_comes_back_as_it_was(
     plane: dataplane.Plane, device: TwinDevice
 ) -> None:
     part = plane.partition("p", free="drop")
-    arrays = [
+    arrays: list[np.ndarray] = [
         np.float64(3.5) * np.ones(()),
         np.zeros((0, 4), np.int16),
         np.arange(24, dtype=np.uint8).reshape(2, 3, 4),

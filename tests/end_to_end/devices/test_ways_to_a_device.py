@@ -11,7 +11,7 @@ import pytest
 import dataplane
 from dataplane.errors import TransportMissing
 from dataplane_twin import TwinArray, TwinDevice
-from tests.end_to_end.conftest import PLANE, Cluster, until
+from tests.end_to_end.conftest import PLANE, Cluster, in_sync, until
 from tests.end_to_end.devices.twins import (
     MIB,
     all_free,
@@ -21,7 +21,6 @@ from tests.end_to_end.devices.twins import (
     values,
 )
 from tests.end_to_end.scrape import free_address, scrape
-from tests.end_to_end.test_attacks_peers import in_sync
 
 
 def test_values_stay_on_the_device_and_are_seen_there_without_a_copy(

@@ -3,14 +3,20 @@
 What its shards answer about a partition names its chunks as the partition's name says.
 """
 
+from collections.abc import Sequence
+
 import msgspec
 
 from dataplane.metadata.shard import rows_out
+from dataplane.metadata.shard.blocks import Rows
+from dataplane.metadata.shard.state import State
+from dataplane.metadata.tables.outgoing import OutgoingValues
+from dataplane.wire.tables import Table
 
 answered = rows_out.table_of
 
 
-def maimed(state, rows, values, groups=()):
+def maimed(state: State, rows: Rows, values: OutgoingValues, groups: Sequence[bytes] = ()) -> Table:
     table = answered(state, rows, values, groups)
     how, said, change = state.partition.rpartition(" ")[2], table.values, msgspec.structs.replace
     if how == "nobody's":

@@ -124,7 +124,7 @@ def test_alerts_fire_when_they_should_and_not_otherwise(tmp_path: Path) -> None:
         "DataplaneRosterChanges": [],
     }
     labels = {rule["alert"]: rule["labels"]["severity"] for rule in rules()}
-    checks = []
+    checks: list[dict[str, object]] = []
     for alert, instances in firing.items():
         more = {"class": "open"} if alert == "DataplaneBackPressure" else {}
         if alert == "DataplaneArenaNearlyFull":

@@ -20,11 +20,17 @@ def run(command: list[str]) -> str:
     """As a shell starts it: a launch of its own, and so a run of its own."""
     environment = {**os.environ, "DATAPLANE_LINGER": "1", "DATAPLANE_ARENA": "256MiB"}
     environment |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
-    told = {"capture_output": True, "text": True, "timeout": LIMIT_S, "start_new_session": True}
     # torchrun leaves a folder behind, and so do programs that show a checkpoint.
     with tempfile.TemporaryDirectory(prefix="dp-", ignore_cleanup_errors=True) as folder:
         try:
-            done = subprocess.run(command, env={**environment, "TMPDIR": folder}, **told)
+            done = subprocess.run(
+                command,
+                env={**environment, "TMPDIR": folder},
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_S,
+                start_new_session=True,
+            )
         except subprocess.TimeoutExpired as late:
             raise AssertionError(f"{late}: {(late.stderr or b'').decode()}") from late
     assert done.returncode == 0, done.stderr

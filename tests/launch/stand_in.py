@@ -11,6 +11,7 @@ from __future__ import annotations
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from dataplane.errors import DataplaneError
@@ -54,4 +55,5 @@ def broken() -> None:
 
 
 if __name__ == "__main__":
-    {"peer": peer, "attach": attach, "broken": broken}[sys.argv[1]](*sys.argv[2:])
+    roles: dict[str, Callable[..., None]] = {"peer": peer, "attach": attach, "broken": broken}
+    roles[sys.argv[1]](*sys.argv[2:])

@@ -183,7 +183,8 @@ def test_a_folder_that_goes_while_it_is_looked_at_has_no_peers(run_dir: Path) ->
         goes = pool.submit(come_and_go)
         try:
             for _ in range(10_000):
-                assert rundir.living_peers(folder) == rundir.dead_peers(folder) == []
+                assert rundir.living_peers(folder) == []
+                assert rundir.dead_peers(folder) == []
         finally:
             looked.set()
         goes.result()

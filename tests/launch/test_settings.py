@@ -230,8 +230,8 @@ def test_an_unknown_variable_is_told_with_the_nearest_known_one(name: str, near:
 
 
 def test_what_kubernetes_sets_for_a_service_is_none_of_ours() -> None:
-    of_a_service = ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_PEERS", "PORT")
-    of_a_service += ("PORT_7101_TCP", "PORT_7101_TCP_ADDR", "A_SERVICE_HOST", "A_PORT_7101_TCP")
+    of_a_service = ["SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_PEERS", "PORT"]
+    of_a_service += ["PORT_7101_TCP", "PORT_7101_TCP_ADDR", "A_SERVICE_HOST", "A_PORT_7101_TCP"]
     assert settings.unknown({f"DATAPLANE_{name}": "1" for name in of_a_service}) == ""
 
 

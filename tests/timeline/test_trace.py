@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import msgspec
 import pytest
@@ -216,7 +217,7 @@ def test_what_goes_on_does_not_end() -> None:
 
 def test_a_lease_ends_with_its_partition() -> None:
     """Its holder is not told before it acks, and no event says that the lease ended."""
-    of = {"peer": "a", "partition": STEP, "generation": 1}
+    of: dict[str, Any] = {"peer": "a", "partition": STEP, "generation": 1}
     lease = of | {"stage": "reward", "worker": "pid 7", "host": "a", "lease": 1}
     events = [
         Event(Kind.PUT, 1.0, **of, group="g", rows=2),

@@ -17,7 +17,7 @@ from tests.timeline.steps import STEP, Steps
 
 SEEDS = range(10)
 LEASES = itertools.count(1)
-PLANTED = {
+PLANTED: dict[str, tuple[dict[str, Any], Cause]] = {
     "slow reward host": ({"slow_reward": 20.0, "generate_s": 0.4}, Cause.SLOW_WORKER),
     "slow rollout host": ({"slow_rollout": 4.0}, Cause.SLOW_WORKER),
     "too few reward workers": (
@@ -34,7 +34,7 @@ PLANTED = {
     "starved peer": ({"stall_s": 15.0, "batch": 16}, Cause.STARVED_PEER),
     "starved backup": ({"backup_s": 6.0}, Cause.STARVED_PEER),
 }
-SOUND = {
+SOUND: dict[str, dict[str, Any]] = {
     "bound by generation": {},
     "bound by the trainer": {"train_s": 5.0},
     "one batch": {"batch": 16},
@@ -46,8 +46,8 @@ SOUND = {
 }
 
 
-def why(seed: int, **how: object) -> Why:
-    return explain(Step(Steps(seed, **how).play(), STEP))  # type: ignore[arg-type]
+def why(seed: int, **how: Any) -> Why:
+    return explain(Step(Steps(seed, **how).play(), STEP))
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -168,7 +168,8 @@ def test_steps_are_named_in_the_order_in_which_they_begin() -> None:
 
 
 def happened(kind: Kind, at: float, **more: Any) -> Event:
-    return Event(kind, at, **({"peer": "a", "partition": STEP, "generation": 1} | more))
+    told: dict[str, Any] = {"peer": "a", "partition": STEP, "generation": 1} | more
+    return Event(kind, at, **told)
 
 
 def put(at: float, group: str, worker: str) -> list[Event]:
@@ -433,7 +434,7 @@ def test_admit_is_named_where_it_holds_back_the_workers_that_do_not_generate() -
             events.append(happened(Kind.ADMIT_WAIT, at, **of, seconds=min(3.0, nth)))
         at += 1.0
         events += put(at, f"g{nth}", worker)
-        train = {"stage": "train", "worker": "trainer", "host": "a"}
+        train: dict[str, Any] = {"stage": "train", "worker": "trainer", "host": "a"}
         events.append(happened(Kind.CLAIM_WAIT, at, **train, seconds=0.99))
         train |= {"group": f"g{nth}", "rows": 8, "lease": nth + 1}
         events.append(happened(Kind.LEASE_BEGIN, at, **train))

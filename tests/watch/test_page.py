@@ -168,13 +168,13 @@ def test_a_step_that_has_just_begun_is_drawn_as_it_grows(browser: Browser) -> No
         """The page, after so many puts of the second step; drawn: the stages in its picture."""
         later, events = History("run"), [*step("step-1", 1_000.0), *puts[:many]]
         later.look(events, stats(4), events[-1].at)
-        page.show(later.view(events[-1].at, 2.0))
+        growing.show(later.view(events[-1].at, 2.0))
         many_drawn = "document.querySelectorAll('canvas').length"
         until(lambda: browser.tell(many_drawn) == drawn, f"{drawn} stages are drawn")
 
-    with served(history) as page:
-        page.show(history.view(1_040.0, 2.0))
-        opened(browser, page)
+    with served(history) as growing:
+        growing.show(history.view(1_040.0, 2.0))
+        opened(browser, growing)
         focused = "(e => e.id || e.getAttribute('aria-label'))(document.activeElement)"
         for focus, many, drawn, then in (
             (0, len(puts), 1, "rollout (puts) on "),

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import openrlhf_stand_ins
+import openrlhf_stand_ins  # type: ignore[import-not-found]
 import ray
 
 openrlhf_stand_ins.install()
@@ -34,7 +34,8 @@ PROMPTS, SAMPLES, MEDIA = 6, 4, 50_000
 
 def plain(actor: Any) -> type:
     """The class under `@ray.remote`."""
-    return actor.__ray_metadata__.modified_class.__bases__[0]
+    under: type = actor.__ray_metadata__.modified_class.__bases__[0]
+    return under
 
 
 class Samples:
@@ -74,7 +75,8 @@ class Generating(plain(ppo_trainer_async.GenerateSamplesActor)):  # type: ignore
         self.args = SimpleNamespace(train=SimpleNamespace(num_episodes=1))
         self.prompts_dataloader = StatefulDataLoader(list(range(PROMPTS)), batch_size=1)
         self.samples_generator = Samples(self.prompts_dataloader)
-        self.eval_dataloader, self.max_steps, self.generate_kwargs = None, PROMPTS // 2, {}
+        self.eval_dataloader, self.max_steps = None, PROMPTS // 2
+        self.generate_kwargs: dict[str, Any] = {}
         self.vllm_lock, self._partial_rollout = vllm_lock, False
         self.rollout_queue, self.rollout_slots = rollout_queue, rollout_slots
         self._last_eval_step, self._eval_just_done = -1, False

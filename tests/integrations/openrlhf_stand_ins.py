@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from types import ModuleType
 from unittest.mock import MagicMock
 
 MISSING = ("vllm", "deepspeed", "flash_attn", "ring_flash_attn", "bitsandbytes", "liger_kernel")
 
 
-class Finder:
+class Finder(MetaPathFinder, Loader):
     """Finds them and whatever is in them."""
 
-    @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        return ModuleSpec(name, Finder) if name.split(".")[0] in MISSING else None
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return ModuleSpec(name, self) if name.split(".")[0] in MISSING else None
 
-    @staticmethod
-    def create_module(spec: ModuleSpec) -> MagicMock:
+    def create_module(self, spec: ModuleSpec) -> MagicMock:
         return MagicMock(__path__=[], __spec__=spec, __name__=spec.name)
 
-    @staticmethod
-    def exec_module(module: MagicMock) -> None:
+    def exec_module(self, module: ModuleType) -> None:
         pass
 
 
 def install() -> None:
     """In each process before the first import of OpenRLHF; installed packages are found first."""
-    sys.meta_path.append(Finder)  # type: ignore[arg-type]
+    sys.meta_path.append(Finder())

@@ -33,19 +33,21 @@ class Stage:
         return part.put({"x": [np.full(10_000, number)]}, key=[f"k{number}"])
 
     def read(self, refs: list[dataplane.Ref]) -> list[int]:
-        found = [self.plane.get(ref).numpy("x") for ref in refs]
+        found = [np.asarray(self.plane.get(ref).numpy("x")) for ref in refs]
         assert all((values == values.flat[0]).all() for values in found)
         return [int(values.flat[0]) for values in found]
 
 
-def pinned(node: str) -> dict[str, Any]:
-    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+def placed(actor: Any, node: str) -> Any:
+    """One of these actors, on this node."""
+    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+    return actor.options(scheduling_strategy=strategy).remote()
 
 
 def starters(peers: Peers) -> list[int]:
     """Ends, with -9, the workers that started the peers; their ids."""
 
-    @ray.remote(num_cpus=0)
+    @ray.remote(num_cpus=0)  # type: ignore[untyped-decorator]
     def attendants() -> list[int]:
         found = []
         for pid in filter(str.isdigit, os.listdir("/proc")):
@@ -58,7 +60,7 @@ def starters(peers: Peers) -> list[int]:
                 found.append(int(pid))
         return found
 
-    found = ray.get(attendants.remote())
+    found: list[int] = ray.get(attendants.remote())
     for pid in found:
         os.kill(pid, signal.SIGKILL)
     return found
@@ -72,7 +74,7 @@ def pids() -> dict[str, int]:
 def whole() -> None:
     """Refs between nodes; starters are killed; a node is added; everything is stopped."""
     with dataplane.integrations.ray.start(arena="64MiB") as peers:
-        stages = [Stage.options(**pinned(node)).remote() for node in peers.nodes]
+        stages = [placed(Stage, node) for node in peers.nodes]
         places = ray.get([stage.whereabouts.remote() for stage in stages])
         refs = ray.get([stage.write.remote(n) for n, stage in enumerate(stages)])
         before = pids()
@@ -84,7 +86,7 @@ def whole() -> None:
         print("add a node", flush=True)
         sys.stdin.readline()
         peers.extend()
-        late = Stage.options(**pinned(peers.nodes[-1])).remote()
+        late = placed(Stage, peers.nodes[-1])
         read.append(ray.get(late.read.remote(refs)))
         told = {"places": places, "read": read, "before": before, "after": after}
         told |= {"killed": len(killed), "encrypted": encrypted, "members": members}
@@ -135,7 +137,7 @@ class Runner:
 def queue() -> None:
     """A queue that actors of all nodes begin at once."""
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-    runners = [Runner.options(**pinned(node)).remote() for node in nodes]
+    runners = [placed(Runner, node) for node in nodes]
     ray.get([runner.put.remote(f"k{number}") for number, runner in enumerate(runners)])
     told = {"got": ray.get([runner.got.remote() for runner in runners]), "peers": len(pids())}
     told |= {"child": ray.get(runners[-1].got_by_a_child.remote())}

@@ -25,6 +25,7 @@ pytest.importorskip("omegaconf", reason="make test installs it")
 pytest.importorskip("dataplane_transfer_queue", reason="make test installs it")
 
 from dataplane_transfer_queue.nemo_rl import DataPlaneClient, KVBatchMeta  # noqa: E402
+from tests.end_to_end.conftest import line  # noqa: E402
 from tests.processes import all_ending  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -108,7 +109,7 @@ def test_a_step_goes_through_two_workers_and_the_next_one_uses_the_same_names(
             fields = batch(input_ids=jagged(*range(1, 9)))
             put = client.put_samples(ids, "train", fields, tags)
             assert put.size == 8 and put.fields == ["input_ids"] and put.tags == tags
-            told = [json.loads(worker.stdout.readline()) for worker in workers]
+            told = [json.loads(line(worker)) for worker in workers]
             claimed = [id for ids, _, _ in told for id in ids]
             assert sorted(claimed) == ids and all(len(ids) == 4 for ids, _, _ in told)
             assert sorted(sum((lengths for _, lengths, _ in told), [])) == list(range(1, 9))

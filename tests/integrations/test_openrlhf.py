@@ -23,7 +23,8 @@ pytest.importorskip("omegaconf", reason="make test installs it")
 
 import dataplane  # noqa: E402
 from dataplane.integrations.openrlhf import Empty, Full, Queue  # noqa: E402
-from tests.end_to_end.conftest import environment, running  # noqa: E402
+from tests.cluster import environment  # noqa: E402
+from tests.end_to_end.conftest import running  # noqa: E402
 from tests.processes import ending  # noqa: E402
 
 ROOT = Path(__file__).parents[2]

@@ -107,11 +107,11 @@ def test_transfer_queues_own_tests_pass_but_for_what_differs(name: str) -> None:
         plugin = ["-c", os.devnull, "-p", "transfer_queue_own", "-p", "no:cacheprovider"]
         plugin += ["-o", "asyncio_mode=auto"]
         done = played(folder, "-m", "pytest", "-q", "-rA", *plugin, str(TESTS / name))
-    ended = dict(
-        reversed(line.split(" - ")[0].split(maxsplit=1))
-        for line in done.stdout.splitlines()
-        if re.match("(PASSED|FAILED|ERROR) ", line)
-    )
+    ended: dict[str, str] = {}
+    for line in done.stdout.splitlines():
+        if re.match("(PASSED|FAILED|ERROR) ", line):
+            how, test = line.split(" - ")[0].split(maxsplit=1)
+            ended[test] = how
     failed = {test.split("::")[-1].split("[")[0] for test, how in ended.items() if how != "PASSED"}
     ours = {test.split("::")[-1].split("[")[0] for test in ended}
     assert len(ended) > 2 and failed == ours & {*FAIL}, done.stdout[-3000:] + done.stderr[-1000:]

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ def told(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if value.is_nested and value.layout == torch.jagged:
             rows = [part.tolist() for part in value.unbind()]
-            return {"jagged": rows, "dtype": str(value.dtype), "in": value._ragged_idx}
+            return {"jagged": rows, "dtype": str(value.dtype), "in": value._ragged_idx}  # type: ignore[attr-defined]
         if value.is_nested:
             return {"strided": [part.tolist() for part in value.unbind()]}
         return {"dense": value.tolist(), "dtype": str(value.dtype)}
@@ -542,11 +543,11 @@ def rows_are_streamed(tq: Any, p: str) -> Any:
     loader.reset()
     rows = sorted(row for batch, _ in seen for row in told(batch["x"])["jagged"])
     sizes = [size for _, size in seen]
-    wrong = [error(lambda a=a: tq.StreamingDataset(*a)) for a in BAD]
+    wrong = [error(partial(tq.StreamingDataset, *a)) for a in BAD]
     return rows, sizes, len(loader.get_buffer()), wrong
 
 
-BAD = [
+BAD: list[tuple[Any, ...]] = [
     ({}, 1, 0, ["x"], "p", "t", 0),
     ({}, 1, 1, [], "p", "t", 0),
     ({}, 1, 1, ["x"], "p", "t", -1),
@@ -575,7 +576,7 @@ def a_checkpoint_brings_rows_back(tq: Any, p: str) -> Any:
 def main(module: str) -> None:
     tq = importlib.import_module(module)
     CONFIGURATION["made"] = tq.init(CONFIGURATION)
-    found = {name: error(lambda c=call, n=name: c(tq, n)) for name, call in SCENARIOS.items()}
+    found = {name: error(partial(call, tq, name)) for name, call in SCENARIOS.items()}
     tq.close()
     print("RESULTS " + json.dumps(found))
 

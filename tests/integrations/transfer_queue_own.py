@@ -28,7 +28,8 @@ class Controller:
         """Of a `StreamingDataset`, which finds the job's queue without."""
 
     def list_partitions(self) -> list[str]:
-        return self.client.get_partition_list()
+        partitions: list[str] = self.client.get_partition_list()
+        return partitions
 
     def clear_partition(self, name: str) -> None:
         self.client.clear_partition(name)

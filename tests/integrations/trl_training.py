@@ -51,7 +51,7 @@ def model() -> Qwen2ForCausalLM:
     )
 
 
-class Weights(TrainerCallback):
+class Weights(TrainerCallback):  # type: ignore[misc]
     """Those of each step in a folder, whole or not at all."""
 
     def __init__(self, folder: Path) -> None:
@@ -74,12 +74,13 @@ def worker(folder: Path, dies: bool) -> None:
             if dies and made:
                 os.kill(os.getpid(), signal.SIGKILL)
             (wanted,) = set(batch.tags["version"])
+            assert isinstance(wanted, int)
             if wanted != version:
                 network.load_state_dict(torch.load(folder / f"weights-{wanted}"))
                 version = wanted
             answers = [answer(network, words(prompt)["input_ids"]) for prompt in batch["prompt"]]
             made.append([version, len(batch)])
-            batch.add(**{name: [one[name] for one in answers] for name in answers[0]})
+            batch.add({name: [one[name] for one in answers] for name in answers[0]})
             batch.add(by=[os.getpid()] * len(batch))
     print(json.dumps(made))
 

@@ -122,7 +122,7 @@ class Actor:
     def ready(self) -> bool:
         return True
 
-    @tqbridge()
+    @tqbridge()  # type: ignore[untyped-decorator]
     def compute_log_prob(self, data: TensorDict) -> TensorDict:
         assert data["temperature"] == 1.0
         rows = [ids.float() / 100 for ids in data["input_ids"].unbind()]
@@ -134,7 +134,7 @@ class Actors:
     """As much of a worker group as the trainer needs: each gets its chunk."""
 
     def __init__(self) -> None:
-        self.workers = [Actor.remote() for _ in range(2)]
+        self.workers = [Actor.remote() for _ in range(2)]  # type: ignore[attr-defined]
         ray.get([worker.ready.remote() for worker in self.workers])
         self._dispatch_info = {"actor": [0, 1]}
 

@@ -18,7 +18,7 @@ from dataplane.client.deadline import Deadline
 from dataplane.client.session.outgoing import Call
 from dataplane.metadata.tables.names import hash_names
 from dataplane.wire import layouts
-from dataplane.wire.layouts import ColumnSpec
+from dataplane.wire.layouts import OPEN, ColumnSpec
 from dataplane.wire.messages import Put
 from dataplane.wire.records import EXTENT, column
 from dataplane.wire.tables import INLINE, Chunk, Piece, Rows, Values
@@ -132,6 +132,17 @@ def test_every_way_to_read_a_corrupt_value_names_its_row(
     said = capsys.readouterr().err
     assert f"field 'x': the value of row {key!r} is corrupt" in said
     assert not (tmp_path / "out").exists()
+    part.drop()
+
+
+def test_a_shape_that_numpy_lacks_is_a_corrupt_value_of_its_row(plane: Plane) -> None:
+    """Torch has it."""
+    part = plane.partition("p", free="drop")
+    layout = layouts.encode((ColumnSpec("array", "int64", (OPEN, OPEN, 0)),))
+    store(plane, "p", layout, b"\0\0\0\x80" * 4 + bytes(48))
+    rows = part.get(keys=["k", "l"])
+    for how in ("iterating", "an index", "get", "numpy", "arrow"):
+        names_the_row(doors(rows)[how], "k", "2147483648, 2147483648, 0")
     part.drop()
 
 

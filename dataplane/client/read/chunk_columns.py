@@ -111,7 +111,7 @@ class ChunkColumn(msgspec.Struct, eq=False):
         spec, flat = self.spec, self._flat
         if flat is None:
             if spec.unit_shape is None:
-                return map(self.array, range(first, last))
+                return [self.array(row) for row in range(first, last)]
             flat = self._flat = self._over((self.bounds[-1], *spec.unit_shape))
         if spec.width:
             if self.rows == 1:

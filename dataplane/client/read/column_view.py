@@ -298,10 +298,14 @@ class ColumnView(Sequence[Any]):
         with the same dtype and shape."""
         if self.uniform is None:
             return None
-        dtype, shape = self.uniform
         memory = _side_by_side(self.spans())
-        if memory is None:
-            return None
+        return None if memory is None else self.stacked(memory)
+
+    def stacked(self, memory: Memory | None = None) -> Array:
+        """Return an array [n, ...] over this memory, or over new memory, for rows that share one
+        dtype and shape."""
+        assert self.uniform is not None
+        dtype, shape = self.uniform
         try:
             return np.ndarray((len(self), *shape), dtype, memory)
         except ValueError as exc:  # an axis is longer than NumPy allows, and another one is 0

@@ -104,9 +104,7 @@ def numbers_of(values: list[Any]) -> Array | None:
 
 def _dense(column: ColumnView) -> Array:
     """A private copy [n, ...] of a uniform column."""
-    assert column.uniform is not None
-    dtype, shape = column.uniform
-    array = np.empty((len(column), *shape), dtype)
+    array = column.stacked()
     if array.size:
         column.pack(array.reshape(-1).view(np.uint8))
     return array

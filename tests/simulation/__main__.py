@@ -71,9 +71,9 @@ def _in_processes(first: int, seeds: int, jobs: int, seconds: float) -> int:
 def _place(record: logging.LogRecord) -> bool:
     """At which machine, and when, as the story counts."""
     loop = asyncio._get_running_loop()
-    known = isinstance(loop, VirtualLoop)
-    record.when = loop.now - START_S if known else 0.0
-    record.where = loop.current.name if known else "-"
+    virtual = loop if isinstance(loop, VirtualLoop) else None
+    record.when = virtual.now - START_S if virtual else 0.0
+    record.where = virtual.current.name if virtual else "-"
     return True
 
 

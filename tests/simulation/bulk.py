@@ -59,7 +59,9 @@ class SimulatedEngine:
         def serve() -> None:
             named = np.zeros(len(copies), RANGE)
             named["range"], named["generation"] = copies["range"], copies["generation"]
-            pin, places = owner.pulls.pin(named)
+            pinned = owner.pulls.pin(named)
+            assert isinstance(pinned, tuple), "a simulated arena reads nothing back from a disk"
+            pin, places = pinned
             takes_s = network.delay() + nbytes * network.byte_s
             network.bulk_until = max(network.bulk_until, loop.now + takes_s)
             loop.call_on(machine, takes_s, send, pin, places)

@@ -67,7 +67,7 @@ class Line:
 
     def _connected(self) -> None:
         if self._door.is_open:
-            self._served.connection_made(self)
+            self._served.connection_made(self)  # type: ignore[arg-type]
         else:
             self._closed = True
             self.break_off()

@@ -13,8 +13,9 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor
 from contextvars import Context
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 STEP_S = 2e-6
 """What one callback takes. Not nothing, or a task that never waits would stop time."""
@@ -24,6 +25,16 @@ log = logging.getLogger(__name__)
 
 START_S = 1000.0
 """What the clock says at first: not 0, which would pass for "never"."""
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+if TYPE_CHECKING:
+    # A simulation needs few methods of a loop. To a type checker the class of all of them is
+    # abstract, and this one is not.
+    Loop = asyncio.BaseEventLoop
+else:
+    Loop = asyncio.AbstractEventLoop
 
 
 class Machine:
@@ -58,7 +69,7 @@ class NumberedTask(asyncio.Task[Any]):
         return self.number
 
 
-class VirtualLoop(asyncio.AbstractEventLoop):
+class VirtualLoop(Loop):
     def __init__(self) -> None:
         self.now = START_S
         self.steps = 0
@@ -99,7 +110,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return self.now + self.current.ahead_s
 
     def call_soon(
-        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
         handle = asyncio.Handle(callback, args, self, context)
         self.current.ready.append((next(self._numbers), handle))
@@ -110,8 +121,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def call_later(
         self,
         delay: float,
-        callback: Callable[..., object],
-        *args: Any,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
         return self.call_at(self.time() + delay, callback, *args, context=context)
@@ -119,8 +130,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def call_at(
         self,
         when: float,
-        callback: Callable[..., object],
-        *args: Any,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
         handle = asyncio.TimerHandle(when, callback, args, self, context)
@@ -133,7 +144,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def create_future(self) -> asyncio.Future[Any]:
         return asyncio.Future(loop=self)
 
-    def create_task(self, coro: Any, *, name: str | None = None, context: Any = None) -> Any:
+    def create_task(self, coro: Any, *, name: Any = None, context: Any = None) -> NumberedTask:
         task = NumberedTask(coro, loop=self, name=name, context=context)
         task.number = next(self._numbers)
         self.tasks[task] = self.current
@@ -143,10 +154,12 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self.tasks.pop(task, None)
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
+    def run_in_executor(
+        self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts
+    ) -> asyncio.Future[T]:
         raise AssertionError("nothing simulated runs in a thread")
 
-    def add_reader(self, fd: Any, callback: Callable[..., object], *args: Any) -> None:
+    def add_reader(self, fd: Any, callback: Callable[[*Ts], Any], *args: *Ts) -> None:
         raise AssertionError("nothing simulated has a descriptor")
 
     def remove_reader(self, fd: Any) -> bool:
@@ -205,7 +218,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                 number = ready[0][0]
                 if chosen is None or best_due > now or number < best_number:
                     best_due, best_number, chosen, by_timer = now, number, machine, False
-            while timers and timers[0][2]._cancelled:  # type: ignore[attr-defined]
+            while timers and timers[0][2]._cancelled:
                 heapq.heappop(timers)
             if timers:
                 when, number, _ = timers[0]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 
 from dataplane.memory.space import Space
-from dataplane.metadata.shard.claim_queue import ClaimQueue, Outcome
+from dataplane.metadata.shard.claim_queue import ClaimQueue
 from dataplane.peer.shards import retries
 from dataplane.peer.shards.references import References
 from dataplane.wire.messages import Claim, Claimed, Want
@@ -100,8 +100,7 @@ def test_a_put_stands_where_waking_the_claim_of_another_client_fails(place: int)
         consumers = [_role(cluster, ledger, Consumer, 1, f"consumer{n}") for n in range(2)]
         waiting = [asyncio.ensure_future(_claim(one, GROUP_ROWS)) for one in consumers]
         await asyncio.sleep(1.0)
-        serving: Iterator[Outcome] | Any = lambda queue, *_: len(queue) > 0  # noqa: E731
-        with _Failing(ClaimQueue, "serve", 2, serving) as failing:
+        with _Failing(ClaimQueue, "serve", 2, lambda queue, *_: len(queue) > 0) as failing:
             for number in range(2):
                 await _puts(producer, number)
             began = cluster.loop.now

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import pytest
@@ -28,7 +28,7 @@ MANY = 16
 """Groups of one put."""
 
 
-def _began(seed: int, peers: int, replicas: int = 1) -> tuple[Cluster, Ledger, list[str]]:
+def _began(seed: int, peers: int, replicas: Literal[1, 2] = 1) -> tuple[Cluster, Ledger, list[str]]:
     wrong = list[str]()
     definition = Definition({"train": ["x"]}, GROUP_ROWS, free="acked", replicas=replicas)
     return Cluster(VirtualLoop(), random.Random(seed), peers), Ledger("", definition, wrong), wrong
@@ -101,7 +101,8 @@ def test_an_owner_that_was_cut_off_for_long_hears_of_what_was_freed_meanwhile() 
 
         async def claimed() -> m.Claimed:
             body = m.Claim(consumer.partition, consumer.generation, "train", want, ["x"])
-            return await consumer.client.call(body, m.Claimed, 5.0)
+            reply: m.Claimed = await consumer.client.call(body, m.Claimed, 5.0)
+            return reply
 
         lease = (await consumer._patiently(claimed)).lease
         cluster.network.cut(primary.machine, owner.machine)
@@ -127,7 +128,7 @@ class _Inline(Producer):
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize(("peers", "at"), [(2, 0), (2, 1), (4, 1)])
 def test_a_record_that_takes_long_to_reach_the_backup_leaves_it_in_sync(
-    peers: int, at: int, replicas: int
+    peers: int, at: int, replicas: Literal[1, 2]
 ) -> None:
     """The primary asked the backup on the same stream whether it still serves. The reply came
     after the record, so the backup was removed from the in-sync set, and the new roster refused
@@ -158,7 +159,7 @@ def test_a_record_that_takes_long_to_reach_the_backup_leaves_it_in_sync(
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize(("peers", "at"), [(2, 0), (2, 1), (4, 1)])
 def test_a_record_that_takes_too_long_goes_on_without_the_backup(
-    peers: int, at: int, replicas: int, stays_slow: bool
+    peers: int, at: int, replicas: Literal[1, 2], stays_slow: bool
 ) -> None:
     """The backup confirms all the while that it takes over nothing. stays_slow: each attempt timed
     out before the record arrived, and its successor arrived later still."""

@@ -15,6 +15,7 @@ from dataplane.metadata.roster.authority import Authority
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.claim_queue import ClaimQueue
 from dataplane.metadata.shard.store import Store
+from dataplane.wire.journal import Unit
 from dataplane.wire.messages import Claim, Want
 from dataplane.wire.peering import Beat
 from dataplane.wire.tables import Definition, Owner
@@ -152,8 +153,9 @@ def test_a_claim_that_waits_for_what_is_there_or_elsewhere_is_wrong_where_nothin
 
 def test_a_claim_is_behind_what_the_shard_has_before_it_while_somebody_waits_for_that() -> None:
     queue = ClaimQueue(stores.store(stages={"s": ["tokens"]}), "s")
-    for number, want in ((1, "groups"), (2, "groups"), (3, "rows")):
-        queue.add(waiting(number, Want(want, 1, 1), holder=number, since=float(number)))
+    units: list[Unit] = ["groups", "groups", "rows"]
+    for number, unit in enumerate(units, 1):
+        queue.add(waiting(number, Want(unit, 1, 1), holder=number, since=float(number)))
     queue.add(waiting(2, Want("groups", 1, 1), holder=2, since=2.5))  # repeated, in its place
     assert [_is_behind(queue, one, {1, 2, 3}) for one in (1, 2, 3)] == [False, True, True]
     assert [_is_behind(queue, one, {2, 3}) for one in (2, 3)] == [False, True]

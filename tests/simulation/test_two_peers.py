@@ -28,9 +28,7 @@ IN_SYNC_S = 10.0
 class _Inline(Producer):
     """All that it puts is in the shard and its copy."""
 
-    async def write(
-        self, field: str, keys: list[bytes], nbytes: int, known: bool
-    ) -> tuple[Values, bytes]:
+    async def write(self, field: str, keys: list[bytes], nbytes: int, known: bool) -> Values:
         return self.inline(field, keys, nbytes)
 
 

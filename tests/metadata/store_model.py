@@ -226,13 +226,13 @@ class Model:
             if plain and any(has) and not all(has):
                 errors.add(FieldExists)
         for number, count in joining.items():
-            group = self.groups.get(number)
-            expected = group.expected if group else self.group_size
-            if group is None and number in self.dropped_groups:
+            joined = self.groups.get(number)
+            expected = joined.expected if joined else self.group_size
+            if joined is None and number in self.dropped_groups:
                 errors.add(RowsDropped)
-            if group and group.closed:
+            if joined and joined.closed:
                 errors.add(GroupClosed)
-            if expected is not None and (group.seen if group else 0) + count > expected:
+            if expected is not None and (joined.seen if joined else 0) + count > expected:
                 errors.add(GroupClosed)
         return errors
 

@@ -114,7 +114,8 @@ def numbers(values: Values, rows: int) -> dict[str, list[int | bytes | None]]:
     return found
 
 
-def named(keys: list[Name], groups: list[Name | None] | None = None) -> Rows:
+def named(keys: Sequence[Name], groups: Sequence[Name | None] | None = None) -> Rows:
+    keys = list(keys)
     if groups is None:
         return Rows(names.hash_names(keys), keys)
     table = list(dict.fromkeys(group for group in groups if group is not None))
@@ -130,8 +131,8 @@ def named(keys: list[Name], groups: list[Name | None] | None = None) -> Rows:
 
 def put(
     to: Store,
-    keys: list[Name],
-    groups: list[Name | None] | None = None,
+    keys: Sequence[Name],
+    groups: Sequence[Name | None] | None = None,
     fields: tuple[str, ...] = ("tokens",),
     nbytes: int = 8_192,
     **tags: Any,

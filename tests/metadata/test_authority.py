@@ -90,6 +90,7 @@ def test_shards_taken_over_are_learners_until_the_heirs_backup_has_them() -> Non
     sync(made, B, C, D)
     mine = shards(made, B)
     heir, _ = made.roster.backup_of(B)
+    assert heir is not None
     own = shards(made, heir)
     next_heir, _ = made.roster.backup_of(heir)
     made.lost(Owner(B, 2))
@@ -121,6 +122,7 @@ def test_a_restarted_peer_returns_as_an_empty_member_and_gets_empty_shards() -> 
     sync(made, B, C, D)
     had = shards(made, B)
     heir, _ = made.roster.backup_of(B)
+    assert heir is not None
     made.beat(Owner(B, 22), (0, 1), Beat())
     assert made.roster.has(Owner(B, 22)) and not made.roster.has(Owner(B, 2))
     assert not shards(made, B) and had <= shards(made, heir)

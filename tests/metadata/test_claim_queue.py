@@ -22,9 +22,11 @@ from dataplane.metadata.shard.claim_queue import KEEP_AFTER_S, ClaimQueue, Outco
 from dataplane.metadata.shard.store import Store
 from dataplane.wire.events import Reason
 from dataplane.wire.messages import Claimed, Finish, Want
-from dataplane.wire.tables import Owner, Shape
+from dataplane.wire.tables import Name, Owner, Shape
 from tests.metadata.stores import Column, finish, keys_of, named, put, store, values, waiting, wrote
 
+Shown = tuple[int, list[Name] | type[DataplaneError]]
+"""A claim, and its keys or why it is over."""
 EVEN: list[object] = ["eq", "even", True]
 
 
@@ -40,7 +42,12 @@ def raised(shard: Shard, act: Callable[[], object]) -> list[tuple[int, Any]]:
     """What became of claims, with their errors."""
     told: list[tuple[int, Any]] = []
     shown = shard.shown
-    shard.shown = lambda outcome: told.append((outcome[0].number, outcome[1]))  # type: ignore[method-assign]
+
+    def note(outcome: Outcome) -> Shown:
+        told.append((outcome[0].number, outcome[1]))
+        return shown(outcome)
+
+    shard.shown = note  # type: ignore[method-assign]
     act()
     shard.shown = shown  # type: ignore[method-assign]
     return told
@@ -56,28 +63,28 @@ class Shard:
         self.keep = True
         self.now = 0.0
 
-    def put(self, first: int, count: int = 1, peer: str = "a", **tags: object) -> list[object]:
+    def put(self, first: int, count: int = 1, peer: str = "a", **tags: object) -> list[Shown]:
         keys = list(range(first, first + count))
         even = {"even": [key % 2 == 0 for key in keys]}
         columns = [Column("tokens", values(count, first=first))]
-        self.store.put(wrote(named(keys), columns, [Owner(peer, 7)], {**even, **tags}))  # type: ignore[arg-type,dict-item]
+        self.store.put(wrote(named(keys), columns, [Owner(peer, 7)], {**even, **tags}))  # type: ignore[dict-item]
         return self.serve()
 
     def claim(
         self, number: int, want: Want, peer: str = "a", since: float = 0.0, most_bytes: int = 0
-    ) -> list[object]:
+    ) -> list[Shown]:
         self.queue.add(waiting(number, want, peer=peer, since=since, most_bytes=most_bytes))
         return self.serve()
 
-    def seal(self) -> list[object]:
+    def seal(self) -> list[Shown]:
         self.store.seal()
         return self.serve()
 
-    def serve(self) -> list[object]:
+    def serve(self) -> list[Shown]:
         """(claim, keys) of each that was met, (claim, why) of each that is over."""
         return [self.shown(one) for one in self.queue.serve(self.now, self.keep)]
 
-    def shown(self, outcome: Outcome) -> object:
+    def shown(self, outcome: Outcome) -> Shown:
         claim, what = outcome
         if isinstance(what, DataplaneError):
             return claim.number, type(what)
@@ -149,7 +156,7 @@ def test_a_sealed_partition_meets_with_less_and_then_ends() -> None:
     shard.put(0, 4)
     shard.claim(1, rows(8))
     shard.claim(2, rows(8))
-    ((met, keys),) = shard.seal()  # type: ignore[misc]
+    ((met, keys),) = shard.seal()
     assert (met, keys) == (1, [0, 1, 2, 3])
     (lease,) = shard.store.leases
     shard.store.finish(Finish(lease.number, "ack"))
@@ -366,14 +373,14 @@ def test_a_claim_that_moves_here_goes_where_its_age_puts_it() -> None:
     for number, since in ((1, 5.0), (2, 8.0), (3, 2.0), (4, 6.0)):
         shard.claim(number, rows(1), since=since)
     assert [shard.queue.before(number) for number in (3, 1, 4, 2)] == [0, 1, 2, 3]
-    assert [number for number, _ in shard.put(0, 4)] == [3, 1, 4, 2]  # type: ignore[misc]
+    assert [number for number, _ in shard.put(0, 4)] == [3, 1, 4, 2]
 
 
 def test_claims_of_several_filters_are_met_in_the_order_in_which_they_came() -> None:
     shard = Shard()
     for number, where in ((1, None), (2, EVEN), (3, EVEN), (4, None)):
         shard.claim(number, rows(2, where=where), since=float(number))
-    assert [number for number, _ in shard.put(0, 12)] == [1, 2, 3, 4]  # type: ignore[misc]
+    assert [number for number, _ in shard.put(0, 12)] == [1, 2, 3, 4]
 
 
 def test_a_claim_of_nothing_or_by_no_filter_is_refused() -> None:

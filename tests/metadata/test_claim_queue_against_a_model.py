@@ -238,7 +238,7 @@ class Walk:
         tags: dict[str, Any] = {"even": [row % 2 == 0 for row in rows], "length": lengths}
         columns = [Column("tokens", values(len(rows), first=rows[0]))]
         groups = None if group is None else [group.name] * len(rows)
-        keys = named(list(rows), groups)  # type: ignore[arg-type]
+        keys = named(list(rows), groups)
         self.store.put(wrote(keys, columns, [Owner("a", 7)], tags))
         self.model.lengths |= dict(zip(rows, lengths, strict=True))
         self.model.put(rows, group)

@@ -451,7 +451,7 @@ def test_damaged_operations_fit_or_are_refused_and_nothing_else() -> None:
                     damaged[chance.randrange(len(damaged))] = chance.randrange(256)
                 other = Store("step-1", s.definition, 1)
                 try:
-                    for one in [*ops[:at], decode(damaged), *ops[at + 1 :]]:
+                    for one in [*ops[:at], decode(bytes(damaged)), *ops[at + 1 :]]:
                         apply(other, one)
                 except ProtocolError:
                     continue

@@ -11,7 +11,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -47,6 +47,11 @@ STAGES = {"s1": ["a"], "s2": ["a", "b"]}
 FIELDS = ["a", "a", "b", "c"]
 SHAPES = [Shape(1), Shape(2), Shape(2, balance="v"), Shape(1, unit="groups")]
 STEPS = 120
+
+
+End = Literal["ack", "release", "drop", "keep", "leave"]
+ENDS: list[End] = ["ack", "ack", "ack", "release", "release", "drop", "keep"]
+MEMBER_ENDS: list[End] = ["ack", "ack", "release", "leave"]
 
 
 class Story:
@@ -261,7 +266,7 @@ class Story:
         if self.any.random() < 0.5:
             left = self.some(left, 3)
             index = np.array(left, "<u4").tobytes()
-        outcome = self.any.choice(["ack", "ack", "ack", "release", "release", "drop", "keep"])
+        outcome = self.any.choice(ENDS)
         op = Finish(lease.number, outcome, index)
         if self.any.random() < 0.5 and outcome != "drop":
             op.values = self.values(len(left))
@@ -290,7 +295,7 @@ class Story:
         if not members:
             return
         member = self.any.choice(members)
-        what = self.any.choice(["ack", "ack", "release", "leave"])
+        what = self.any.choice(MEMBER_ENDS)
         self.store.finish(Finish(member.number, what))
 
     def do_drop(self) -> None:

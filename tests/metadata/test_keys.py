@@ -14,7 +14,7 @@ from dataplane.metadata.shard.index import KeyIndex
 from dataplane.metadata.tables.bits import all_of
 from dataplane.metadata.tables.keys import KeyRun, keys_in, records_of, run_in, some_of
 from dataplane.metadata.tables.names import format_minted_many, hash_names, mint_many
-from dataplane.metadata.tables.pieces import Pieces
+from dataplane.metadata.tables.pieces import Pieces, shape_of
 from dataplane.wire.messages import Finish, Want
 from dataplane.wire.tables import Rows
 from tests.metadata.stores import Column, put, store, take, values, wrote
@@ -75,7 +75,7 @@ def test_the_index_finds_what_a_dict_of_all_keys_finds(seed: int) -> None:
             kept = index.kept(run or keys, minted=keys[0] not in given)
             assert list(kept) == keys
             count = len(keys)
-            block = Block(step, kept, count, all_of(count), b"", Pieces(count))
+            block = Block(step, kept, count, all_of(count), b"", Pieces(shape_of(count, ())))
             index.add(block)
             blocks.append(block)
             model |= dict.fromkeys(keys, block)

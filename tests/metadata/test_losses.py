@@ -27,7 +27,7 @@ def test_the_oldest_names_go_first_and_are_counted() -> None:
 
 def test_many_names_come_in_messages_of_bounded_size() -> None:
     lost = LostNames()
-    lost.note(range(MAX_LOST_PER_MESSAGE + 1))  # type: ignore[arg-type]
+    lost.note(range(MAX_LOST_PER_MESSAGE + 1))
     first, number, _ = lost.after(0)
     assert len(first) == number == MAX_LOST_PER_MESSAGE
     assert lost.after(number) == ([MAX_LOST_PER_MESSAGE], number + 1, 0)

@@ -64,7 +64,7 @@ def piece(
     given: int,
     first: int = 0,
     at: tuple[int, ...] | None = None,
-) -> Piece:
+) -> Piece[Chunk]:
     """A piece of a message."""
     return Piece(chunk, fields, given, given, first, at, "", base)
 
@@ -79,7 +79,7 @@ class Message:
 
     def __init__(self, draw: st.DrawFn, count: int, first_number: int) -> None:
         self.chunks: list[Chunk] = []
-        self.pieces: list[Piece] = []
+        self.pieces: list[Piece[Chunk]] = []
         self.cells: Cells = {}
         self.numbers: dict[int, int] = {}
         fields = list(draw(st.permutations(FIELDS)))[: draw(st.integers(0, len(FIELDS)))]
@@ -123,6 +123,7 @@ def messages(draw: st.DrawFn, count: int, first_number: int = 0) -> Message:
     return Message(draw, count, first_number)
 
 
+@st.composite
 def parts_of(draw: st.DrawFn, count: int) -> list[Sequence[int]]:
     """The rows of a message as they become blocks: runs, and groups that lie between each other."""
     owner = [draw(st.integers(0, 3)) for _ in range(count)]
@@ -140,7 +141,7 @@ def parts_of(draw: st.DrawFn, count: int) -> list[Sequence[int]]:
 def test_a_message_is_divided_into_blocks(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 24))
     message = data.draw(messages(count))
-    parts = parts_of(data.draw, count)
+    parts = data.draw(parts_of(count))
     divisions = split(message.pieces, new_blocks(parts))
     assert [one.count for one in divisions] == [len(rows) for rows in parts]
     for rows, mine in zip(parts, divisions, strict=True):
@@ -173,7 +174,7 @@ def test_rows_of_many_blocks_that_exist_get_their_values_in_any_order(data: st.D
     message = data.draw(messages(count))
     parts = [
         (data.draw(st.permutations(rows)), data.draw(st.permutations(range(24)))[: len(rows)], 24)
-        for rows in parts_of(data.draw, count)
+        for rows in data.draw(parts_of(count))
     ]
     for (at, rows, _), mine in zip(parts, split(message.pieces, parts), strict=True):
         assert cells_of(mine, message.numbers) == {

@@ -26,6 +26,7 @@ from dataplane.errors import (
 )
 from dataplane.metadata.shard import inspection, puts, rows_out
 from dataplane.metadata.tables.names import format_minted, parse_minted
+from dataplane.wire.journal import Unit
 from dataplane.wire.messages import Finish, Want
 from dataplane.wire.tables import Shape
 from tests.metadata.observed import accounts
@@ -185,7 +186,7 @@ class StoreMachine(Model, RuleBasedStateMachine):
     def take(
         self,
         stage: str,
-        unit: str,
+        unit: Unit,
         count: int,
         least: int,
         sealed: bool,
@@ -206,7 +207,11 @@ class StoreMachine(Model, RuleBasedStateMachine):
         for i, key in enumerate(keys):
             mine = {name: column[i] for name, column in found.items() if column[i]}
             assert mine == self.rows[key].seen_by(stage)
-        picked = list(dict.fromkeys(k if unit == "rows" else self.rows[k].group for k in keys))
+        picked: dict[int, None] = {}
+        for key in keys:
+            one = key if unit == "rows" else self.rows[key].group
+            assert one is not None
+            picked[one] = None
         assert len(picked) == taken.units
         assert set(picked) <= ready.keys()
         if not filtered:
@@ -479,7 +484,8 @@ class StoreMachine(Model, RuleBasedStateMachine):
     def counts_agree(self) -> None:
         assert len(self.store) == len(self.rows)
         assert self.store.closed_groups == self.made
-        units = {"rows": self.rows.values(), "groups": self.groups.values()}
+        units: dict[str, list[Row | Group]]
+        units = {"rows": [*self.rows.values()], "groups": [*self.groups.values()]}
         for stage, where, unit in itertools.product(STAGES, (None, WHERE), units):
             states = Counter(one.state[stage] for one in units[unit])
             ready = len(self.ready(stage, unit, where is not None))

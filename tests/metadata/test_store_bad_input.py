@@ -157,7 +157,11 @@ def test_a_bad_put_is_refused_and_changes_nothing(
     s = store(group_size=2)
     put(s, [0, 10, 11], ["short", "full", "full"])
     before = (inspection.stats(s), s.counts("reward"))
-    given = {"rows": named([1, 2], ["p", "p"]), "values": of("tokens"), "tags": {}} | changes
+    given: dict[str, Any] = {
+        "rows": named([1, 2], ["p", "p"]),
+        "values": of("tokens"),
+        "tags": {},
+    } | changes
     with pytest.raises(error):
         s.put(Put("p", 1, **given))
     assert (inspection.stats(s), s.counts("reward")) == before

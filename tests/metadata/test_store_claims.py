@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -17,9 +15,10 @@ from dataplane.metadata.shard import rows_out
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.shard.takes import LOCAL_UNITS, PullCredit, Taken
 from dataplane.metadata.tables.bits import all_of, bytes_of, rows_of
+from dataplane.wire.journal import Unit
 from dataplane.wire.limits import MAX_FRAME_BYTES
 from dataplane.wire.messages import Finish, Want
-from dataplane.wire.tables import Chunk, Owner, Piece, Values
+from dataplane.wire.tables import Chunk, Name, Owner, Piece, Values
 from tests.metadata.stores import (
     INLINE_AT,
     OWNERS,
@@ -230,6 +229,7 @@ def test_rows_dropped_while_leased_are_passed_over() -> None:
     taken = take(s, "reward", Want("rows", 2, 2))
     s.drop(rows=named([1]))
     put(s, [3])  # in the slot of the dropped row
+    assert taken.lease is not None
     with pytest.raises(RowsGone):
         rows_out.table(s, taken.lease)
     s.freed()
@@ -244,11 +244,13 @@ def test_rows_dropped_while_leased_are_passed_over() -> None:
 def at(peer: str, s: Store, keys: list[int], groups: list[int] | None = None) -> None:
     """Rows whose tokens lie at a peer."""
     columns = [Column("tokens", values(len(keys), first=keys[0]))]
-    s.put(wrote(named(list(keys), groups and list(groups)), columns, [Owner(peer, 7)], {}))
+    s.put(wrote(named(keys, groups), columns, [Owner(peer, 7)], {}))
 
 
-def claimed(s: Store, peer: str, count: int, unit: str = "rows", stage: str = "reward") -> Any:
-    want = Want(unit, count, count)  # type: ignore[arg-type]
+def claimed(
+    s: Store, peer: str, count: int, unit: Unit = "rows", stage: str = "reward"
+) -> list[Name]:
+    want = Want(unit, count, count)
     return keys_of(s, take(s, stage, want, credit=PullCredit(peer, 1 << 30)))
 
 

@@ -24,7 +24,17 @@ from dataplane.metadata.shard import inspection, rows_out
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables import names, tags
 from dataplane.wire.messages import Finish, Put, Want
-from dataplane.wire.tables import Change, Chunk, Definition, Owner, Piece, Rows, Values
+from dataplane.wire.tables import (
+    Change,
+    Chunk,
+    Definition,
+    Name,
+    Owner,
+    Piece,
+    Rows,
+    Scalar,
+    Values,
+)
 from tests.metadata import observed
 from tests.metadata.stores import (
     OWNERS,
@@ -69,7 +79,8 @@ def test_a_late_put_of_a_dropped_row_or_group_learns_it() -> None:
     s = store(group_size=8)
     put(s, [1], ["p"])
     s.drop(groups=["p"])
-    for keys, groups in ([[1], None], [[2], ["p"]]):
+    again: list[tuple[list[Name], list[Name | None] | None]] = [([1], None), ([2], ["p"])]
+    for keys, groups in again:
         with pytest.raises(RowsDropped) as caught:
             put(s, keys, groups)
         assert "dropped" in str(caught.value)
@@ -318,7 +329,7 @@ def test_a_row_costs_less_than_500_bytes_of_metadata() -> None:
         chunks = [Chunk(0, 1 + turn * count + at, 8, 9_000, 0) for at in range(0, count, 8)]
         pieces = [Piece(at, (0, 1, 2, 3), 8 * at, b"\xff") for at in range(len(chunks))]
         brings = Values(["tokens", "reward", "x", "y"], OWNERS, [b"layout"], chunks, pieces)
-        tags = {"version": [turn], "length": list(range(count))}
+        tags: dict[str, list[Scalar]] = {"version": [turn], "length": list(range(count))}
         s.put(Put("p", 1, rows, brings, tags))
     assert inspection.stats(s)["bytes_per_row"] < 500
     assert repr(s) == ("<Store 'step-1' generation 1, open: 196608 rows, 24576 groups, 0 leases>")

@@ -13,7 +13,7 @@ from dataplane.errors import Unavailable
 from dataplane.peer.host import CallContext, call_context
 from dataplane.peer.requests.waits import Waits
 from dataplane.peer.sessions import Held
-from dataplane.wire.messages import Done, Withdraw
+from dataplane.wire.messages import Done, Request, Withdraw
 
 
 async def test_permits_given_back_while_their_shard_does_not_answer_end_the_call_in_time() -> None:
@@ -28,7 +28,7 @@ async def test_permits_given_back_while_their_shard_does_not_answer_end_the_call
     host: Any = SimpleNamespace()
     waits = Waits(host, router, [], None)  # type: ignore[arg-type]
     session: Any = SimpleNamespace(permits={5: Held("p", 1, 2, 0)})
-    body, request = Withdraw("p", 1, [5]), Any
+    body, request = Withdraw("p", 1, [5]), Request(1, 7, 1, 1, 0, Withdraw("p", 1, [5]))
     call_context.set(CallContext(time.monotonic() + 0.02))
     with pytest.raises(Unavailable, match="is not responding"):
         await asyncio.wait_for(waits.withdraw(session, request, body), 60)

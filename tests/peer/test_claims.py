@@ -54,6 +54,9 @@ class People:
 class Asker:
     """A peer that asks others: each request is answered when the test says so, and with what."""
 
+    host: Any
+    reading: Any
+
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(router_module, "RETRY_S", 0.0)
         self.asked: list[tuple[str, Claim, asyncio.Future[Body]]] = []
@@ -65,7 +68,7 @@ class Asker:
         before = Roster.from_seeds([HERE, THERE, ELSEWHERE])
         self.roster = self.at(before, THERE)
         loop = asyncio.get_running_loop()
-        self.host: Any = SimpleNamespace(
+        self.host = SimpleNamespace(
             address=HERE,
             incarnation=1,
             owner=Owner(HERE, 1),
@@ -93,12 +96,12 @@ class Asker:
         room: Any = SimpleNamespace(needed=lambda table: 0, back=lambda number: None)
         router = Router(self.host, mesh)  # type: ignore[arg-type]
         nothing: Any = SimpleNamespace(pulls=None)
-        self.reading: Any = Reading(self.host, router, leases, nothing)
+        self.reading = Reading(self.host, router, leases, nothing)
         self.reading.resolve = lambda table, session: (table, 0)
         directory = Directory(self.host, mesh, People(), None)  # type: ignore[arg-type]
         waits = Waits(self.host, router, [], directory)
         more: Any = finishing, self.reading, waits, room
-        self.claims = Claims(self.host, router, *more)  # type: ignore[arg-type]
+        self.claims = Claims(self.host, router, *more)
         writing: Any = SimpleNamespace(host=self.host, mesh=mesh, grants=None)
         self.finishing = Finishing(router, leases, writing)
 

@@ -224,8 +224,8 @@ async def test_what_a_dropped_partition_counted_stays_in_the_totals(client: Clie
         client.ask(Put("p", generation, named([name]), whole(["x"], 1, 0, 16)))
         claimed = client.ask(Claim("p", generation, "s", Want("rows", 1, 1)))
         assert isinstance(claimed, Claimed)
-        outcome = "ack" if name == "one" else "release"
-        assert isinstance(client.ask(Finish(claimed.lease, outcome)), PutDone)
+        finish = Finish(claimed.lease, "ack" if name == "one" else "release")
+        assert isinstance(client.ask(finish), PutDone)
     host.meter()
     again = client.ask(Claim("p", generation, "s", Want("rows", 1, 1)))
     assert isinstance(again, Claimed)

@@ -355,7 +355,7 @@ class Told:
 def test_who_waits_for_one_peer_does_not_try_again_in_step() -> None:
     sockets = [Told() for _ in range(200)]
     for socket_ in sockets:
-        tune(socket_, "tcp://192.0.2.1:7101")
+        tune(socket_, "tcp://192.0.2.1:7101")  # type: ignore[arg-type]
     for option, (least, most) in (
         (zmq.RECONNECT_IVL, RECONNECT_MS),
         (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS),

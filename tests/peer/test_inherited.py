@@ -99,6 +99,7 @@ class SlowToInherit:
                 await asyncio.sleep(0)
             self.told.append(body)
             return self._owner.inherited(heir, body)
+        assert isinstance(body, Release)
         answer: Body = self._owner.release_here(heir, body)
         return answer
 

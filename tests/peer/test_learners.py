@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+from collections.abc import Awaitable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from dataplane.peer.host import Caller, Entry
 from dataplane.peer.shards.appends import PIECE_S
 from dataplane.peer.shards.backup import Replicas
 from dataplane.wire.journal import Begun, Declared, Ended, Op
-from dataplane.wire.messages import Done
+from dataplane.wire.messages import Body, Done
 from dataplane.wire.peering import Append, Beat, Inherited, Shipment
 from dataplane.wire.tables import Definition, Owner
 
@@ -38,14 +39,22 @@ def rosters(in_sync: bool, misses_that: bool) -> list[Roster]:
     return [*seen, made.roster]
 
 
+def unanswered(answer: Body | Awaitable[Body]) -> asyncio.Future[Body]:
+    """An append that takes a while."""
+    assert not isinstance(answer, Body)
+    return asyncio.ensure_future(answer)
+
+
 class Backup:
     """`taken`: partitions of the primary that it serves; `told`: what its members hear of it."""
+
+    host: Any
 
     def __init__(self, roster: Roster) -> None:
         self.taken: list[str] = []
         self.told: list[Inherited] = []
         self.lost: set[int] = set()
-        self.host: Any = SimpleNamespace(
+        self.host = SimpleNamespace(
             owner=BACKUP,
             address=BACKUP.peer,
             roster=roster,
@@ -102,9 +111,12 @@ async def test_a_long_message_is_replayed_in_turns_and_later_ones_behind_it() ->
         2 * PIECE_S * next(clock)
     )  # an operation takes longer than a piece may
     caller = Caller(PRIMARY.peer, PRIMARY.incarnation)
-    ops = [Begun(Definition({"s": ["x"]})), *[Declared(name, ["x"]) for name in "abcdefgh"]]
+    ops: list[Op] = [
+        Begun(Definition({"s": ["x"]})),
+        *[Declared(name, ["x"]) for name in "abcdefgh"],
+    ]
     messages = [Append(5, at, [Shipment("p", 1, ops[at : at + 3])]) for at in (0, 3, 6)]
-    answers = [asyncio.ensure_future(backup.append(caller, one)) for one in messages]
+    answers = [unanswered(backup.append(caller, one)) for one in messages]
     seen = []
     while not all(one.done() for one in answers):
         seen.append(backup.replicas.has(PRIMARY.peer))
@@ -120,9 +132,9 @@ async def test_a_message_that_is_half_replayed_ends_when_its_shards_are_taken_ov
     backup = Backup(first)
     clock = itertools.count()
     backup.host.now = lambda: 2 * PIECE_S * next(clock)
-    ops = [Begun(Definition({"s": ["x"]})), *[Declared(name, ["x"]) for name in "abc"]]
+    ops: list[Op] = [Begun(Definition({"s": ["x"]})), *[Declared(name, ["x"]) for name in "abc"]]
     told = Append(5, 0, [Shipment("p", 1, ops)])
-    answer = asyncio.ensure_future(backup.append(Caller(PRIMARY.peer, PRIMARY.incarnation), told))
+    answer = unanswered(backup.append(Caller(PRIMARY.peer, PRIMARY.incarnation), told))
     while backup.replicas.has(PRIMARY.peer) != (5, 2):
         await asyncio.sleep(0)
     for roster in later:
@@ -156,8 +168,8 @@ def test_a_takeover_of_an_earlier_time_says_nothing_of_a_later_copy() -> None:
     made = Authority(Roster.from_seeds([PRIMARY.peer, BACKUP.peer]), 77)
     backup = Backup(made.roster)
 
-    def beat(owner: Owner, **said: bool) -> None:
-        made.beat(owner, made.roster.epoch, Beat(**said))
+    def beat(owner: Owner, synced: bool = False, leaving: bool = False) -> None:
+        made.beat(owner, made.roster.epoch, Beat(synced=synced, leaving=leaving))
         backup.turn(made.roster)
 
     for owner in (PRIMARY, BACKUP):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -35,6 +35,8 @@ TURNS = 50
 class Plane:
     """Of three, as the peer that leaves sees it."""
 
+    host: Any
+
     def __init__(self) -> None:
         seeds = [owner.peer for owner in (HERE, HEIR, DEAD)]
         self.authority = Authority(Roster.from_seeds(seeds, keeps=False), 77)
@@ -43,7 +45,7 @@ class Plane:
         self.now = 100.0
         self.said, self.keeperless, self.staying = False, False, {HEIR.peer, DEAD.peer}
         self.told, self.deposed = asyncio.Event(), asyncio.Event()
-        self.host: Any = SimpleNamespace(
+        self.host = SimpleNamespace(
             space=SimpleNamespace(stats=lambda: {"used_bytes": 0}),
             address=HERE.peer,
             owner=HERE,
@@ -317,9 +319,10 @@ async def test_with_second_copies_its_heirs_backup_has_them_before_it_falls_sile
     """Also where that one knows the next roster already; and where there is no room for them it
     goes all the same."""
     plane = Plane()
+    both_or_one: list[tuple[str, Literal[1, 2]]] = [("p", 2), ("q", 1), ("r", 2)]
     plane.host.entries = {
         name: Entry(Store(name, Definition(group_size=1, replicas=replicas), 1))
-        for name, replicas in (("p", 2), ("q", 1), ("r", 2))
+        for name, replicas in both_or_one
     }
     told: list[tuple[str, str, bool]] = []
     says: list[Exception] = [StaleEpoch("it has the next roster"), BackPressure("no room")]

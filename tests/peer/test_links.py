@@ -195,7 +195,7 @@ async def test_what_may_have_been_carried_out_does_not_count_as_refused(broke: b
 
     mesh._send = send
     mesh.host = HOST
-    put = Put("p", 1, Rows(b""), [], [])
+    put = Put("p", 1, Rows(b""))
     who = Caller("tcp://10.0.0.1:7101", 1, 5)
     asked = mesh.call("tcp://10.0.0.2:7101", put, caller=who, timeout_s=10.0)
     with pytest.raises(
@@ -223,7 +223,7 @@ async def test_where_a_connection_broke_as_the_roster_changed_who_asks_looks_whe
     mesh._send = send
     mesh.host = host
     who = Caller("tcp://10.0.0.1:7101", 1, 5)
-    put = Put("p", 1, Rows(b""), [], [])
+    put = Put("p", 1, Rows(b""))
     with pytest.raises(Unavailable):
         await mesh.call("tcp://10.0.0.2:7101", put, caller=who, timeout_s=10.0, epoch=epoch)
     assert len(answers) == 2 - sent
@@ -244,7 +244,7 @@ async def test_what_waited_for_the_backup_until_the_roster_changed_looks_where_t
     mesh._send = lambda *asked: pytest.fail("who was asked may be gone")
     mesh.host = host
     who = Caller("tcp://10.0.0.1:7101", 1, 5)
-    put = Put("p", 1, Rows(b""), [], [])
+    put = Put("p", 1, Rows(b""))
     with pytest.raises(StaleEpoch):
         await mesh.call("tcp://10.0.0.2:7101", put, caller=who, timeout_s=10.0, epoch=(1, 2))
 

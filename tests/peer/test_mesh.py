@@ -117,7 +117,7 @@ async def test_a_small_request_does_not_wait_for_all_long_ones(mesh: Mesh, far: 
     put waited 28 s for 400 MB."""
     reading = list[Any]()
 
-    def take(stream: Any, frame: bytes) -> None:
+    def take(stream: Any, frame: bytes | memoryview) -> None:
         if not reading:
             stream.pause()
             reading.append(stream)
@@ -143,7 +143,7 @@ async def test_small_requests_that_a_peer_does_not_read_are_bounded(
     monkeypatch.setattr(limits, "MAX_BYTES_UNDER_WAY", 6 << 20)
     paused = asyncio.Event()
 
-    def take(stream: Any, frame: bytes) -> None:
+    def take(stream: Any, frame: bytes | memoryview) -> None:
         stream.pause()
         paused.set()
 

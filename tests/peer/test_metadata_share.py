@@ -29,9 +29,11 @@ from tests.metadata.stores import named, put
 class Shard:
     """Of one partition, and the writers of its own host."""
 
+    host: Any
+
     def __init__(self) -> None:
         self.store = Store("p", Definition(), 1)
-        self.host: Any = SimpleNamespace(
+        self.host = SimpleNamespace(
             name="a", space=SimpleNamespace(size_bytes=0), now=time.monotonic,
             entries={"p": Entry(self.store)}, events=Ring(), caller=lambda session: None,
             entry=lambda *of: None,
@@ -122,7 +124,7 @@ def test_a_restore_brings_no_rows_into_a_full_shard() -> None:
     nothing, references = None, SimpleNamespace(answered=lambda *of: None)
     writing = Writing(shard.host, nothing, nothing, references, nothing, shard.share, nothing)  # type: ignore[arg-type]
     checkpoints = Checkpoints(writing, nothing, router)  # type: ignore[arg-type]
-    restore = Restore("p", 1, Rows(bytes(KEY.itemsize)), [], [], {}, Progress())
+    restore = Restore("p", 1, Rows(bytes(KEY.itemsize)), Values(), {}, Progress())
     with pytest.raises(ShardFull, match="Consume or drop rows"):
         checkpoints.restore_here(None, restore)  # type: ignore[arg-type]
     assert inspection.stats(shard.store)["rows"] == 1

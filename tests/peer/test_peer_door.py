@@ -38,9 +38,11 @@ NEXT = dataclasses.replace(FIRST, epoch=(FIRST.epoch[0], FIRST.epoch[1] + 1))
 class Door:
     """A door without a socket, a stream to it, and what it answered."""
 
+    host: Any
+
     def __init__(self) -> None:
         progress = SimpleNamespace(is_settled=True)
-        self.host: Any = SimpleNamespace(
+        self.host = SimpleNamespace(
             address=HERE, roster=FIRST, incarnation=1, now=time.monotonic,
             progress=progress, speak=lambda: None, sent_between=Counter(),
         )  # fmt: skip
@@ -210,7 +212,7 @@ class Dialled:
         stream = await Streams.dial(
             streams.address,
             streams.promise(channel),
-            lambda stream, frame: self._door.post(frame),
+            lambda stream, frame: self._door.post(bytes(frame)),
             lambda stream, why: None,
         )
         self._open.append(stream)

@@ -175,7 +175,7 @@ async def test_who_waits_for_a_roster_that_has_the_owner_waits_no_longer_than_it
 
     async def another_roster(than: Any, until: float) -> bool:
         asked_until.append(until)
-        return until > pulls.host.now()
+        return until > float(pulls.host.now())
 
     pulls = _asking(None, another_roster, member=False)
     end = pulls.host.now() + 0.05

@@ -35,7 +35,8 @@ class Reader:
         self.reading.resolved = self.resolved  # type: ignore[method-assign]
 
     async def ask(self, body: Read) -> ReadDone:
-        found: ReadDone = self.reading.read_here(NOBODY, body)
+        found = self.reading.read_here(NOBODY, body)
+        assert isinstance(found, ReadDone)
         return found
 
     async def resolved(self, table: Any, holder: int, **how: Any) -> Any:

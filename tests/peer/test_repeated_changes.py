@@ -163,8 +163,8 @@ async def test_a_shard_gets_no_field_that_is_for_the_clients_peer_or_that_only_p
     finishing = Finishing(nothing, leases := Leases(), writing)
     leases.open(Lease(held, "p", 1, "s", 1, session))
     request: Any = SimpleNamespace(rid=1)
-    for_peer = {"pin": 3, "want_bytes": 64, "change": change(9)}
-    pooled = {"want_in_pools": [64], "continuing": True, "holder": 9}
+    for_peer: dict[str, Any] = {"pin": 3, "want_bytes": 64, "change": change(9)}
+    pooled: dict[str, Any] = {"want_in_pools": [64], "continuing": True, "holder": 9}
     asked = Put("p", 1, named(["k"]), reuse=True, client_s=2.0, **for_peer, **pooled)
     assert await writing.put(session, request, asked) == PutDone()
     asked_too = Finish(held, "ack", partition="q", client_s=2.0, **for_peer)

@@ -36,6 +36,9 @@ HERE, THERE, ELSEWHERE = (f"tcp://10.0.0.{n}:7101" for n in (1, 2, 3))
 class Asked:
     """A router, its time, and the shards that it asks: each takes `takes_s`, and says the next."""
 
+    host: Any
+    mesh: Any
+
     def __init__(self, *says: Body | DataplaneError, takes_s: float = 0.0) -> None:
         self.says = list(says)
         self.takes_s = takes_s
@@ -46,7 +49,7 @@ class Asked:
         self.early_s = 0.0
         """a timer ends so long before its time, as those of an event loop may"""
         first = Roster.from_seeds([HERE, THERE, ELSEWHERE])
-        self.host: Any = SimpleNamespace(
+        self.host = SimpleNamespace(
             address=HERE,
             incarnation=1,
             caller=lambda session=0: Caller(HERE, 1, session),
@@ -59,7 +62,7 @@ class Asked:
             now=lambda: self.time,
             another_roster=self.another_roster,
         )
-        self.mesh: Any = SimpleNamespace(
+        self.mesh = SimpleNamespace(
             call=self.call,
             tell=self.tell,
             linked=lambda address: SimpleNamespace(incarnation=0),

@@ -84,13 +84,16 @@ def says_which_are_gone(gone: bytes | bytearray) -> Any:
 class Peer:
     """One that keeps second copies, as far as that goes."""
 
+    host: Any
+    mesh: Any
+
     def __init__(self, engine: Any) -> None:
         self.space = Space(ARENA_BYTES)
         self.turned = asyncio.Event()
         made = Authority(Roster.from_seeds([THERE.peer, HERE.peer]), 77)
         for owner in (THERE, HERE):
             made.beat(owner, made.roster.epoch, Beat())
-        self.host: Any = SimpleNamespace(
+        self.host = SimpleNamespace(
             space=self.space,
             arena=SimpleNamespace(view=engine.arena),
             now=asyncio.get_running_loop().time,
@@ -107,7 +110,7 @@ class Peer:
             speak=lambda: None,
             another_roster=self._another_roster,
         )
-        self.mesh: Any = SimpleNamespace(
+        self.mesh = SimpleNamespace(
             handlers={},
             hello=self._hello,
             spawn=asyncio.ensure_future,

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Awaitable, Iterator
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import msgspec
 import numpy as np
@@ -107,7 +107,7 @@ class Primary:
         while self.host.progress.confirmed < self.host.progress.done:
             await asyncio.sleep(0.01)
 
-    def declare(self, replicas: int = 1) -> Entry:
+    def declare(self, replicas: Literal[1, 2] = 1) -> Entry:
         definition = Definition({"s": ["tokens"]}, replicas=replicas)
         entry = Entry(Store("p", definition, 1))
         self.host.entries["p"] = entry
@@ -163,7 +163,7 @@ async def test_a_record_that_the_backup_confirmed_after_a_failure_is_not_sent_ag
     [(1, OWNERS[0], 0.0), (2, Owner("b", 1), 0.0), (2, OWNERS[0], ATTEMPT_S)],
 )
 async def test_a_record_is_late_after_some_time_also_if_the_backup_copies_values_for_it(
-    replicas: int, owner: Owner, longer_s: float
+    replicas: Literal[1, 2], owner: Owner, longer_s: float
 ) -> None:
     """The records of partitions with replicas=2 were never late."""
     backup = Backup()

@@ -13,13 +13,13 @@ import uvloop
 from dataplane.errors import Unavailable
 from dataplane.peer.net import streams
 from dataplane.peer.net.streams import (
-    HEADER_BYTES,
     ID_BYTES,
     MAX_EXPECTED,
     Stream,
     Streams,
 )
 from dataplane.wire import limits
+from dataplane.wire.frames import HEADER_BYTES
 
 LIMIT_S = 60
 LOOPBACK = "tcp://127.0.0.1:9"
@@ -35,10 +35,10 @@ class Door:
     """One peer's streams; what comes on those that others dial waits in `came`."""
 
     def __init__(self, sealed: bool) -> None:
-        self.came: asyncio.Queue[tuple[Stream, bytes]] = asyncio.Queue()
+        self.came: asyncio.Queue[tuple[Stream, bytes | memoryview]] = asyncio.Queue()
         self.streams = Streams(sealed, lambda stream, frame: self.came.put_nowait((stream, frame)))
 
-    async def next(self) -> tuple[Stream, bytes]:
+    async def next(self) -> tuple[Stream, bytes | memoryview]:
         return await asyncio.wait_for(self.came.get(), LIMIT_S)
 
 
@@ -46,7 +46,7 @@ class Dialler:
     """The other side of one stream."""
 
     def __init__(self) -> None:
-        self.came: asyncio.Queue[bytes] = asyncio.Queue()
+        self.came: asyncio.Queue[bytes | memoryview] = asyncio.Queue()
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def dial(self, door: Door, secret: bytes | None = None) -> Stream:
@@ -66,7 +66,7 @@ class Dialler:
         accepted.pause()
         return stream, accepted
 
-    async def next(self) -> bytes:
+    async def next(self) -> bytes | memoryview:
         return await asyncio.wait_for(self.came.get(), LIMIT_S)
 
     async def end(self) -> str:
@@ -91,7 +91,7 @@ async def bursts(door: Door) -> None:
     for frame in frames:
         back, came = await door.next()
         assert came == frame
-        door.streams.answer(back, came[:1000])
+        door.streams.answer(back, bytes(came[:1000]))
     for frame in frames:
         assert await dialler.next() == frame[:1000]
     stream.close()
@@ -139,7 +139,7 @@ async def test_a_pause_in_the_middle_of_what_came_holds_the_rest_back(door: Door
         stream.post(b"%d" % n)
     took = door.streams._take
 
-    def take(one: Stream, frame: bytes) -> None:
+    def take(one: Stream, frame: bytes | memoryview) -> None:
         took(one, frame)
         if frame == b"3":
             one.pause()
@@ -188,7 +188,7 @@ async def test_a_frame_that_cannot_be_taken_does_not_hold_up_the_next(
 ) -> None:
     took = door.streams._take
 
-    def take(stream: Stream, frame: bytes) -> None:
+    def take(stream: Stream, frame: bytes | memoryview) -> None:
         if frame == b"0":
             raise ValueError("a bug of ours")
         took(stream, frame)
@@ -366,5 +366,7 @@ async def test_a_stream_that_nobody_accepts_says_so(
     door.streams.close()
     ended: list[Any] = []
     with pytest.raises(Unavailable, match="cannot open a stream to"):
-        await Streams.dial(door.streams.address, bytes(ID_BYTES), lambda *_: None, ended.append)
+        await Streams.dial(
+            door.streams.address, bytes(ID_BYTES), lambda *_: None, lambda *of: ended.append(of)
+        )
     assert not ended

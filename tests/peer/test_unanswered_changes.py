@@ -12,6 +12,7 @@ import pytest
 
 from dataplane.errors import ChangeExpired, DataplaneError, PartitionGone, Unavailable
 from dataplane.memory.admission import Admission
+from dataplane.memory.extents import Records
 from dataplane.memory.lent import Lent
 from dataplane.memory.space import Space
 from dataplane.metadata.roster.roster import Heirs, Roster
@@ -72,10 +73,13 @@ class Far:
 class Near:
     """A host with one range that a client wrote, and that an ack hands over."""
 
+    host: Any
+    far: Any
+
     def __init__(self) -> None:
         self.space = Space(1 << 20)
         extents = self.space.grant(7, Admission.OPEN, 4096)
-        written = np.zeros(1, EXTENT)
+        written: Records = np.zeros(1, EXTENT)
         written["offset"], written["length"] = extents["offset"][0], 4096
         self.ranges = self.space.commit(7, written.tolist(), np.ones(1, np.uint32), Admission.OPEN)
         self.time = 0.0
@@ -83,7 +87,7 @@ class Near:
         self.between: Callable[[], None] = lambda: None
         """called before the ack is repeated"""
         self.lent = Lent()
-        self.host: Any = SimpleNamespace(
+        self.host = SimpleNamespace(
             space=self.space,
             lent=self.lent,
             roster=SEEDS,
@@ -93,7 +97,7 @@ class Near:
             now=lambda: self.time,
             another_roster=self._later,
         )
-        self.far: Any = Far()
+        self.far = Far()
         self.far.host = self.host
         self.outgoing = OutgoingChanges(self.host, self.far, Router(self.host, self.far))
 

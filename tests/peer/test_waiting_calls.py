@@ -62,10 +62,14 @@ NAME = next(
 class Shard:
     """A partition's primary, with nothing around it."""
 
+    host: Any
+    mesh: Any
+    partitions: Any
+
     def __init__(self, definition: Definition = DEFINITION) -> None:
         self.roster = Roster.from_seeds([HERE, THERE])
         self.entry = Entry(Store(NAME, definition, 1))
-        self.host: Any = SimpleNamespace(
+        self.host = SimpleNamespace(
             address=HERE,
             owner=Owner(HERE, 1),
             roster=self.roster,
@@ -86,8 +90,8 @@ class Shard:
         self.make()
 
     def make(self) -> None:
-        self.mesh: Any = SimpleNamespace(handlers={}, spawn=asyncio.ensure_future)
-        self.partitions: Any = SimpleNamespace()
+        self.mesh = SimpleNamespace(handlers={}, spawn=asyncio.ensure_future)
+        self.partitions = SimpleNamespace()
         copying: Any = SimpleNamespace(owner_gone=lambda entry, owner: None)
         self.calls = WaitingCalls(
             self.host,
@@ -574,7 +578,8 @@ async def test_what_rows_lack_is_found_in_pieces_while_other_calls_are_served() 
             shard.calls.claim(CLAIMANT, msgspec.structs.replace(body, number=number))
             for number in (6, 7)
         ]
-        said = await asyncio.gather(*calls, return_exceptions=True)
+        waits = [one for one in calls if isinstance(one, asyncio.Future)]
+        said = await asyncio.gather(*waits, return_exceptions=True)
     assert [one.details["missing"] for one in said if isinstance(one, ClaimTimeout)] == [
         {"reward": 26},
         {"reward": 26},

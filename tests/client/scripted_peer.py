@@ -133,8 +133,8 @@ class ScriptedPeer:
             self._changed.notify_all()
 
     def _answer(self, sock: socket.socket, request: Request) -> None:
-        script = self.scripts.get(type(request.body), lambda r, b: Done())
-        reply = script(request, request.body)
+        script = self.scripts.get(type(request.body))
+        reply = script(request, request.body) if script else Done()
         with self._changed:
             self.requests.append(request)
             self._changed.notify_all()

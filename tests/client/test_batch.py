@@ -71,7 +71,7 @@ def test_a_claim_hands_out_read_only_views(batch: Batch) -> None:
         view[0] = 9
     with pytest.raises(ValueError, match="WRITEABLE"):
         view.setflags(write=True)
-    assert len(batch) == 4 and batch.numpy("a").shape == (4, 4)
+    assert len(batch) == 4 and np.shape(batch.numpy("a")) == (4, 4)
 
 
 def test_groups_come_whole_with_their_own_columns(batch: Batch) -> None:
@@ -190,8 +190,8 @@ def test_a_context_acks_at_its_end_and_releases_on_an_exception(
 
 def test_a_release_with_tags_is_answered(peer: ScriptedPeer, batch: Batch) -> None:
     batch.release(tags={"attempt": 2})
-    (request,) = [r for r in peer.requests if isinstance(r.body, Finish)]
-    assert request.rid and request.body.tags == {"attempt": [2]}
+    ((rid, body),) = [(r.rid, r.body) for r in peer.requests if isinstance(r.body, Finish)]
+    assert rid and body.tags == {"attempt": [2]}
 
 
 def test_a_batch_that_dies_is_released(peer: ScriptedPeer, put: Put, part: Partition) -> None:
@@ -684,8 +684,8 @@ def test_a_page_that_refers_to_what_it_does_not_have_is_refused(
         table = peer.table(put, ["a", "b"])
         values = table.values
         if body.after and wrong == "layout":
-            first = msgspec.structs.replace(values.chunks[0], layout=-1)
-            values = msgspec.structs.replace(values, chunks=[first, *values.chunks[1:]])
+            chunk = msgspec.structs.replace(values.chunks[0], layout=-1)
+            values = msgspec.structs.replace(values, chunks=[chunk, *values.chunks[1:]])
         elif body.after:
             bad = [-2] * len(values.pieces[0].fields) if wrong == "field" else -1
             first = msgspec.structs.replace(

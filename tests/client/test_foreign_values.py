@@ -74,13 +74,13 @@ def test_a_put_names_what_could_not_be_read(part: Partition, what: str) -> None:
 
 
 CALLS: dict[str, Callable[[Partition], Any]] = {
-    "get": lambda part: part.get(Unreadable()),  # type: ignore[arg-type]
-    "drop": lambda part: part.drop(keys=Unreadable()),  # type: ignore[arg-type]
-    "claim": lambda part: part.claim("s", rows=OddIndex()),  # type: ignore[arg-type]
-    "fields": lambda part: part.claim("s", rows=1, fields=Unreadable()),  # type: ignore[arg-type]
+    "get": lambda part: part.get(Unreadable()),
+    "drop": lambda part: part.drop(keys=Unreadable()),
+    "claim": lambda part: part.claim("s", rows=OddIndex()),
+    "fields": lambda part: part.claim("s", rows=1, fields=Unreadable()),
     "budget": lambda part: part.claim("s", budget=OddMapping()),
     "a limit": lambda part: part.claim("s", budget={"n": with_method(float, "__float__")(1)}),
-    "isin": lambda part: part.rows(where=dataplane.tag("n").isin(Unreadable())),  # type: ignore[arg-type]
+    "isin": lambda part: part.rows(where=dataplane.tag("n").isin(Unreadable())),
     "expect": lambda part: part.tag(["k"], {"t": 1}, expect=OddMapping()),
 }
 

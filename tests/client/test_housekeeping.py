@@ -97,7 +97,7 @@ def test_pins_that_a_call_took_along_which_was_given_up_are_told_again(
     peer: ScriptedPeer, put: Put, part: Partition, plane: Plane
 ) -> None:
     """It may have been given up before its last byte was sent."""
-    peer.scripts[Stats] = lambda r, b: None
+    peer.scripts[Stats] = lambda r, b: SILENCE
     batch = part.claim("s", rows=2)
     batch.ack()
     del batch

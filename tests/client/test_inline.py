@@ -232,6 +232,7 @@ def test_views_of_them_are_read_only_and_outlive_the_batch(
     views = list(batch["a"])
     dense, texts = batch.numpy("a", view=True), list(batch["t"])
     scores = batch.numpy("score", view=True)
+    assert isinstance(dense, np.ndarray) and isinstance(scores, np.ndarray)
     assert scores.flags.c_contiguous and scores.tolist() == [0.5, 1.5, 2.5, 3.5]
     batch.ack()
     del batch

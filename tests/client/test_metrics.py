@@ -6,7 +6,8 @@ import pytest
 
 import dataplane
 from dataplane import Partition, Plane
-from dataplane.wire.messages import Events, Failed, Stats, StatsDone
+from dataplane.wire.events import Events
+from dataplane.wire.messages import Failed, Stats, StatsDone
 from tests.client.scripted_peer import ScriptedPeer
 
 

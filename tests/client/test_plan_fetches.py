@@ -27,7 +27,7 @@ from dataplane.wire.messages import (
     Finish,
 )
 from dataplane.wire.records import U4, column
-from dataplane.wire.tables import Definition, PlanRows, Rows, Shape, Table
+from dataplane.wire.tables import Definition, Name, PlanRows, Rows, Shape, Table
 from tests.client.scripted_peer import ScriptedPeer
 
 
@@ -60,7 +60,7 @@ class Shard:
         if body.fields and len(at) > self.most:
             raise FrameTooLarge("the answer would be too large")
         at = at[self.there[at]]
-        keys = [int(one) for one in at]
+        keys: list[Name] = [int(one) for one in at]
         return Fetched(
             len(self.asked), Table(Rows(names.hash_names(keys), keys)), at.astype(U4).tobytes()
         )

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -278,7 +279,7 @@ def test_inline_bytes_keep_to_the_budget_of_a_block_and_a_row(
     inline = [chunk for chunk in chunks_of(pieces_of(units)) if chunk.is_inline]
     assert len(inline) <= (-(-n // 20) if grouped else -(-n // chunks.BLOCK_ROWS))
     for chunk in inline:
-        assert chunk.nbytes == len(chunk.data)
+        assert chunk.data is not None and chunk.nbytes == len(chunk.data)
         assert chunk.nbytes <= min(INLINE_BLOCK_BYTES, INLINE_ROW_BYTES * chunk.rows)
 
 
@@ -394,7 +395,7 @@ def written(arena: Any, prepared: list[ValueColumn], group: Any = None) -> list[
 
 def test_equal_values_of_a_put_are_stored_once(arena: Any) -> None:
     one, other, large = picture(1), picture(2), picture(3, 100_000)
-    columns = {
+    columns: dict[str, list[Any]] = {
         "pixels": [one, one, one.copy(), other],
         "chat": [{"image": large}, {"image": one}, ["x", large, large.copy()], "x" * 9000],
         "tokens": [one, one, one, one],
@@ -439,7 +440,7 @@ def test_bytes_are_compared_before_they_are_shared(arena: Any) -> None:
 
 
 def test_hash_collisions_share_nothing(arena: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks.xxhash, "xxh3_128_digest", lambda _: bytes(range(16)))
+    monkeypatch.setattr(xxhash, "xxh3_128_digest", lambda _: bytes(range(16)))
     columns = {"x": [picture(1), picture(2), picture(1)]}
     pieces = written(arena, prepare(columns, dedup=["x"]))
     assert sorted(bool(chunk.digest) for chunk in chunks_of(pieces)) == [False, True]

@@ -33,7 +33,7 @@ def array(dtype: np.dtype, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_comes_back(arena: Any, dtype: np.dtype) -> None:
     assert dtype_of(dtype_name(dtype) or "") == dtype
-    columns = {
+    columns: dict[str, Any] = {
         "numbers": array(dtype, (5,)),
         "dense": array(dtype, (5, 3, 2), 1),
         "empty": array(dtype, (5, 0, 2)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -239,10 +240,11 @@ def test_rows_of_two_dtypes_are_one_error_in_every_layout(arena: Any, layout: An
         r"\(a partition declared with fields={'logp': 'float32\[\*\]'} rejects other dtypes\), "
         r".*layout='list'"
     )
-    for call in (
+    calls: list[Callable[[], object]] = [
         lambda: tensordict(arena, {"logp": MIXED}, layout=layout),
         lambda: to_torch(named(arena.view(MIXED), "logp"), layout),
-    ):
+    ]
+    for call in calls:
         with pytest.raises(InvalidValue, match=says) as caught:
             call()
         assert caught.value.details == {"field": "logp", "row": 2}
@@ -263,7 +265,7 @@ def test_a_field_that_becomes_no_tensor_is_told_once(
     assert len(caplog.records) == 1 and "row 1 is float64" in caplog.text
     columns.pop("mixed")
     tensordict(arena, columns)
-    assert [one.args[0] for one in caplog.records[1:]] == ["ranks", "n"]
+    assert [tuple(one.args or ())[0] for one in caplog.records[1:]] == ["ranks", "n"]
     caplog.clear()
     tensordict(arena, {"other": MIXED}, layout="list")
     assert not caplog.records

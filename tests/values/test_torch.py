@@ -143,7 +143,7 @@ def test_no_rows_make_an_empty_list_and_no_tensor(arena: Any) -> None:
         assert to_torch(none) == to_torch(none, "list") == []
         for layout in ("dense", "padded", "jagged"):
             with pytest.raises(InvalidValue, match=f"no rows, so a {layout} tensor would have no"):
-                to_torch(none, layout)  # type: ignore[arg-type]
+                to_torch(none, layout)
 
 
 def test_an_error_advises_only_layouts_that_fit(arena: Any) -> None:
@@ -203,7 +203,7 @@ def test_what_makes_no_tensor_comes_with_advice_that_helps(arena: Any) -> None:
     as_put = "use batch['x'] to get the original objects"
     for layout in ("auto", "list", "padded"):
         with pytest.raises(InvalidValue) as told:
-            to_torch(arena.view(["a", "b"]), layout)  # type: ignore[arg-type]
+            to_torch(arena.view(["a", "b"]), layout)
         assert told.value.message.endswith(f": {as_put}")  # a text has no tensor at all
     with pytest.raises(InvalidValue) as told:
         to_torch(arena.view([[np.ones(2)]]), "padded")
@@ -235,6 +235,7 @@ def test_a_device_is_where_torch_puts_it(arena: Any) -> None:
 
 def test_bfloat16_is_read_by_numpy_too(arena: Any) -> None:
     values = to_numpy(arena.view(torch.tensor([[1.5], [2.5]], dtype=torch.bfloat16)))
+    assert isinstance(values, np.ndarray)
     assert values.dtype.name == "bfloat16" and values.astype(float).tolist() == [[1.5], [2.5]]
 
 

@@ -73,7 +73,10 @@ def test_leaves_of_objects_are_views_and_texts_are_copies(arena: Any) -> None:
 
 
 def pin_of(view: ColumnView) -> Any:
-    return view.runs[0][0].memory.base.base
+    chunk = view.runs[0][0]
+    assert chunk is not None and isinstance(chunk.memory, np.ndarray)
+    assert chunk.memory.base is not None
+    return chunk.memory.base.base
 
 
 def test_the_pin_goes_with_the_last_view(arena: Any) -> None:
@@ -142,7 +145,7 @@ def test_rows_may_be_taken_in_any_order_with_their_leaves(arena: Any) -> None:
 def absent(view: ColumnView, row: int, keys: list[str] | None = None) -> ColumnView:
     """The same column where a row lacks the field."""
     rows = [(0, row), (-1, 0), (row + 1, len(view))]
-    return ColumnView("x", cut(view.runs, rows), keys and keys.__getitem__)
+    return ColumnView("x", cut(view.runs, rows), keys.__getitem__ if keys else None)
 
 
 def test_a_row_that_lacks_the_field_says_which(arena: Any) -> None:

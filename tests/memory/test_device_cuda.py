@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,9 @@ class Runtime:
 
     class CUDARuntimeError(RuntimeError):
         status = 801
+
+    deviceSynchronize: Callable[[], None]
+    hostRegister: Callable[..., None]
 
     def __init__(self) -> None:
         self.current, self.asked = 0, list[tuple[Any, ...]]()

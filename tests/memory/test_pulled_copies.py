@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from dataplane.memory.admission import Admission
+from dataplane.memory.extents import Records
 from dataplane.memory.space import Space
 from dataplane.wire.records import EXTENT, RANGE, U8
 from tests.placing import place
@@ -23,7 +24,7 @@ def pull(
     sizes = np.full(len(numbers), pages * PAGE, U8)
     count, extents = space.reserve(PEER, Admission.PULL, [sizes])
     assert count == 1
-    column = np.empty(len(sizes), EXTENT)
+    column: Records = np.empty(len(sizes), EXTENT)
     column["offset"], column["length"] = place(sizes, extents), sizes
     local = space.commit(PEER, column.tolist(), 1, Admission.PULL)
     space.copies.insert(incarnation, remote(*numbers, generation=generation), local)
@@ -31,7 +32,10 @@ def pull(
 
 
 def found(space: Space, incarnation: int, *numbers: int) -> list[bool]:
-    return (space.copies.lookup(incarnation, remote(*numbers))["generation"] > 0).tolist()
+    there: list[bool] = (
+        space.copies.lookup(incarnation, remote(*numbers))["generation"] > 0
+    ).tolist()
+    return there
 
 
 def test_a_copy_is_found_by_owner_incarnation_range_and_generation() -> None:

@@ -31,7 +31,9 @@ def remote(numbers: list[int]) -> np.ndarray:
 
 
 @given(STEPS)
-def test_copies_are_found_dropped_and_evicted_as_in_a_list(steps: list) -> None:
+def test_copies_are_found_dropped_and_evicted_as_in_a_list(
+    steps: list[tuple[str, int, list[int]]],
+) -> None:
     space = Space(1_024 * PAGE)
     copies, line, pinned = space.copies, list[tuple[int, int]](), set[tuple[int, int]]()
     for step, owner, numbers in steps:

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from dataplane.errors import ProtocolError
 from dataplane.memory.admission import Admission
+from dataplane.memory.extents import Records
 from dataplane.memory.space import Space
 from dataplane.wire.records import EXTENT, RANGE, U8
 from tests.placing import place
@@ -51,7 +52,7 @@ class SpaceMachine(RuleBasedStateMachine):
             holder, admission, [np.array(unit, U8) for unit in units]
         )
         sizes = [size for unit in units[:count] for size in unit]
-        column = np.empty(len(sizes), EXTENT)
+        column: Records = np.empty(len(sizes), EXTENT)
         column["offset"], column["length"] = place(sizes, extents), sizes
         ranges = self.space.commit(holder, column.tolist(), 1, admission)
         names: list[Name] = ranges.tolist()
@@ -65,13 +66,13 @@ class SpaceMachine(RuleBasedStateMachine):
         units=st.lists(st.lists(st.integers(0, 3 * PAGE), max_size=4), min_size=1, max_size=5),
     )
     def put(self, holder: int, admission: int, units: list[list[int]]) -> None:
-        before = set(map(tuple, self.cached()))
+        before = set(self.cached())
         self.write(holder, admission, units)
         self.forget_evicted(before)
 
     @rule(sizes=st.lists(st.integers(1, 2 * PAGE), min_size=1, max_size=6))
     def pull(self, sizes: list[int]) -> None:
-        before = set(map(tuple, self.cached()))
+        before = set(self.cached())
         local = self.write(9, Admission.PULL, [[size] for size in sizes])
         self.space.give_back_all(9)
         self.forget_evicted(before)
@@ -116,7 +117,7 @@ class SpaceMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        free = sorted(set(self.refs) - set(map(tuple, self.cached())) - self.pinned_names())
+        free = sorted(set(self.refs) - set(self.cached()) - self.pinned_names())
         if free:
             names = data.draw(st.lists(st.sampled_from(free), min_size=1, unique=True))
             self.space.release(self.column(names))
@@ -128,7 +129,7 @@ class SpaceMachine(RuleBasedStateMachine):
 
     @rule(nbytes=st.integers(1, 5 * PAGE))
     def evict(self, nbytes: int) -> None:
-        before = set(map(tuple, self.cached()))
+        before = set(self.cached())
         self.space.copies.evict(nbytes)
         self.forget_evicted(before)
 
@@ -151,7 +152,7 @@ class SpaceMachine(RuleBasedStateMachine):
         return {name for _, names in self.pins.values() for name in names}
 
     def forget_evicted(self, before: set[Name]) -> None:
-        self.drop(sorted(before - set(map(tuple, self.cached()))))
+        self.drop(sorted(before - set(self.cached())))
 
     @invariant()
     def every_byte_is_free_granted_or_live(self) -> None:

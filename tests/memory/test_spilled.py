@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from dataplane.memory.admission import Admission
+from dataplane.memory.extents import Records
 from dataplane.memory.space import Space
 from dataplane.memory.spill import DISK, Move, Spilled, SpillFile
 from dataplane.wire.records import EXTENT, RANGE, U8
@@ -32,7 +33,7 @@ def spilling(pages: int = 64, spill_pages: int = 64) -> Space:
 def put(space: Space, *sizes: int, admission: Admission = Admission.OPEN) -> np.ndarray:
     """As many of these as there is room for, as ranges."""
     count, extents = space.reserve(WRITER, admission, [np.array([size], U8) for size in sizes])
-    column = np.empty(count, EXTENT)
+    column: Records = np.empty(count, EXTENT)
     column["offset"], column["length"] = place(list(sizes[:count]), extents), sizes[:count]
     ranges = space.commit(WRITER, column.tolist(), 1, admission)
     space.give_back_all(WRITER)

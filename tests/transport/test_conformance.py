@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dataplane.errors import TransportMissing
@@ -60,7 +61,7 @@ async def test_a_transport_that_does_not_load_is_said_and_tcp_still_works(
         a, b = await start("a"), await start("b")
         a.fill()
         assert a.engine.transport == "tcp" and why in a.engine.missing
-        copies = a.place([0], [4096])
+        copies = a.place(np.array([0]), np.array([4096]))
         with pytest.raises(TransportMissing):
             await b.read(a, copies)
         assert (await b.engine.read(a.remote, copies)).nbytes == 4096

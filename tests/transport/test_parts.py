@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from dataplane.errors import ProtocolError
 from dataplane.transport.bulk_frames import COPY
+from dataplane.transport.control import ControlChannel
 from dataplane.transport.limiter import ResourceLimiter
 from dataplane.transport.slices import cut
 from dataplane.transport.stream import BulkStream, iovecs, split_address
-from dataplane.transport.worker import ControlChannel
 
 
 @given(st.lists(st.integers(0, 40), max_size=60), st.integers(1, 32), st.integers(1, 8))

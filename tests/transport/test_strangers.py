@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from dataplane.errors import TicketRefused
+from dataplane.memory.extents import Records
 from dataplane.transport import Remote
 from dataplane.transport.bulk_frames import (
     MAX_GET_BYTES,
@@ -245,7 +246,7 @@ async def test_wrong_versions_sums_and_sizes_are_refused(start_host: StartHost) 
     a = await start_host("a")
     one = np.array([(0, 1, 0, 4096)], PIECE)
     wraps = np.array([(0, 1, 0, 2**63), (0, 1, 0, 2**63 + 5)], PIECE)
-    cases = [
+    cases: list[tuple[dict[str, Any], Records, str]] = [
         ({"version": PROTOCOL_VERSION + 1}, one, "VersionMismatch"),
         ({"nbytes": 1}, one, "ProtocolError"),
         ({"column": b"12345"}, one, "ProtocolError"),

@@ -220,7 +220,8 @@ def test_an_abort_never_lets_a_stream_go_on_in_the_clear() -> None:
     context = client_context()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         reader = SecureStream(socket.socket(), context, identity.fingerprint)
-        reader.dial(*listener.getsockname(), _soon())
+        host, port = listener.getsockname()
+        reader.dial(host, port, _soon())
         shaking = threading.Thread(target=reader.handshake, args=(_soon(),))
         shaking.start()
         owner = door(identity.pem)(listener.accept()[0])

@@ -24,10 +24,11 @@ from dataplane.transport import (
     SendRequest,
     Transport,
 )
+from dataplane.transport.seam import MemoryKind
 from dataplane.transport.stream import iovecs
 from dataplane.wire.tables import Owner
 
-HOST = frozenset({"host"})
+HOST: frozenset[MemoryKind] = frozenset({"host"})
 Bytes = np.ndarray
 
 

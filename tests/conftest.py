@@ -64,8 +64,10 @@ _LONG_FIRST = (
 """Folders whose files take up to two minutes. They come first, so that short files are left to
 share out when the first worker has nothing more to do."""
 
-_LAUNCHERS = ("DATAPLANE_", "SLURM_", "RAY_", "LWS_", "TORCHELASTIC_", "KUBERNETES_", "JOB_")
-_LAUNCHERS += ("OMPI_", "PMIX_")
+_LAUNCHERS = (
+    "DATAPLANE_", "SLURM_", "RAY_", "LWS_", "TORCHELASTIC_", "KUBERNETES_", "JOB_",
+    "OMPI_", "PMIX_",
+)  # fmt: skip
 _TORCHRUN = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK")
 
 

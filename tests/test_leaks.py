@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -116,7 +117,7 @@ def test_what_a_slow_collection_leaves_to_the_next_is_no_leak(
         collected.append(time.monotonic())
 
     monkeypatch.setattr(leaks, "PATIENCE_S", 0.2)
-    monkeypatch.setattr(leaks.gc, "collect", slowly)
+    monkeypatch.setattr(gc, "collect", slowly)
     assert not leaks.settled(lambda: [] if len(collected) > 1 else ["a plane"])
 
 

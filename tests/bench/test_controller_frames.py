@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.columns import all_fields
-from bench.planes.base import Job, Worker
+from bench.columns import Array, all_fields
+from bench.planes.base import Batch, Columns, Job, Worker
 from bench.planes.controller import Connection, Controller, ControllerEndpoint
 from bench.planes.frames import Frame, Landing, pack, receive_into, receive_table, send, unpack
 from bench.run import prepared
@@ -29,7 +29,7 @@ def pair() -> Iterator[Pair]:
         yield left, right
 
 
-def transfer(pair: Pair, columns: dict[str, list[np.ndarray]], dedup: bool) -> tuple[Frame, dict]:
+def transfer(pair: Pair, columns: Columns, dedup: bool) -> tuple[Frame, dict[str, list[Array]]]:
     frame, parts = pack("rows", columns, dedup, prompt=5)
     sender = threading.Thread(target=send, args=(pair[0], frame, parts))
     sender.start()
@@ -75,8 +75,11 @@ def test_a_controller_ends_when_its_workers_know_that_nothing_follows(
 
     def endpoint(role: str, rank: int = 0) -> ControllerEndpoint:
         address = {"path": path}
-        named = {"role": role, "rank": rank, "host": 0}
-        return ControllerEndpoint(Worker(job=job, address=address, **named))
+        worker = Worker(job=job, address=address, role=role, rank=rank, host=0)
+        return ControllerEndpoint(worker)
+
+    def all_batches(end: ControllerEndpoint, role: str) -> list[Batch]:
+        return list(end.batches(0, role))
 
     monkeypatch.setattr(Connection, "send", slow)
     path = f"{tmp_path}/c.sock"
@@ -91,7 +94,7 @@ def test_a_controller_ends_when_its_workers_know_that_nothing_follows(
         try:
             running = threads.submit(controller.run)
             read = [
-                threads.submit(lambda end=end, role=role: list(end.batches(0, role)))
+                threads.submit(all_batches, end, role)
                 for end, (role, _) in zip(ends, readers, strict=True)
             ]
             values = [np.zeros(1)] * job.samples
@@ -114,7 +117,7 @@ def test_a_controller_ends_when_its_workers_know_that_nothing_follows(
             connection.sock.close()
 
 
-COLUMNS = {
+COLUMNS: Columns = {
     "tokens": [np.arange(n, dtype=np.int64) for n in (3, 0, 70_000)],
     "log_probs": [np.linspace(0, 1, n, dtype=np.float32) for n in (1, 2, 3)],
     "positions": [np.arange(3 * n).reshape(3, n) for n in (4, 5, 6)],

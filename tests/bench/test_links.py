@@ -15,7 +15,6 @@ from typing import Any
 import psutil
 import pytest
 
-from bench import links
 from bench.links import NODE_BITS, bits_per_second, fair_rate
 
 RUN = ["-m", "bench", "run", "--trace", "math", "--prompts", "3", "--hosts", "3", "--steps", "2"]
@@ -143,6 +142,6 @@ def test_other_rates_are_refused(rate: str) -> None:
 def test_the_default_is_to_the_cores_of_a_host_as_a_nodes_link_is_to_its_cores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(links.os, "sched_getaffinity", lambda pid: set(range(64)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
     assert bits_per_second(fair_rate(1)) == 1e11
     assert bits_per_second(fair_rate(64)) == pytest.approx(1e11 / 64, rel=0.05)

@@ -298,7 +298,7 @@ def test_a_killed_run_is_named_under_the_memory_it_was_killed_for(tmp_path: Path
 
 def test_a_report_without_a_single_finished_run_is_still_a_page(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
-    nothing = {"seconds": [], "processes": {}, "hosts": []}
+    nothing: dict[str, Any] = {"seconds": [], "processes": {}, "hosts": []}
     refused = run(
         "controller", status="not run", rows=0, seconds=None, memory_curve=nothing, workers={},
         latency_ms={}, error="cannot set a memory limit on this machine", peak_host_bytes=[],

@@ -151,8 +151,10 @@ def test_a_trainer_that_took_the_whole_step_waits_for_it(tmp_path: Path) -> None
         found = recording.read(folder)
         path = tmp_path / f"{name}.parquet"
         parquet.write(path, "math", 0, found.steps[0])
-        how = {"trace_files": (str(path),), "recorded": found.stages}
-        job = Job(plane="dataplane", trace="math", prompts=4, hosts=1, trainers=1, **how)
+        job = Job(
+            plane="dataplane", trace="math", prompts=4, hosts=1, trainers=1,
+            trace_files=(str(path),), recorded=found.stages,
+        )  # fmt: skip
         assert "reference" not in job.stages()  # the recorded job had none
         assert "ref_log_prob" not in job.stages()["train"]
         took[together] = recorded_seconds(job)
@@ -254,8 +256,8 @@ def test_a_task_with_media_is_refused(tmp_path: Path) -> None:
 def test_a_recording_is_replayed_with_its_hosts_and_with_steps_of_several_sizes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lost, report = {"ended": None, "lost_peers": ["a"]}, tmp_path / "out.json"
-    folder = write(tmp_path / "r", [step(0), step(1)], **lost)
+    report = tmp_path / "out.json"
+    folder = write(tmp_path / "r", [step(0), step(1)], ended=None, lost_peers=["a"])
     two = pyarrow.Table.from_pylist([group(n) for n in range(2)])
     pyarrow.parquet.write_table(two, folder / "step-000001.parquet")
     options = ["--planes", "dataplane", "--link", "none", "--pace", "20", "--json", str(report)]

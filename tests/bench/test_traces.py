@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from bench.traces import TASKS, Prompt, generate
+from bench.traces import TASKS, Prompt, Turn, generate
 from bench.traces.distributions import gamma_quantile
 
 PROMPTS = 2000
@@ -148,7 +148,7 @@ def test_other_tasks_have_one_turn_and_no_tools(name: str) -> None:
             assert turn.tool_tokens == turn.tool_seconds == 0
 
 
-def calls(name: str) -> list:
+def calls(name: str) -> list[Turn]:
     """The first turn of one session of each prompt, where it called a tool."""
     return [p.samples[0].turns[0] for p in trace(name) if len(p.samples[0].turns) > 1]
 

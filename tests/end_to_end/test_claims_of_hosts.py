@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import signal
 import subprocess
 import sys
@@ -96,7 +97,7 @@ def test_claims_of_one_row_do_not_starve_another_hosts_claim_of_many_groups(host
     for name in "pq":  # of one the shard is here, of the other there, or not
         near = here.partition(name, stages={"train": ["x"]}, group_size=2)
         far = there.partition(name)
-        assert claim_beside(near, lambda part=far: part.claim("train", groups=64)) == 128
+        assert claim_beside(near, functools.partial(far.claim, "train", groups=64)) == 128
 
 
 def test_claims_of_one_row_do_not_starve_another_hosts_claim_with_a_filter(hosts: Hosts) -> None:

@@ -41,7 +41,7 @@ async def read(reader: Host, owner: Host, shape: Shape) -> float:
 
 def processor_s(pids: Iterable[int]) -> float:
     times = [psutil.Process(pid).cpu_times() for pid in pids]
-    return sum(one.user + one.system for one in times)
+    return float(sum(one.user + one.system for one in times))
 
 
 async def measure(name: str, rounds: int) -> None:

@@ -47,7 +47,7 @@ class Busy:
     def join(self, host: str, *, producing: bool = True, consuming: bool = True) -> None:
         """A client of this host's peer, which hears of losses, with that load."""
         self.clients[host] = plane = self.peers.connect(host)
-        part = plane.partition(PARTITION, {"s": ["x"]}, replicas=self.replicas)  # type: ignore[arg-type]
+        part = plane.partition(PARTITION, {"s": ["x"]}, replicas=self.replicas)
         hearing = threading.Thread(target=self._hear, args=(part,), daemon=True)
         hearing.start()
         self.others.append(hearing)
@@ -81,6 +81,7 @@ class Busy:
 
     def kill(self, host: str, what: str, down_s: float) -> None:
         """Kill -9 of a host, and for as long as it is down what the others notice of it."""
+        workers: list[tuple[str, Producer | Consumer]]
         workers = [*self.producers.items(), *self.consumers.items()]
         living = [worker for name, worker in workers if name != host]
         for worker in living:

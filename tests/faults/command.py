@@ -66,7 +66,7 @@ def perform(options: argparse.Namespace, command: str) -> int:
     console = Console()
     outcomes: dict[str, Any] = {}
     not_run = {name: why for name, why in _missing().items() if name in options.only}
-    told = {"outcomes": outcomes, "not_run": not_run}
+    told: dict[str, Any] = {"outcomes": outcomes, "not_run": not_run}
     told |= {"machine": machine.describe(), "command": command}
     _write(options.json, told)
     for name in options.only:

@@ -121,7 +121,7 @@ def verdict(samples: list[Sample]) -> dict[str, Any]:
         return _median(late, name) - _median(early, name)
 
     slower = _median(late, "p50_ms") / max(_median(early, "p50_ms"), 0.01)
-    told = {
+    told: dict[str, Any] = {
         "grown_bytes": int(grown("own_bytes")),
         "grown_descriptors": int(grown("descriptors")),
         "grown_threads": int(grown("threads")),

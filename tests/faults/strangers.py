@@ -171,7 +171,7 @@ def attack(target: Target, count: int, seed: int) -> dict[str, Any]:
     while target.holds()[1] > descriptors and time.monotonic() < deadline:
         time.sleep(0.1)  # connections that are being closed
     after = target.holds()
-    outcome = {
+    outcome: dict[str, Any] = {
         "sent": sent,
         "seconds": round(seconds, 1),
         "grown_bytes": after[0] - memory,
@@ -233,7 +233,7 @@ def at_peer_door(address: str, count: int, seed: int, gate: Gate) -> int:
             for _ in range(batch):
                 dealer.send(damage.body())
             for _ in range(batch):
-                if not dealer.poll(PATIENCE_S * 1_000):
+                if not dealer.poll(round(PATIENCE_S * 1_000)):
                     raise DoorHangs(f"no answer at {address}")
                 dealer.recv()
             left -= batch
@@ -250,7 +250,7 @@ def at_streams(target: Target, count: int, seed: int) -> int:
         dealer.connect(target.address)
         while sent < count:
             dealer.send(target.greeting())
-            if not dealer.poll(PATIENCE_S * 1_000):
+            if not dealer.poll(round(PATIENCE_S * 1_000)):
                 raise DoorHangs(f"no greeting at {target.address}")
             promised = peering.decode_reply(dealer.recv()).body
             assert isinstance(promised, PeerHello), promised

@@ -56,7 +56,7 @@ class Target:
     seeds: Callable[[], list[bytes]]
 
 
-def _each(decoders: list[Callable[[bytes], Any]], data: bytes) -> None:
+def _each(decoders: list[Callable[[Any], Any]], data: bytes | memoryview) -> None:
     for decode in decoders:
         with contextlib.suppress(ProtocolError):
             decode(data)

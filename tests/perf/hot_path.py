@@ -248,7 +248,7 @@ def _many_clients(peer: str, plane: str, count: int) -> float:
         pipe.recv()
     for pipe in pipes:
         pipe.send(CLIENT_S)
-    per_s = sum(pipe.recv() for pipe in pipes)
+    per_s = float(sum(pipe.recv() for pipe in pipes))
     for child in children:
         child.join()
     return per_s
@@ -282,7 +282,7 @@ def report_of(samples: Samples) -> dict[str, Any]:
     def of(name: str, ceiling: str) -> float:
         return float(np.median(taken[ceiling] / taken[name]))
 
-    report = {
+    report: dict[str, Any] = {
         "ceiling": {
             "memcpy_GBps": gigabytes / middle["memcpy_s"],
             "socket_GBps": gigabytes / middle["socket_s"],

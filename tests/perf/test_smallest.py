@@ -57,7 +57,8 @@ class Played:
     """Runs that survive from so many bytes a prompt on, and are counted."""
 
     def __init__(self, need: int, status: str = "ok") -> None:
-        self.need, self.status, self.tried = need, status, []
+        self.need, self.status = need, status
+        self.tried: list[tuple[int, int]] = []
 
     def __call__(self, job: Job, bar: object) -> dict[str, object]:
         self.tried.append((job.prompts, job.memory_limit_bytes))

@@ -25,7 +25,7 @@ DOCUMENTS = {
 REQUIRED = object()
 _TAG = re.compile(r"^Tag (\d+)\.", re.M)
 _CELL = re.compile(r"(?<!\\)\|")
-_CONSTANTS = {
+_CONSTANTS: dict[str, object] = {
     "nil": None,
     "true": True,
     "false": False,

@@ -250,9 +250,9 @@ def with_examples(text: str, vectors: list[Vector]) -> str:
         first.setdefault(message_of(vector), vector)
     parts = re.split(r"^(### .+\n)", text, flags=re.M)
     for index in range(1, len(parts), 2):
-        vector = first.get(parts[index].removeprefix("### ").strip())
-        if vector is not None:
-            block = example(vector)
+        shown = first.get(parts[index].removeprefix("### ").strip())
+        if shown is not None:
+            block = example(shown)
             parts[index + 1] = re.sub(
                 r"```text\n.*?```", lambda _, block=block: block, parts[index + 1], flags=re.S
             )

@@ -188,7 +188,7 @@ def test_the_records_are_those_in_force() -> None:
         real = everywhere[name]
         assert size == real.itemsize, name
         fields = real.descr if real.names else [("value", real.str)]
-        assert dtype == [(field, width) for field, width in fields], name
+        assert dtype == fields, name
 
 
 def test_every_error_that_may_cross_the_wire_is_listed() -> None:

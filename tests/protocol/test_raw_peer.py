@@ -228,7 +228,7 @@ class Link:
         return msgpack.unpackb(frame)
 
     def hello(self, **other: Any) -> dict[str, Any]:
-        hello = {"@": "PeerHello", "versions": [1, 3], "plane": "raw", "name": "b"}
+        hello: dict[str, Any] = {"@": "PeerHello", "versions": [1, 3], "plane": "raw", "name": "b"}
         hello |= {"incarnation": 9, "address": self.address, "epoch": self.epoch}
         return hello | {"shards": 4096, "bulk": ""} | other
 

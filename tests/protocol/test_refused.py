@@ -128,7 +128,7 @@ def test_a_message_over_the_limit_is_refused_by_its_sender() -> None:
 
 def test_frames_that_arrive_byte_by_byte_come_out_whole() -> None:
     bodies = [bytes.fromhex(vector["hex"])[4:] for vector in load("local")]
-    reader, found = frames.FrameReader(), []
+    reader, found = frames.FrameReader(), list[bytes | memoryview]()
     for byte in b"".join(map(frame_of, bodies)):
         found += reader.feed(bytes([byte]))
     assert found == bodies
@@ -138,7 +138,7 @@ def test_frames_come_out_alike_however_they_arrive() -> None:
     bodies = [b"", *(bytes.fromhex(vector["hex"])[4:] for vector in load("local")), b"\xc0"]
     stream, chance = b"".join(map(frame_of, bodies)), random.Random(1)
     for _ in range(50):
-        reader, found, start = frames.FrameReader(), [], 0
+        reader, found, start = frames.FrameReader(), list[bytes | memoryview](), 0
         while start < len(stream):
             end = start + chance.randint(1, 700)
             found += reader.feed(memoryview(stream)[start:end])

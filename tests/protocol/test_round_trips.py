@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import types
 import typing
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -67,9 +68,11 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
         return st.one_of(*map(values_of, args))
     hints = typing.get_type_hints(kind, include_extras=True)
     names = [field.name for field in msgspec.structs.fields(kind)]
-    return st.builds(
-        kind, **{name: st.deferred(lambda n=name: values_of(hints[n])) for name in names}
-    )
+
+    def later(name: str) -> st.SearchStrategy[Any]:
+        return st.deferred(lambda: values_of(hints[name]))
+
+    return st.builds(kind, **{name: later(name) for name in names})
 
 
 def positional(value: Any) -> Any:
@@ -85,12 +88,12 @@ def positional(value: Any) -> Any:
     return str(value) if isinstance(value, enum.Enum) else value
 
 
-def framed_whole(envelope: Any) -> bytes:
+def framed_whole(envelope: Any) -> bytes | memoryview:
     (body,) = frames.FrameReader().feed(bytes(frames.encode(envelope)))
     return body
 
 
-CODECS = {
+CODECS: dict[type[msgspec.Struct], tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     Request: (framed_whole, frames.decode_request),
     Reply: (framed_whole, frames.decode_reply),
     PeerRequest: (peering.encode, peering.decode_request),

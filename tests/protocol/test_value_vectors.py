@@ -68,7 +68,7 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         return bool(a.dtype == b.dtype and torch.equal(a, b))
     if isinstance(a, np.ndarray):
-        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+        return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
     return repr(a) == repr(b)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from itertools import count
 from typing import Any
 
@@ -129,6 +129,7 @@ class Claimed(End):
         return {name: list(held.column(name)) for name in FIELDS}
 
     def close(self) -> None:
+        assert isinstance(self._batches, Generator)
         self._batches.close()
         self._endpoint.close()
 
@@ -231,7 +232,8 @@ class Queued(Placed):
             yield (value.values() if value.is_nested else value).numpy()
 
     def rows(self, held: Any) -> Columns:
-        return self.endpoint.columns(held)
+        columns: Columns = self.endpoint.columns(held)
+        return columns
 
 
 _ENDS = {"ray-store": Stored, "transfer_queue": Queued}

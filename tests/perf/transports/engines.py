@@ -41,7 +41,7 @@ class SocketEnd:
     """One TCP connection on loopback: the owner sends so many bytes as it is asked for."""
 
     def __init__(self, memory: Memory) -> None:
-        self._memory = memoryview(memory)
+        self._memory = memory.data
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.card = str(self._listener.getsockname()[1]).encode()
 

@@ -107,12 +107,15 @@ def test_values_keys_and_tags_of_every_kind_come_back_as_they_were(
     assert len(again.get(where=dataplane.tag("only") == None)) == 1  # noqa: E711
 
 
+@pytest.mark.parametrize("group", ["g", None, [f"g{row}" for row in range(8)]])
 def test_a_value_that_rows_share_is_written_once_and_shared_again(
-    one: Plane, tmp_path: Path
+    one: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: Any
 ) -> None:
+    """Also where each of the rows, or of their groups, could be on a page of its own."""
+    monkeypatch.setattr("dataplane.client._sync.save.SAVE_BYTES", 150_000)
     image = np.arange(100_000, dtype=np.uint8)
     part = one.partition("shared", free="drop")
-    part.put({"image": [image] * 8}, group="g", dedup=["image"])
+    part.put({"image": [image] * 8}, group=group, dedup=["image"])
     one.checkpoint(tmp_path / "c")
     assert (tmp_path / "c/0000").stat().st_size < 101_000
     part.drop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from dataplane import (
     Plane,
 )
 from dataplane.client.checkpoint import records
+from dataplane.client.write.chunks import room_of
 from tests.end_to_end.conftest import PLANE, Cluster, in_sync, line, until
 from tests.end_to_end.hosts import held, running
 from tests.same import equals
@@ -484,6 +486,21 @@ def test_a_host_with_a_small_arena_restores_what_a_large_one_saved(
         part = plane.partition("step")
         for g in range(9):
             assert (part.get(keys=[f"g{g}.3"])["tokens"][0] == g).all()
+
+
+def test_a_page_has_no_more_chunks_than_a_restore_reserves_at_once(
+    one: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk is saved whole, though one row of it is left."""
+    monkeypatch.setattr("dataplane.client._sync.save.SAVE_BYTES", 1 << 20)
+    part = one.partition("p", free="drop")
+    part.put({"x": np.zeros((256, 8_000), np.uint8)}, key=range(256))
+    part.drop([row for row in range(256) if row % 32])
+    one.checkpoint(tmp_path / "c")
+    with contextlib.closing(records.RecordReader(tmp_path / "c/0000")) as reader:
+        sizes = [room_of(chunks) for _, chunks, _ in reader.records()]
+    assert sum(sizes) > 2_000_000 and max(sizes) <= 1 << 20
+    part.drop()
 
 
 def test_a_restore_that_finds_no_room_takes_back_what_it_put(tmp_path: Path) -> None:

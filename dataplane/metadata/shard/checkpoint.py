@@ -31,7 +31,7 @@ from dataplane.metadata.tables import tags as tagging
 from dataplane.metadata.tables.bits import bits_of
 from dataplane.metadata.tables.incoming import RowsIn, ValuesIn, different, rows_in
 from dataplane.metadata.tables.keys import keys_in
-from dataplane.metadata.tables.pieces import ANY_STAGE, Chunk, Pieces, nbytes_of
+from dataplane.metadata.tables.pieces import ANY_STAGE, Chunk, Pieces
 from dataplane.metadata.tables.remembered import of_group
 from dataplane.metadata.tables.tags import MISSING
 from dataplane.wire.checkpoint import Progress, Restore, SaveDone, SurveyDone
@@ -82,12 +82,15 @@ def save(state: State, groups: bytes, rows: bytes, nbytes: int) -> SaveDone:
         found = [part for part in state.find(key).parts if not part[0].group]
         units.append((None, found))
     many = size = pieces = 0
-    chunks = Counter[Chunk]()
+    chunks = set[Chunk]()
     for taken, (_, parts) in enumerate(units):
         many += sum([bits.bit_count() for _, bits in parts])
-        size += nbytes_of([(block.values, bits) for block, bits in parts], chunks)
-        used = [one.live & bits for block, bits in parts for one in block.values.shape.pieces]
-        pieces += sum(map(bool, used))
+        for block, bits in parts:
+            shape, known = block.values.shape, block.values.chunks
+            used = [known[one.chunk] for one in shape.pieces if one.live & bits]
+            pieces += len(used)
+            size += sum([chunk.nbytes for chunk in {*used} - chunks])
+            chunks.update(used)
         full = many > MAX_ROWS_PER_SAVE or pieces > MAX_CHUNKS_PER_MESSAGE
         if taken and (full or size > nbytes):
             units = units[:taken]

@@ -14,7 +14,6 @@ so they share the shape.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Generic, TypeVar
@@ -347,22 +346,14 @@ def split(pieces: Sequence[Piece[Chunk]], parts: Sequence[Part]) -> list[Pieces]
     return [pieces_of(count, mine) for (_, _, count), mine in zip(parts, found, strict=True)]
 
 
-def nbytes_of(values: Iterable[tuple[Pieces, int]], used: Counter[Chunk] | None = None) -> int:
+def nbytes_of(values: Iterable[tuple[Pieces, int]]) -> int:
     """About how many bytes these rows of blocks take: the rows of a chunk count alike, and none
-    counts twice where several rows have the same value. used: by chunk, rows that count already,
-    to which these are added."""
-    used, nbytes = Counter() if used is None else used, 0
+    counts twice where several rows have the same value."""
+    used: dict[Chunk, int] = {}
     for pieces, bits in values:
         for chunk, rows in pieces.rows_by_chunk().items():
-            nbytes -= _taken(chunk, used[chunk])
-            used[chunk] += (rows & bits).bit_count()
-            nbytes += _taken(chunk, used[chunk])
-    return nbytes
-
-
-def _taken(chunk: Chunk, rows: int) -> int:
-    """The bytes that so many rows take of a chunk."""
-    return chunk.nbytes * min(chunk.rows, rows) // max(1, chunk.rows)
+            used[chunk] = used.get(chunk, 0) + (rows & bits).bit_count()
+    return sum([c.nbytes * min(c.rows, many) // max(1, c.rows) for c, many in used.items()])
 
 
 def _part_of(piece: Piece[Chunk], first: int, end: int, part: Part) -> Piece[Chunk] | None:

@@ -28,6 +28,7 @@ from dataplane.errors import (
 from dataplane.events.ring import Ring
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard import inspection, rows_out
+from dataplane.metadata.shard.claim_queue import KEEP_AFTER_S
 from dataplane.metadata.shard.journal import apply, dump
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import CallContext, Caller, Entry, call_context
@@ -586,6 +587,29 @@ async def test_what_rows_lack_is_found_in_pieces_while_other_calls_are_served() 
     ]
     assert len(looks) == 1 and len(served) == 4  # other work came in between
     assert not len(shard.calls)
+
+
+async def test_a_call_that_does_not_wait_leaves_nobody_behind_it_waiting() -> None:
+    shard = Shard(GROUPED)
+    shard.admit(1)
+    large, small = shard.admit(2, 2, timeout_ms=0), shard.admit(3)  # of 2 slots, 1 is left
+    assert not small.done()
+    with pytest.raises(ClaimTimeout):
+        await large
+    assert small.result().permit == 3
+
+
+async def test_a_claim_that_does_not_wait_keeps_nothing_once_it_is_over() -> None:
+    """The look for the reason may take over a second, after which rows are kept for the claim."""
+    shard = Shard()
+    shard.put(1)
+    large = shard.claim(5, 2, timeout_ms=0)
+    shard.host.now = lambda: time.monotonic() + 2 * KEEP_AFTER_S
+    small = shard.claim(6)
+    assert not small.done()
+    with pytest.raises(ClaimTimeout):
+        await large
+    assert shard.keys(small.result()) == [1]
 
 
 async def test_a_turn_that_ends_says_why_and_leaves_the_claim_its_place() -> None:

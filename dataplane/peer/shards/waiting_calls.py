@@ -228,7 +228,7 @@ class WaitingCalls:
             stage.queue.note_reason(body.number, self.host.now())
         answer: Answer = asyncio.get_running_loop().create_future()
         self._answers[body.number] = answer
-        ends = functools.partial(self._end, stage, body.number)
+        ends = functools.partial(self._gives_up, stage, body.number)
         self._in_time(answer, body.timeout_ms, late, None if body.timeout_ms else ends)
         return answer
 
@@ -292,6 +292,12 @@ class WaitingCalls:
                 "the caller cancelled this call: repeat the call if you still need its result"
             ),
         )
+
+    def _gives_up(self, stage: _Stage, number: int) -> None:
+        """A call that does not wait has had its answer. Others may get now what it kept from them
+        while the reason was looked for."""
+        self._end(stage, number)
+        self._serve(stage)
 
     def _remember(self, number: int) -> None:
         self._past[number] = None

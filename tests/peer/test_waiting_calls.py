@@ -589,6 +589,20 @@ async def test_what_rows_lack_is_found_in_pieces_while_other_calls_are_served() 
     assert not len(shard.calls)
 
 
+async def test_a_turn_also_ends_where_looking_for_the_reason_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shard = Shard()
+    failing = mock.Mock(side_effect=KeyError("a bug"))
+    monkeypatch.setattr(inspection, "missing", failing)
+    turns = [shard.claim(5, 2, timeout_ms=0), shard.claim(6, 2, timeout_ms=10)]
+    for turn in turns:
+        with pytest.raises(KeyError):
+            await asyncio.wait_for(asyncio.shield(turn), 10)
+    shard.put(1, 2)
+    assert shard.keys(shard.claim(6, 2)) == [1, 2]  # it had kept its place, which 5 has not
+
+
 async def test_a_call_that_does_not_wait_leaves_nobody_behind_it_waiting() -> None:
     shard = Shard(GROUPED)
     shard.admit(1)

@@ -439,7 +439,11 @@ class WaitingCalls:
         ends: called after that."""
 
         async def fail_late() -> None:
-            why = await late()
+            why: Exception
+            try:
+                why = await late()
+            except Exception as exc:  # a bug: whoever waits is told, and not left to wait
+                why = exc
             if not answer.done():
                 fail(answer, why)
                 if ends is not None:

@@ -16,13 +16,20 @@ import sys
 import uuid
 from typing import Any
 
+import numpy as np
+
 import dataplane
 from dataplane.integrations.objects import packed_object, unpacked_object
+from dataplane.wire.limits import INLINE_ROW_BYTES
 
 __all__ = ["Empty", "Full", "Queue"]
 
 Empty, Full = queue.Empty, queue.Full
-_GET, _ITEM = "get", "item"
+_GET, _ITEM, _HOST = "get", "item", "host"
+_IN_ARENA = np.zeros(INLINE_ROW_BYTES, np.uint8)
+"""Too large to go inline. An item that goes inline is local to no host, so larger items of its host
+would overtake it. With this beside it, it is local to its host like the others. Stored once a host.
+"""
 _CLASS = "\0class"
 
 
@@ -51,7 +58,7 @@ class Queue:
         self.maxsize = maxsize
         self.name = name or f"queue-{uuid.uuid4().hex[:12]}"
         self._plane = dataplane.connect(run=run)
-        self._part = self._plane.partition(self.name, stages={_GET: [_ITEM]})
+        self._part = self._plane.partition(self.name, stages={_GET: [_ITEM, _HOST]})
 
     def __reduce__(self) -> Any:
         return _attached, (self.maxsize, self.name, self._plane.name)
@@ -72,14 +79,16 @@ class Queue:
                 raise Full(
                     f"queue {self.name!r} is full: it already holds {self.maxsize} items"
                 ) from None
-        self._part.put({_ITEM: [{_ITEM: packed}]}, dedup=[_ITEM])
+        row = {_ITEM: [{_ITEM: packed}], _HOST: [_IN_ARENA]}
+        self._part.put(row, dedup=[_ITEM, _HOST])
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """Remove and return the next item. Wait while the queue is empty, and raise `Empty` after
         `timeout` seconds. Tensors are private copies. Raises TypeError for a dataclass whose
         module this process has not imported."""
         try:
-            batch = self._part.claim(_GET, rows=1, timeout=timeout if block else 0)
+            within_s = timeout if block else 0
+            batch = self._part.claim(_GET, rows=1, fields=[_ITEM], timeout=within_s)
         except TimeoutError:
             raise Empty(f"queue {self.name!r} is empty") from None
         with batch:

@@ -10,12 +10,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 import dataplane
 from dataplane import Partition, Plane, tag
+from dataplane.metadata.shard.claim_queue import KEEP_AFTER_S
 from tests.end_to_end.conftest import PLANE, Cluster, until
 
 Hosts = tuple[Plane, Plane]
@@ -131,6 +133,44 @@ def test_rows_are_not_kept_for_a_worker_that_ended_while_it_waited(
         worker.wait()
         assert worker.stdout is not None
         worker.stdout.close()
+
+
+def test_what_a_claim_keeps_goes_to_others_while_a_producer_of_another_host_waits_for_room(
+    cluster: Cluster,
+) -> None:
+    """The shard is at b, and at a a batch is being worked on, which could free something some
+    time: a has no need to ask b for a standstill."""
+    cluster.start("a", "b", arena="16MiB")
+    with cluster.connect("a") as here, cluster.connect("b") as there:
+        owned = next(name for name in map(str, range(64)) if _is_at(there, here, name))
+        mine = next(name for name in map(str, range(64, 128)) if _is_at(here, here, name))
+        put(here.partition(mine), 1)
+        works = here.partition(mine).claim("train", rows=1, timeout=20)
+        near, far = here.partition(owned), there.partition(owned)
+        with ThreadPoolExecutor(2) as pool:
+            large = pool.submit(far.claim, "train", rows=10_000)
+            puts = pool.submit(_put_until_dropped, near)
+            try:
+                until(lambda: here.stats()["waiting_puts"] > 0, "the producer waits")
+                time.sleep(2 * KEEP_AFTER_S)
+                for _ in range(2):
+                    far.claim("train", rows=1, timeout=20).ack()
+            finally:
+                far.drop()
+            for one in (large, puts):
+                with pytest.raises(dataplane.PartitionGone):
+                    one.result(30)
+        works.ack()
+
+
+def _is_at(home: Plane, by: Plane, name: str) -> bool:
+    by.partition(name, stages={"train": ["x"]})
+    return name in home.stats()["partitions"]
+
+
+def _put_until_dropped(part: Partition) -> None:
+    while True:
+        part.put({"x": [np.zeros(1 << 17)]}, timeout=60)
 
 
 def test_who_waits_hears_of_the_producers_of_all_hosts_and_whether_they_live(hosts: Hosts) -> None:

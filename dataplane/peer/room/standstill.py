@@ -4,7 +4,8 @@ must fail.
 Every peer reports which of its clients could still free space. A peer with waiting producers
 asks them all. A deadlock must be found several times in a row with no change in between, because
 a claim that is just being granted looks the same. A peer that does not answer may be busy, so
-its silence ends no wait.
+its silence ends no wait. The shards of waiting producers are asked whatever is found, because
+they keep rows for a claim that waits while no producer does.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ LOOK_EVERY_S = 0.2
 LOOK_AGAIN_S = 2.0
 """After somebody was seen who may free something."""
 ASK_S = 2.0
+TELL_EVERY_S = 2.0
+"""While puts wait for space here, shards elsewhere are told so: well within
+`waiting_calls.YIELD_S`."""
 
 
 def is_alive(answers: Iterable[Activity]) -> bool:
@@ -61,6 +65,8 @@ class Standstill:
         """operations of the hosts at the last look"""
         self._looking: asyncio.Task[None] | None = None
         self._next_look = 0.0
+        self._telling: asyncio.Task[None] | None = None
+        self._next_tell = 0.0
         self._alive = ""
         """where somebody was seen at the last look: asked first the next time"""
 
@@ -72,6 +78,8 @@ class Standstill:
     def lasts(self, for_bytes: bool, for_rows: bool) -> bool:
         """Called periodically: whether the deadlock was found often enough by now. for_bytes,
         for_rows: whether producers of this host wait for bytes, for rows."""
+        if for_bytes and not self.host.solo:
+            self._tell()
         waits = for_rows or for_bytes and not self.can_spill
         if not waits or is_alive([self._here()]):
             self._looks = 0
@@ -83,6 +91,21 @@ class Standstill:
         if found:
             self._looks = 0  # who begins to wait after this is told of what is seen from then on
         return found
+
+    def _tell(self) -> None:
+        """Tell the shards of the clients that wait here that producers wait: claims there then
+        get rows that are kept for others."""
+        under_way = self._telling is not None and not self._telling.done()
+        if under_way or self.host.now() < self._next_tell:
+            return
+        self._next_tell = self.host.now() + TELL_EVERY_S
+        names = set[str]().union(*(s.partitions for s in self.peer.sessions if s.waiting))
+        homes = {self.host.roster.home(name) for name in names} - {self.host.address}
+        self._telling = self.mesh.spawn(self._told(sorted(homes)))
+
+    async def _told(self, homes: list[str]) -> None:
+        calls = [self.mesh.call(home, CanFree(), timeout_s=ASK_S) for home in homes]
+        await asyncio.gather(*calls, return_exceptions=True)  # who did not hear is told again soon
 
     async def _look(self) -> None:
         answers: list[Activity] = []

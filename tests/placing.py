@@ -8,7 +8,7 @@ import numpy.typing as npt
 from dataplane.errors import LimitExceeded
 from dataplane.memory.extents import Bytes, Records
 from dataplane.memory.placement import placed
-from dataplane.wire.records import U8
+from dataplane.wire.packed import U8
 
 
 def place(sizes: npt.ArrayLike, extents: Records) -> Bytes:

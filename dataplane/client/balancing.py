@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from dataplane.errors import InvalidRows, counted
 from dataplane.wire.limits import NO_GROUP
-from dataplane.wire.records import U4, column
+from dataplane.wire.packed import U4, column
 from dataplane.wire.tables import PlanRows, Shape
 
 Rows = list[int]

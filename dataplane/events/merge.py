@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from dataplane.errors import mixed_releases
-from dataplane.wire.events import EventsDone, Kind, Reason, Record
+from dataplane.wire.events import EventRecord, EventsDone, Kind, Reason
 from dataplane.wire.tables import Name, Owner
 
 
@@ -117,7 +117,7 @@ def _hosts(pages: Sequence[EventsDone], names: Mapping[str, str]) -> dict[int, s
 
 
 def _event(
-    record: Record,
+    record: EventRecord,
     page: EventsDone,
     names: Mapping[str, str],
     workers: Mapping[int, str],
@@ -141,7 +141,7 @@ def _event(
     )
 
 
-_SAME = tuple(name for name in Record.__struct_fields__ if name not in ("at", "worker", "by"))
+_SAME = tuple(name for name in EventRecord.__struct_fields__ if name not in ("at", "worker", "by"))
 
 
 def _check(page: EventsDone) -> None:

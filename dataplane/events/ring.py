@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from itertools import islice
 
-from dataplane.wire.events import Kind, Reason, Record
+from dataplane.wire.events import EventRecord, Kind, Reason
 
 MAX_RECORDS = 16_384
 """About 250 bytes each."""
@@ -25,7 +25,7 @@ class Ring:
         self, size: int = MAX_RECORDS, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._clock = clock
-        self._records: deque[Record] = deque(maxlen=size)
+        self._records: deque[EventRecord] = deque(maxlen=size)
         self.last = 0
         """the number of the newest record; the first one is 1"""
         self.waits: dict[tuple[Kind, Reason], list[float]] = {}
@@ -34,7 +34,7 @@ class Ring:
     def __len__(self) -> int:
         return len(self._records)
 
-    def add(self, record: Record, since: float | None = None) -> None:
+    def add(self, record: EventRecord, since: float | None = None) -> None:
         """Keep a record. `since`: when the recorded activity began (monotonic)."""
         record.at = at = self._clock()
         if since is not None and at > since:
@@ -46,7 +46,7 @@ class Ring:
         """Return whether a wait that began at `since` and ends now is long enough for a record."""
         return self._clock() - since >= LEAST_WAIT_S
 
-    def waited(self, record: Record, since: float) -> None:
+    def waited(self, record: EventRecord, since: float) -> None:
         """Record a wait that began at `since` and ends now. Too short waits are not recorded."""
         if not self.keeps_wait(since):
             return
@@ -60,7 +60,7 @@ class Ring:
         """The number of the oldest record, or of the next one if there is none."""
         return self.last - len(self._records) + 1
 
-    def after(self, number: int, since: float, limit: int) -> tuple[int, list[Record]]:
+    def after(self, number: int, since: float, limit: int) -> tuple[int, list[EventRecord]]:
         """Return (number of the first record, records): at most `limit` records with a number
         above `number` that happened after `since`, the oldest first."""
         kept = self.kept

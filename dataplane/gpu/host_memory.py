@@ -20,7 +20,7 @@ from dataplane.memory.extents import Bytes, Extent, Mask, Records, page_up
 from dataplane.memory.ranges import POOL, SPILLED, Counts, Freed
 from dataplane.memory.space import Holder, Space, pinned_by
 from dataplane.memory.spill import DISK
-from dataplane.wire.records import EXTENT, RANGE, U4
+from dataplane.wire.packed import EXTENT, RANGE, U4
 
 
 class HostMemory(Space):

@@ -39,7 +39,7 @@ from dataplane.peer.room.pools import Pools, Read
 from dataplane.transport.engine import BulkEngine
 from dataplane.transport.registry import CUDA_IPC, NCCL, POOLS_ONLY, TCP
 from dataplane.transport.seam import Remote
-from dataplane.wire.records import RANGE, U4, Array
+from dataplane.wire.packed import RANGE, U4, Array
 from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)

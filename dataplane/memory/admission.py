@@ -19,7 +19,7 @@ from dataplane.errors import ValueTooLarge, sized
 from dataplane.memory.allocator import Allocator
 from dataplane.memory.cache import PulledCopies
 from dataplane.memory.extents import Bytes, Span, padded, page_down, page_up
-from dataplane.wire.records import U8
+from dataplane.wire.packed import U8
 
 
 class Admission(IntEnum):

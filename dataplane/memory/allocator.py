@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.memory.extents import PAGE_BYTES, Bytes, Span, coalesce, page_down, page_up
-from dataplane.wire.records import U8
+from dataplane.wire.packed import U8
 
 _LOW = np.uint64(PAGE_BYTES - 1)
 _FIRST_LOOK = 1024

@@ -20,7 +20,7 @@ import numpy as np
 
 from dataplane.memory.extents import Records
 from dataplane.memory.ranges import Ranges
-from dataplane.wire.records import RANGE, U8, ids_of, ranges_of
+from dataplane.wire.packed import RANGE, U8, ids_of, ranges_of
 
 _NUMBER = (1 << 32) - 1
 """The bits of a packed RANGE that are its number; the others are its generation."""

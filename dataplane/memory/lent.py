@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.memory.extents import Records
-from dataplane.wire.records import U4, U8, ids_of, ranges_of
+from dataplane.wire.packed import U4, U8, ids_of, ranges_of
 from dataplane.wire.tables import Owner
 
 Counts = npt.NDArray[np.uint32]

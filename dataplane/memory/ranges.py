@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from dataplane.errors import RowsGone
 from dataplane.memory.extents import Bytes, Extent, Mask, Records
-from dataplane.wire.records import DIGEST, EXTENT, RANGE, U8, ids_of, ranges_of
+from dataplane.wire.packed import DIGEST, EXTENT, RANGE, U8, ids_of, ranges_of
 
 Counts = npt.NDArray[np.integer] | int
 

@@ -42,7 +42,7 @@ from dataplane.memory.extents import (
 from dataplane.memory.ranges import POOL, SPILLED, Counts, Digests, Freed, Ranges
 from dataplane.memory.spill import Move, Spilled
 from dataplane.wire.limits import ALIGNMENT_BYTES, MAX_STRETCHES_PER_SESSION
-from dataplane.wire.records import EXTENT, RANGE, U8, joined
+from dataplane.wire.packed import EXTENT, RANGE, U8, joined
 
 PULLER = 0
 """The holder under which the peer itself reserves room for pulls and pins ranges for others."""

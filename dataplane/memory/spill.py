@@ -22,7 +22,7 @@ from dataplane.memory.admission import Admission
 from dataplane.memory.allocator import Allocator
 from dataplane.memory.extents import Bytes, Records, Set, Span, coalesce, page_up
 from dataplane.memory.ranges import SPILLED, Freed, Ranges
-from dataplane.wire.records import U8, ids_of
+from dataplane.wire.packed import U8, ids_of
 
 DISK = 0
 """The incarnation that copies of spilled ranges are kept under: no peer has it."""

@@ -27,7 +27,7 @@ from dataplane.memory.lent import Lent
 from dataplane.memory.space import Space
 from dataplane.metadata.roster.roster import Flags, Heirs, Roster
 from dataplane.metadata.shard.reasons import Notices
-from dataplane.metadata.shard.second_copies import Copies
+from dataplane.metadata.shard.replicas import Replicas
 from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.rates import Rate
@@ -125,8 +125,8 @@ class Entry:
     """A partition whose shard this peer serves."""
 
     store: Store
-    copies: Copies | None = None
-    """with replicas=2: the second copies of what other peers wrote"""
+    replicas: Replicas | None = None
+    """with replicas=2: the replicas of what other peers wrote"""
     inherited: set[tuple[Owner, int]] = field(default_factory=set)
     """caller and number of changes that another peer carried out before the partition was here: a
     retry brings their values once more"""
@@ -143,7 +143,7 @@ class Entry:
     def __post_init__(self) -> None:
         self.name, self.generation = self.key = self.store.partition, self.store.generation
         if self.store.definition.replicas == 2:
-            self.copies = Copies()
+            self.replicas = Replicas()
         self.metered = {name: _sums(stage) for name, stage in self.store.stages.items()}
 
 

@@ -253,7 +253,7 @@ _TABLE = (
     ),
     Operation(
         p.Confirm,
-        peer=lambda peer: peer.replicas.confirm,
+        peer=lambda peer: peer.log_receiver.confirm,
         sender=Sender.ANYBODY,
         held=False,
         channel=Channel.HEARTBEAT,
@@ -263,10 +263,13 @@ _TABLE = (
     ),
     # backups
     Operation(
-        p.Append, peer=lambda peer: peer.replicas.append, held=False, channel=Channel.CONTROL
+        p.Append, peer=lambda peer: peer.log_receiver.append, held=False, channel=Channel.CONTROL
     ),
     Operation(
-        p.Duplicate, peer=lambda peer: peer.replicas.duplicate, held=False, channel=Channel.CONTROL
+        p.Duplicate,
+        peer=lambda peer: peer.log_receiver.duplicate,
+        held=False,
+        channel=Channel.CONTROL,
     ),
     # values of other hosts
     Operation(

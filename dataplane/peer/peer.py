@@ -43,15 +43,15 @@ from dataplane.peer.room.pools import Pools
 from dataplane.peer.room.spilling import Spilling
 from dataplane.peer.room.standstill import Standstill
 from dataplane.peer.sessions import Session, Sessions
-from dataplane.peer.shards.appends import Shipping
-from dataplane.peer.shards.backup import Replicas
 from dataplane.peer.shards.confirming import Confirming
 from dataplane.peer.shards.effects import Effects
+from dataplane.peer.shards.log_receiver import LogReceiver
+from dataplane.peer.shards.log_sender import LogSender
 from dataplane.peer.shards.metadata_share import MetadataShare
 from dataplane.peer.shards.partitions import Partitions
 from dataplane.peer.shards.references import References
-from dataplane.peer.shards.replication import Copying
 from dataplane.peer.shards.retries import Retries
+from dataplane.peer.shards.value_replicas import ValueReplicas
 from dataplane.peer.shards.waiting_calls import WaitingCalls
 from dataplane.peer.tasks import first_of
 from dataplane.peer.watch.janitor import Janitor
@@ -82,7 +82,7 @@ class Peer:
     waits: Waits
     claims: Claims
     membership: Membership
-    replicas: Replicas
+    log_receiver: LogReceiver
     reporting: Reporting
     timeline: Timeline
     standstill: Standstill
@@ -131,21 +131,21 @@ class Peer:
         self.pools.open(host, room, from_disk)
         self.pulls = pulls = Pulls(host, mesh, room, self.pools, config.transport)
         self.pools.use(pulls)
-        self.copying = Copying(host, mesh, pulls, room)
+        self.value_replicas = ValueReplicas(host, mesh, pulls, room)
 
     def _keep_shards(self) -> None:
         """Partitions, the calls that wait at them, and the values that they name."""
         host, mesh, router, room = self.host, self.mesh, self.router, self.room
-        self.shipping = Shipping(host, mesh, self.copying)
+        self.log_sender = LogSender(host, mesh, self.value_replicas)
         self.references = refs = References(host, mesh, room)
-        self.effects = effects = Effects(refs, self.copying, room, retries := Retries())
-        self.partitions = parts = Partitions(host, mesh, router, self.shipping, effects.run)
+        self.effects = effects = Effects(refs, self.value_replicas, room, retries := Retries())
+        self.partitions = parts = Partitions(host, mesh, router, self.log_sender, effects.run)
         self.share = share = MetadataShare(host)
         self.calls = calls = WaitingCalls(
             host,
             mesh,
             parts,
-            self.copying,
+            self.value_replicas,
             effects.run,
             producers=lambda: room.producers + share.writers,
             retries=retries,
@@ -162,7 +162,9 @@ class Peer:
         self.leases = leases = Leases(room.unpin)
         self.grants = grants = Grants(host, room, self.pools)
         self.reading = reading = Reading(host, router, leases, self.pools)
-        self.writing = Writing(host, grants, outgoing, refs, self.copying, share, run_effects)
+        self.writing = Writing(
+            host, grants, outgoing, refs, self.value_replicas, share, run_effects
+        )
         self.finishing = finishing = Finishing(router, leases, self.writing)
         self.changes = Changes(host, outgoing, refs, parts, run_effects)
         self.checkpoints = Checkpoints(self.writing, reading, router)
@@ -190,14 +192,14 @@ class Peer:
         )
         mesh.begins_anew = bool(config.launch)
         self.membership = Membership(host, mesh, self.keeper, self, config.lost_after_s)
-        self.shipping.on_whole = self.membership.beat_now
-        self.confirming = Confirming(host, mesh, self.shipping, self.membership.keeps_the_roster)
-        self.replicas = Replicas(host, mesh, parts, self.shipping, refs)
+        self.log_sender.on_whole = self.membership.beat_now
+        self.confirming = Confirming(host, mesh, self.log_sender, self.membership.keeps_the_roster)
+        self.log_receiver = LogReceiver(host, mesh, parts, self.log_sender, refs)
         # Requests and replies carry records and positions, which saves messages of their own.
-        mesh.has = self.replicas.has
-        mesh.door.carry, mesh.door.heard = self.shipping.carry, self.shipping.heard
+        mesh.has = self.log_receiver.has
+        mesh.door.carry, mesh.door.heard = self.log_sender.carry, self.log_sender.heard
         self.leaving = Leaving(
-            host, mesh, self.membership, self.copying, self.door, router, self.effects.run
+            host, mesh, self.membership, self.value_replicas, self.door, router, self.effects.run
         )
         self.reporting = Reporting(self)
         self.timeline = Timeline(self)
@@ -282,15 +284,17 @@ class Peer:
 
     def says(self, leaving: bool, spare: bytes) -> Beat:
         """Return this peer's heartbeat for the roster keeper."""
-        synced, wanted = self.shipping.has_all, self.janitor.is_wanted()
+        synced, wanted = self.log_sender.has_all, self.janitor.is_wanted()
         return Beat(synced, leaving, self.leaving.clear(), wanted, spare)
 
     def turned(self, old: Roster, new: Roster) -> None:
         """Apply a newer roster."""
-        self.replicas.turned(old, new)  # first: what was taken over is this peer's own from here on
+        self.log_receiver.turned(
+            old, new
+        )  # first: what was taken over is this peer's own from here on
         self.leaving.turned(old, new)
         self.partitions.turned()
-        self.shipping.turned(new)
+        self.log_sender.turned(new)
         if not new.places_like(old):
             self.calls.turned()
 

@@ -20,7 +20,7 @@ from dataplane.transport import COPY, GONE, ReadOutcome, Remote, plane_key
 from dataplane.transport.engine import BulkEngine
 from dataplane.transport.registry import TCP
 from dataplane.transport.tickets import Identity, new_identity
-from dataplane.wire.records import EXTENT
+from dataplane.wire.packed import EXTENT
 from dataplane.wire.tables import Owner
 
 KEY = plane_key("test", (1, 1))

@@ -21,7 +21,7 @@ from dataplane.transport.bulk_frames import (
 )
 from dataplane.transport.seam import Records
 from dataplane.wire.frames import HEADER_BYTES, body_length
-from dataplane.wire.records import EXTENT, column
+from dataplane.wire.packed import EXTENT, column
 
 
 class ControlChannel:

@@ -39,7 +39,7 @@ from dataplane.transport.bulk_frames import (
 )
 from dataplane.transport.seam import ReadOutcome, Records, Remote
 from dataplane.wire.frames import FrameReader
-from dataplane.wire.records import EXTENT, RANGE, column
+from dataplane.wire.packed import EXTENT, RANGE, column
 from dataplane.wire.tables import Owner
 
 Pinning = tuple[int, Records]

@@ -76,7 +76,7 @@ from dataplane.transport.tickets import (
     watched_mac,
 )
 from dataplane.wire.limits import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN
-from dataplane.wire.records import column
+from dataplane.wire.packed import column
 from dataplane.wire.refusals import Refusals
 from dataplane.wire.tables import Owner
 

@@ -62,7 +62,7 @@ from dataplane.transport.seam import (
 from dataplane.transport.slices import Slice, cut, pieces_of
 from dataplane.transport.stream import BulkStream, iovecs
 from dataplane.transport.tickets import held_mac, issue
-from dataplane.wire.records import U8, column
+from dataplane.wire.packed import U8, column
 from dataplane.wire.tables import Owner
 
 RUNNERS = 32

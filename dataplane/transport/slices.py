@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from dataplane.transport.bulk_frames import PIECE
 from dataplane.transport.seam import Records
-from dataplane.wire.records import RANGE
+from dataplane.wire.packed import RANGE
 
 
 @dataclass(frozen=True, slots=True, eq=False)

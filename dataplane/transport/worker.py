@@ -50,7 +50,7 @@ from dataplane.transport.seam import PlacedPool, Records, Region, Remote
 from dataplane.transport.secure_stream import door
 from dataplane.transport.stream import BulkStream
 from dataplane.transport.witness import leave_witness
-from dataplane.wire.records import column
+from dataplane.wire.packed import column
 
 JOBS = 32
 """under way at once"""

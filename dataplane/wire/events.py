@@ -110,7 +110,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
-class Record(msgspec.Struct, array_like=True, gc=False):
+class EventRecord(msgspec.Struct, array_like=True, gc=False):
     """One event of a peer. at: the time at which it happened, or ended, on the peer's monotonic
     clock. worker: the session of the client; 0: none. client_s: of a `put`, the seconds that its
     call had taken when the client sent it; of a `lease_end`, those for which the client worked with
@@ -135,7 +135,7 @@ class Record(msgspec.Struct, array_like=True, gc=False):
     client_s: Seconds = 0.0
 
 
-Records = Annotated[list[Record], msgspec.Meta(max_length=MAX_RECORDS_PER_MESSAGE)]
+EventRecords = Annotated[list[EventRecord], msgspec.Meta(max_length=MAX_RECORDS_PER_MESSAGE)]
 
 
 Former = Annotated[dict[str, Owner], msgspec.Meta(max_length=MAX_FORMER)]
@@ -168,8 +168,8 @@ class EventsDone(Body, tag=58):
     kept: int
     first: int
     last: int
-    records: Records
-    going_on: Records
+    records: EventRecords
+    going_on: EventRecords
     workers: dict[int, str]
     members: list[str]
     offset: float = 0.0

@@ -265,7 +265,7 @@ class Summary(Body, tag=217):
     done: bytes = b""
 
 
-Op = (
+LogRecord = (
     Begun
     | Put
     | Leased
@@ -297,19 +297,19 @@ Op = (
 )
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Op] = msgspec.msgpack.Decoder(Op)
+_decoder: msgspec.msgpack.Decoder[LogRecord] = msgspec.msgpack.Decoder(LogRecord)
 
 
-def encode(op: Op) -> bytes:
+def encode(record: LogRecord) -> bytes:
     """Return the bytes of a record, as in a message."""
-    return _encoder.encode(op)
+    return _encoder.encode(record)
 
 
-def encoded(data: bytes) -> Op:
+def encoded(data: bytes) -> LogRecord:
     """Return a record for a message from the bytes that `encode` returned."""
-    return cast(Op, msgspec.Raw(data))
+    return cast(LogRecord, msgspec.Raw(data))
 
 
-def decode(data: bytes | memoryview) -> Op:
+def decode(data: bytes | memoryview) -> LogRecord:
     """Decode a record. Raise ProtocolError for invalid bytes."""
     return decoded(_decoder, data, "an operation")

@@ -16,8 +16,8 @@ from dataplane.errors import FrameTooLarge
 from dataplane.wire.checkpoint import Answered, Asked
 from dataplane.wire.events import Events, EventsDone, Seconds
 from dataplane.wire.frames import decoded
-from dataplane.wire.journal import Op, Settle
-from dataplane.wire.limits import MAX_FRAME_BYTES, MAX_OPS_PER_MESSAGE
+from dataplane.wire.journal import LogRecord, Settle
+from dataplane.wire.limits import MAX_FRAME_BYTES, MAX_LOG_RECORDS
 from dataplane.wire.messages import (
     Admit,
     Admitted,
@@ -144,24 +144,24 @@ class Rostered(Body, tag=141):
     wanted: bool = False
 
 
-class Shipment(msgspec.Struct, array_like=True, frozen=True):
+class PartitionLog(msgspec.Struct, array_like=True, frozen=True):
     """Log records of one partition."""
 
     partition: str
     generation: int
-    ops: Annotated[list[Op], msgspec.Meta(max_length=MAX_OPS_PER_MESSAGE)]
+    records: Annotated[list[LogRecord], msgspec.Meta(max_length=MAX_LOG_RECORDS)]
 
 
 class Append(Body, tag=143):
     """Send log records of the sender's shards to its backup, in order.
 
-    stream: number of the stream, which starts with a dump. first: number of the first record; 0
+    stream: number of the stream, which starts with a snapshot. first: number of the first record; 0
     starts the stream.
     """
 
     stream: int
     first: int
-    shipments: list[Shipment]
+    partitions: list[PartitionLog]
 
 
 class Duplicate(Body, tag=145):

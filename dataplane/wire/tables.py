@@ -12,7 +12,7 @@ import msgspec
 
 from dataplane.errors import counted, mixed_releases
 from dataplane.wire.limits import MAX_FIELDS, MAX_NAME_BYTES
-from dataplane.wire.records import KEY
+from dataplane.wire.packed import KEY
 
 Scalar = bool | int | float | str | None
 """A tag."""

@@ -40,7 +40,7 @@ from dataplane.wire.messages import (
     Reserved,
     Welcome,
 )
-from dataplane.wire.records import EXTENT, KEY, U8, column
+from dataplane.wire.packed import EXTENT, KEY, U8, column
 from dataplane.wire.tables import INLINE, Definition, Piece, Rows, Table, Values
 
 ARENA_BYTES = 4 << 20

@@ -32,7 +32,7 @@ from dataplane.wire.messages import (
     Request,
     Reserve,
 )
-from dataplane.wire.records import RANGE, U4, column, ids_of
+from dataplane.wire.packed import RANGE, U4, column, ids_of
 from dataplane.wire.tables import Definition
 from tests.client.scripted_peer import SILENCE, ScriptedPeer, shared, written
 

@@ -38,7 +38,7 @@ from dataplane.wire.messages import (
     Unpin,
     Withdraw,
 )
-from dataplane.wire.records import EXTENT, column
+from dataplane.wire.packed import EXTENT, column
 from dataplane.wire.tables import PlanRows, Rows, Table
 from tests.client.scripted_peer import SILENCE, ScriptedPeer
 

@@ -12,7 +12,7 @@ from dataplane import Partition
 from dataplane.client import handle
 from dataplane.client.read.column_view import ColumnView
 from dataplane.wire.messages import Claim, Failed, Finish, GiveBack, Put, PutDone, Request, Reserve
-from dataplane.wire.records import RANGE
+from dataplane.wire.packed import RANGE
 from tests.client.conftest import part, plane
 from tests.client.scripted_peer import ScriptedPeer, inline_bytes, inline_fields, shared, written
 from tests.same import equals, same

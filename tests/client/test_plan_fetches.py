@@ -26,7 +26,7 @@ from dataplane.wire.messages import (
     Fetched,
     Finish,
 )
-from dataplane.wire.records import U4, column
+from dataplane.wire.packed import U4, column
 from dataplane.wire.tables import Definition, Name, PlanRows, Rows, Shape, Table
 from tests.client.scripted_peer import ScriptedPeer
 

@@ -27,7 +27,7 @@ from dataplane.wire.messages import (
     Reserved,
     Unpin,
 )
-from dataplane.wire.records import DIGEST, EXTENT, KEY, RANGE, U4, column
+from dataplane.wire.packed import DIGEST, EXTENT, KEY, RANGE, U4, column
 from dataplane.wire.tables import Definition
 from tests.client.scripted_peer import ScriptedPeer, shared, written
 from tests.same import equals

@@ -20,7 +20,7 @@ from dataplane.metadata.tables.names import hash_names
 from dataplane.wire import layouts
 from dataplane.wire.layouts import OPEN, ColumnSpec
 from dataplane.wire.messages import Put
-from dataplane.wire.records import EXTENT, column
+from dataplane.wire.packed import EXTENT, column
 from dataplane.wire.tables import INLINE, Chunk, Piece, Rows, Values
 from tests.end_to_end.conftest import Cluster
 

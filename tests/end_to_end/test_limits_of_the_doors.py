@@ -34,7 +34,7 @@ from dataplane.wire.messages import (
     Unpin,
     Welcome,
 )
-from dataplane.wire.records import EXTENT
+from dataplane.wire.packed import EXTENT
 from dataplane.wire.tables import Definition
 from tests.end_to_end.conftest import PLANE, Cluster, peer_command, until
 from tests.end_to_end.test_strangers_at_the_doors import still_works

@@ -39,7 +39,7 @@ from dataplane.metadata.tables.outgoing import OutgoingValues
 from dataplane.metadata.tables.pieces import split
 from dataplane.progress import Bar
 from dataplane.transport import bulk_frames
-from dataplane.wire import frames, journal, layouts, objects, peering, records
+from dataplane.wire import frames, journal, layouts, objects, packed, peering
 from dataplane.wire.checkpoint import Progress, Restore
 from dataplane.wire.tables import INLINE, Chunk, Owner, Piece, Rows, Values
 
@@ -117,8 +117,8 @@ def _values(data: bytes) -> None:
 
 
 def _columns(data: bytes) -> None:
-    dtypes = (records.EXTENT, records.RANGE, records.U4)
-    _each([functools.partial(records.column, dtype=dtype) for dtype in dtypes], data)
+    dtypes = (packed.EXTENT, packed.RANGE, packed.U4)
+    _each([functools.partial(packed.column, dtype=dtype) for dtype in dtypes], data)
 
 
 def _filters(data: bytes) -> None:

@@ -13,7 +13,7 @@ from dataplane.memory.admission import Admission
 from dataplane.memory.ranges import Ranges
 from dataplane.memory.space import Space
 from dataplane.memory.spill import DISK, Spilled
-from dataplane.wire.records import EXTENT, RANGE
+from dataplane.wire.packed import EXTENT, RANGE
 from dataplane_twin import TwinDevice
 from tests.twin.conformance import MIB, Child
 

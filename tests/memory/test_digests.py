@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from dataplane.memory.ranges import Digests, Ranges
-from dataplane.wire.records import DIGEST
+from dataplane.wire.packed import DIGEST
 
 
 def digests(*numbers: int) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from dataplane.memory.lent import Lent
-from dataplane.wire.records import RANGE, U4
+from dataplane.wire.packed import RANGE, U4
 from dataplane.wire.tables import Owner
 
 B, B_ANEW = Owner("tcp://b:1", 1), Owner("tcp://b:1", 2)

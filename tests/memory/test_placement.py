@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dataplane.errors import LimitExceeded
 from dataplane.memory.placement import placed
-from dataplane.wire.records import EXTENT
+from dataplane.wire.packed import EXTENT
 from tests.placing import fitting, place
 
 

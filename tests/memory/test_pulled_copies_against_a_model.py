@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.memory.space import Space
-from dataplane.wire.records import RANGE, U8
+from dataplane.wire.packed import RANGE, U8
 
 PAGE = 4096
 READER = 1

@@ -7,7 +7,7 @@ import pytest
 
 from dataplane.errors import RowsGone
 from dataplane.memory.ranges import Ranges
-from dataplane.wire.records import RANGE
+from dataplane.wire.packed import RANGE
 
 
 def add(table: Ranges, count: int, refs: int = 1) -> np.ndarray:

@@ -9,7 +9,7 @@ from dataplane.errors import LimitExceeded, ProtocolError, RowsGone, ValueTooLar
 from dataplane.memory.admission import Admission
 from dataplane.memory.space import PULLER, Space
 from dataplane.wire.limits import MAX_STRETCHES_PER_SESSION
-from dataplane.wire.records import EXTENT, RANGE, U8
+from dataplane.wire.packed import EXTENT, RANGE, U8
 from tests.placing import fitting, place
 
 PAGE = 4096

@@ -13,7 +13,7 @@ from dataplane.errors import ProtocolError
 from dataplane.memory.admission import Admission
 from dataplane.memory.extents import Records
 from dataplane.memory.space import Space
-from dataplane.wire.records import EXTENT, RANGE, U8
+from dataplane.wire.packed import EXTENT, RANGE, U8
 from tests.placing import place
 
 PAGE = 4096

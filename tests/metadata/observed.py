@@ -16,14 +16,14 @@ from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables.bits import in_bytes, rows_of
 from dataplane.metadata.tables.pieces import Chunk
 from dataplane.metadata.tables.tags import MISSING
-from dataplane.wire.journal import Op, decode, encode
+from dataplane.wire.journal import LogRecord, decode, encode
 from dataplane.wire.tables import Owner, Values
 
 SIZES = ("metadata_bytes", "bytes_per_row", "bytes", "inline_bytes")
 """A dump describes an inline chunk of several blocks once for each operation that needs it."""
 
 
-def carried_over(store: Store, ops: list[Op], now: float = 0.0) -> None:
+def carried_over(store: Store, ops: list[LogRecord], now: float = 0.0) -> None:
     """Apply operations as they arrive: as bytes. What is freed here is told elsewhere."""
     for op in ops:
         apply(store, decode(encode(op)), now)

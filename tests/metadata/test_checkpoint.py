@@ -11,10 +11,10 @@ from hypothesis.stateful import invariant
 
 from dataplane.errors import DataplaneError, PartitionConflict, ProtocolError
 from dataplane.metadata.shard import checkpoint, finishes
-from dataplane.metadata.shard.journal import dump
+from dataplane.metadata.shard.journal import snapshot
 from dataplane.metadata.shard.store import Store
 from dataplane.wire.checkpoint import Progress, Restore, SaveDone
-from dataplane.wire.journal import Op, decode, encode
+from dataplane.wire.journal import LogRecord, decode, encode
 from dataplane.wire.messages import Want
 from dataplane.wire.tables import Definition, Rows, Values
 from tests.metadata import stores
@@ -49,7 +49,7 @@ def message(one: SaveDone, closed: int = 0) -> Restore:
     return carried
 
 
-def restored(store: Store, nbytes: int = ALL, ops: list[Op] | None = None) -> Store:
+def restored(store: Store, nbytes: int = ALL, ops: list[LogRecord] | None = None) -> Store:
     made = Store("step-1", store.definition, 1)
     made.emit = (ops if ops is not None else []).append
     answers, closed = saved(store, nbytes)
@@ -84,7 +84,7 @@ def given_back(store: Store) -> Store:
     """A copy whose leases have all ended, without the progress that `release(values=…)` saved:
     checkpoints have none."""
     copy = Store("step-1", store.definition, 1)
-    carried_over(copy, list(dump(store)))
+    carried_over(copy, list(snapshot(store)))
     for lease in reversed(list(copy.leases)):
         finishes.give_back(copy, lease)
     for block, bits in copy.rows.parts:
@@ -97,7 +97,7 @@ def given_back(store: Store) -> Store:
 def test_rows_come_back_as_they_stood_whatever_goes_at_once(nbytes: int) -> None:
     store = Store("step-1", Definition({"s1": ["a"], "s2": ["a", "b"]}), 1)
     fill(store)
-    ops: list[Op] = []
+    ops: list[LogRecord] = []
     made = restored(store, nbytes, ops)
     assert seen(made) == seen(given_back(store))
     replica = Store("step-1", store.definition, 1)

@@ -13,9 +13,9 @@ from dataplane.errors import (
     StageUndefined,
 )
 from dataplane.metadata.shard import inspection
-from dataplane.metadata.shard.journal import dump
+from dataplane.metadata.shard.journal import snapshot
 from dataplane.metadata.shard.store import Store, check_definition
-from dataplane.wire.journal import Op
+from dataplane.wire.journal import LogRecord
 from dataplane.wire.limits import MAX_STAGES
 from dataplane.wire.messages import Put, Seal
 from dataplane.wire.tables import Definition, Owner
@@ -64,7 +64,7 @@ def test_a_stage_cannot_be_added_where_acked_rows_are_freed() -> None:
 
 def test_the_partition_seals_itself_at_its_number_of_closed_groups() -> None:
     """Dropped ones do not count; and no record says so, for it follows from those of the puts."""
-    ops: list[Op] = []
+    ops: list[LogRecord] = []
     s = Store("step-1", TRAIN, 1, emit=ops.append)
     put(s, [1, 2], ["p", "p"])
     s.drop(groups=["p"])
@@ -82,7 +82,7 @@ def test_the_partition_seals_itself_at_its_number_of_closed_groups() -> None:
 
 
 def test_a_seal_is_one_record_however_often_it_is_asked_for() -> None:
-    ops: list[Op] = []
+    ops: list[LogRecord] = []
     s = Store("step-1", TRAIN, 1, emit=ops.append)
     put(s, [1], ["p"])
     s.seal()
@@ -97,7 +97,7 @@ def test_a_copy_knows_the_lost_rows_by_name_and_number_however_it_was_made() -> 
     s.losses.note([f"x{i}" for i in range(70_000)])
     assert s.losses.after(0)[2] == 70_002 - 65_536
     copy = Store("step-1", s.definition, 1)
-    carried_over(copy, list(dump(s)))
+    carried_over(copy, list(snapshot(s)))
     assert copy.losses.total == 70_002
     at, theirs = 0, 0
     while at < 70_002:
@@ -109,7 +109,7 @@ def test_a_copy_knows_the_lost_rows_by_name_and_number_however_it_was_made() -> 
 
 def test_groups_that_are_short_at_the_seal_are_dropped_unless_they_are_to_be_kept() -> None:
     for keep_short in (False, True):
-        ops: list[Op] = []
+        ops: list[LogRecord] = []
         s = Store("p", Definition(stages={"s": ["tokens"]}, group_size=2), 1)
         s.emit = ops.append
         put(s, [1, 2, 3], ["p", "p", "short"])
@@ -122,7 +122,7 @@ def test_groups_that_are_short_at_the_seal_are_dropped_unless_they_are_to_be_kep
         copy = Store("p", s.definition, 1)
         carried_over(copy, ops)
         dumped = Store("p", s.definition, 1)
-        carried_over(dumped, list(dump(s)))
+        carried_over(dumped, list(snapshot(s)))
         s.freed()
         assert observed(copy) == observed(s)
         assert observed(dumped) == observed(s)

@@ -11,7 +11,7 @@ import pytest
 
 from dataplane.errors import DataplaneError, FieldExists, InvalidRows, LeaseExpired, ProtocolError
 from dataplane.metadata.shard import rows_out
-from dataplane.metadata.shard.journal import MAX_OP_BYTES, apply, dump
+from dataplane.metadata.shard.journal import MAX_OP_BYTES, apply, snapshot
 from dataplane.metadata.shard.store import Store
 from dataplane.wire import peering
 from dataplane.wire.journal import (
@@ -20,9 +20,9 @@ from dataplane.wire.journal import (
     Groups,
     Held,
     Leased,
+    LogRecord,
     OneBlock,
     OneGroup,
-    Op,
     Ready,
     Remembered,
     Returned,
@@ -31,7 +31,7 @@ from dataplane.wire.journal import (
     encode,
     encoded,
 )
-from dataplane.wire.limits import MAX_CHUNKS_PER_MESSAGE, MAX_OPS_PER_MESSAGE
+from dataplane.wire.limits import MAX_CHUNKS_PER_MESSAGE, MAX_LOG_RECORDS
 from dataplane.wire.messages import (
     Body,
     Done,
@@ -44,8 +44,8 @@ from dataplane.wire.messages import (
     Tag,
     Want,
 )
-from dataplane.wire.peering import Append, PeerRequest, Shipment
-from dataplane.wire.records import RANGE
+from dataplane.wire.packed import RANGE
+from dataplane.wire.peering import Append, PartitionLog, PeerRequest
 from dataplane.wire.tables import Definition, Owner, Shape, Values
 from tests.metadata import stores
 from tests.metadata.observed import carried_over, observed
@@ -65,15 +65,15 @@ from tests.metadata.stores import (
 ROWS, GROUPS = Want("rows", 2, 1), Want("groups", 1, 1)
 
 
-def journaled(**definition: Any) -> tuple[Store, list[Op]]:
-    ops: list[Op] = []
+def journaled(**definition: Any) -> tuple[Store, list[LogRecord]]:
+    ops: list[LogRecord] = []
     given = Definition(**{"stages": STAGES, **definition})
     return Store("step-1", given, 1, emit=ops.append), ops
 
 
 def copy_of(store: Store, many: int = 2, now: float = 0.0) -> Store:
     made = Store("step-1", store.definition, 1)
-    carried_over(made, list(dump(store, many)), now)
+    carried_over(made, list(snapshot(store, many)), now)
     return made
 
 
@@ -325,9 +325,9 @@ def test_a_copy_knows_tombstones_names_tags_that_are_none_and_fields_of_rows_tha
 def test_rows_that_are_too_large_for_one_operation_are_told_in_several() -> None:
     s, _ = journaled(free="drop")
     put(s, list(range(5)), fields=("tokens", "reward"), note=["x" * (3 << 20)] * 5)
-    tagged = [op for op in dump(s, 5) if isinstance(op, Tag)]
+    tagged = [op for op in snapshot(s, 5) if isinstance(op, Tag)]
     assert [len(op.rows.keys) // 16 for op in tagged] == [2, 1, 2]
-    assert all(len(encode(op)) <= MAX_OP_BYTES for op in dump(s, 5))
+    assert all(len(encode(op)) <= MAX_OP_BYTES for op in snapshot(s, 5))
     other = copy_of(s, 5)
     assert observed(other) == observed(s)
 
@@ -344,7 +344,7 @@ def test_a_copy_that_is_served_tells_its_own_backup() -> None:
     dying, ops = journaled()
     put(dying, ["a", "b"])
     taken = take(dying, "reward", Want("rows", 1, 1))
-    heir, more = Store("step-1", dying.definition, 1), list[Op]()
+    heir, more = Store("step-1", dying.definition, 1), list[LogRecord]()
     carried_over(heir, ops)
     backup = copy_of(heir)
     heir.emit = more.append
@@ -361,7 +361,7 @@ def test_a_copy_that_is_not_whole_yet_is_passed_on_and_becomes_whole_there_too()
     finish(s, take(s, "reward", Want("rows", 1, 1)))
     take(s, "reward", ROWS)
     s.drop(rows=named(["d"]))
-    told = list(dump(s, 1))
+    told = list(snapshot(s, 1))
     for here in range(len(told) + 1):
         part = Store("step-1", s.definition, 1)
         carried_over(part, told[:here])
@@ -373,7 +373,7 @@ def test_a_copy_that_is_not_whole_yet_is_passed_on_and_becomes_whole_there_too()
 # what does not fit
 
 
-def broken() -> list[Op]:
+def broken() -> list[LogRecord]:
     """Of a store with rows a and b, in group g: block 2, for the group is 1."""
     a, h, new = (named([name]).keys for name in ("a", "h", "new"))
     both, one = [(2, b"\3")], [(2, b"\1")]
@@ -429,7 +429,7 @@ def test_an_operation_that_does_not_fit_the_copy_is_refused(number: int) -> None
     s, _ = journaled()
     put(s, ["a", "b"], ["g", "g"])
     s.emit = None
-    with pytest.raises(ProtocolError, match="must resync from a snapshot"):
+    with pytest.raises(ProtocolError, match="must begin again from a snapshot"):
         apply(s, broken()[number])
 
 
@@ -443,7 +443,7 @@ def test_damaged_operations_fit_or_are_refused_and_nothing_else() -> None:
     s.drop(where=["ge", "v", 7])
     s.relocate(OWNERS[0], ranges(1, 2), Owner("b", 9), ranges(5, 6))
     chance = random.Random(0)
-    for ops in (told, list(dump(s))):
+    for ops in (told, list(snapshot(s))):
         for at, op in enumerate(ops):
             for _ in range(40):
                 damaged = bytearray(encode(op))
@@ -466,18 +466,18 @@ def test_what_is_no_operation_is_refused() -> None:
 
 
 def test_operations_stand_in_a_message_as_they_were_encoded_and_are_bounded_in_number() -> None:
-    ops: list[Op] = [Returned(1), Remembered(bytes(16), bytes(1))]
+    ops: list[LogRecord] = [Returned(1), Remembered(bytes(16), bytes(1))]
 
-    def message(ops: list[Op]) -> bytes:
-        append = Append(1, 0, [Shipment("p", 1, ops)])
+    def message(ops: list[LogRecord]) -> bytes:
+        append = Append(1, 0, [PartitionLog("p", 1, ops)])
         return peering.encode(PeerRequest(1, "", 1, 1, (1, 1), 1, append))
 
     raw = message([encoded(encode(op)) for op in ops])
     assert raw == message(ops)
     said = peering.decode_request(raw).body
-    assert isinstance(said, Append) and said.shipments[0].ops == ops
+    assert isinstance(said, Append) and said.partitions[0].records == ops
     with pytest.raises(ProtocolError):
-        peering.decode_request(message([Returned(1)] * (MAX_OPS_PER_MESSAGE + 1)))
+        peering.decode_request(message([Returned(1)] * (MAX_LOG_RECORDS + 1)))
 
 
 # values that move
@@ -519,9 +519,9 @@ def test_a_chunk_that_two_blocks_use_moves_while_a_dump_tells_them() -> None:
     for key in ("a", "b"):
         s.put(wrote(named([key]), [stores.Column("tokens", [stores.Value(7, 9)])]))
     s.freed()
-    ops: list[Op] = []
+    ops: list[LogRecord] = []
     s.emit = ops.append
-    pieces = dump(s, 1)
+    pieces = snapshot(s, 1)
     told = next(op for op in pieces if isinstance(op, Given))
     assert told.values.chunks[0].number == 7
     s.relocate(OWNERS[0], ranges(7), Owner("b", 9), ranges(5))
@@ -538,7 +538,7 @@ def test_a_copy_has_all_chunks_however_many_a_block_uses() -> None:
             for at in range(first, first + 10)
         ]
         s.put(wrote(named(list(range(rows))), columns))
-    told = [op for op in dump(s, 5) if isinstance(op, Given)]
+    told = [op for op in snapshot(s, 5) if isinstance(op, Given)]
     assert max(len(op.values.chunks) for op in told) <= MAX_CHUNKS_PER_MESSAGE < len(s.chunks)
     assert observed(copy_of(s, 5)) == observed(s)
 

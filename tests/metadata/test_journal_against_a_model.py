@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
-from dataplane.metadata.shard.journal import dump
+from dataplane.metadata.shard.journal import snapshot
 from dataplane.metadata.shard.store import Store
-from dataplane.wire.journal import Op, encode
+from dataplane.wire.journal import LogRecord, encode
 from dataplane.wire.tables import Definition
 from tests.metadata.observed import accounts, carried_over, observed
 from tests.metadata.store_model import OWNERS, STAGES, is_inline
@@ -25,15 +25,15 @@ class JournalMachine(StoreMachine):
     def __init__(self) -> None:
         super().__init__()
         self.numbers = itertools.count(1)
-        self.ops: list[Op] = []
+        self.ops: list[LogRecord] = []
         self.store: Store = self.empty()
         self.store.emit = self.ops.append
         self.replica = self.empty()
         self.learner: Store | None = None
-        self.pieces: Iterator[Op] = iter(())
+        self.pieces: Iterator[LogRecord] = iter(())
         self.told: list[bytes] = []
         """what the learner is to be told"""
-        self.since: list[Op] = []
+        self.since: list[LogRecord] = []
         """what happened after the learner's dump began"""
 
     def definition(self) -> Definition:
@@ -47,7 +47,7 @@ class JournalMachine(StoreMachine):
     def a_replica_is_made_anew_from_a_dump(self, many: int) -> None:
         self.ship()
         self.replica = self.empty()
-        carried_over(self.replica, list(dump(self.store, many)), self.now)
+        carried_over(self.replica, list(snapshot(self.store, many)), self.now)
 
     @precondition(lambda self: self.learner is None)
     @rule(many=st.integers(1, 5))
@@ -56,15 +56,15 @@ class JournalMachine(StoreMachine):
         self.ship()
         self.store, self.replica = self.replica, self.empty()
         self.store.emit = self.ops.append
-        carried_over(self.replica, list(dump(self.store, many)), self.now)
+        carried_over(self.replica, list(snapshot(self.store, many)), self.now)
 
     @rule(many=st.integers(1, 5))
     def a_learner_begins(self, many: int) -> None:
         """Whatever changes between its pieces, they are what they were all at once."""
         self.ship()
         self.learner, self.since = self.empty(), []
-        self.told = [encode(op) for op in dump(self.store, many)]
-        pieces = dump(self.store, many)
+        self.told = [encode(op) for op in snapshot(self.store, many)]
+        pieces = snapshot(self.store, many)
         self.pieces = chain([next(pieces)], pieces)
 
     @precondition(lambda self: self.learner is not None)
@@ -84,7 +84,7 @@ class JournalMachine(StoreMachine):
         assert accounts(self.learner) == []
         self.learner = None
 
-    def hear(self, pieces: list[Op]) -> None:
+    def hear(self, pieces: list[LogRecord]) -> None:
         assert self.learner is not None
         assert [encode(op) for op in pieces] == self.told[: len(pieces)]
         del self.told[: len(pieces)]

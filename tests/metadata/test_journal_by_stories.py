@@ -18,17 +18,17 @@ import pytest
 
 from dataplane.errors import DataplaneError
 from dataplane.metadata.shard import checkpoint
-from dataplane.metadata.shard.journal import dump
-from dataplane.metadata.shard.second_copies import named_by
+from dataplane.metadata.shard.journal import snapshot
+from dataplane.metadata.shard.replicas import named_by
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables import names
 from dataplane.metadata.tables.bits import bits_of, bytes_of, rows_of
 from dataplane.metadata.tables.keys import keys_in
 from dataplane.wire.checkpoint import Progress, Restore
-from dataplane.wire.journal import Lost, Op, Relocated, encode
+from dataplane.wire.journal import LogRecord, Lost, Relocated, encode
 from dataplane.wire.limits import NO_GROUP
 from dataplane.wire.messages import Finish, Put, Want
-from dataplane.wire.records import RANGE, ids_of
+from dataplane.wire.packed import RANGE, ids_of
 from dataplane.wire.tables import (
     INLINE,
     Chunk,
@@ -70,14 +70,14 @@ class Story:
         """chunks that messages named"""
         self.kept = set[tuple[Owner, int]]()
         """chunks to which the store has a reference"""
-        self.ops: list[Op] = []
+        self.ops: list[LogRecord] = []
         self.told: Counter[str] = Counter()
         self.store, self.copy = self.empty(), self.empty()
         self.store.emit = self.ops.append
         self.now = 0.0
         self.dumped: list[bytes] = []
         """what a dump is to tell that is under way"""
-        self.pieces: Iterator[Op] = iter(())
+        self.pieces: Iterator[LogRecord] = iter(())
 
     def empty(self) -> Store:
         return Store("p", self.definition, 1, self.numbers)
@@ -349,8 +349,8 @@ class Story:
     def do_begin_a_dump(self) -> None:
         self.tell_some(None)
         many = self.any.randint(1, 5)
-        self.dumped = [encode(op) for op in dump(self.store, many)]
-        pieces = dump(self.store, many)
+        self.dumped = [encode(op) for op in snapshot(self.store, many)]
+        pieces = snapshot(self.store, many)
         self.pieces = itertools.chain([next(pieces)], pieces)
 
     def do_tell_some_of_the_dump(self) -> None:
@@ -367,7 +367,7 @@ class Story:
         self.tell_some(None)
         self.ship()
         self.copy = self.empty()
-        carried_over(self.copy, list(dump(self.store, self.any.randint(1, 5))), self.now)
+        carried_over(self.copy, list(snapshot(self.store, self.any.randint(1, 5))), self.now)
 
     def do_promote_the_copy(self) -> None:
         self.ship()

@@ -9,9 +9,9 @@ import pytest
 
 from dataplane.errors import InvalidCall, PartitionConflict, PartitionSealed
 from dataplane.metadata.shard import inspection
-from dataplane.metadata.shard.journal import dump
+from dataplane.metadata.shard.journal import snapshot
 from dataplane.metadata.shard.store import Store
-from dataplane.wire.journal import Op
+from dataplane.wire.journal import LogRecord
 from dataplane.wire.messages import Want
 from dataplane.wire.tables import Definition, Name, Owner
 from tests.metadata.observed import carried_over, observed
@@ -201,7 +201,7 @@ def test_no_group_is_trained_later_than_its_version_and_the_lag(seed: int) -> No
     rng = random.Random(seed)
     free: Any = rng.choice(["acked", "drop"])
     lag, per = rng.choice([0, 1, 1, 2, 3]), rng.choice([1, 2, 3, 5])
-    ops: list[Op] = []
+    ops: list[LogRecord] = []
     s, heir = store(free, emit=ops.append), store(free)
     begun: dict[str, int] = {}
     rolling: dict[str, int] = {}
@@ -253,12 +253,12 @@ def test_no_group_is_trained_later_than_its_version_and_the_lag(seed: int) -> No
     assert s.permits.unfinished(s) + s.permits.left <= (lag + 1) * per
     carried_over(heir, ops)
     fresh = store(free)
-    carried_over(fresh, list(dump(s, 3)))
+    carried_over(fresh, list(snapshot(s, 3)))
     assert observed(heir)["permits"] == observed(fresh)["permits"] == observed(s)["permits"]
 
 
 def test_an_heir_knows_permits_versions_and_what_is_finished() -> None:
-    ops: list[Op] = []
+    ops: list[LogRecord] = []
     s = store("drop", emit=ops.append)
     begin(s, "before")
     train(s)
@@ -269,7 +269,7 @@ def test_an_heir_knows_permits_versions_and_what_is_finished() -> None:
     train(s)
     fresh, heir = store("drop"), store("drop")
     carried_over(heir, ops)
-    carried_over(fresh, list(dump(s)))
+    carried_over(fresh, list(snapshot(s)))
     assert observed(s)["permits"] == observed(heir)["permits"] == observed(fresh)["permits"]
     for one in (s, heir, fresh):
         one.emit = None

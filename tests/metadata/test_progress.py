@@ -9,13 +9,13 @@ import pytest
 
 from dataplane.errors import FieldExists, InvalidRows, LeaseExpired, LimitExceeded
 from dataplane.metadata.shard import inspection, rows_out
-from dataplane.metadata.shard.journal import apply, dump
+from dataplane.metadata.shard.journal import apply, snapshot
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.shard.takes import PullCredit
 from dataplane.metadata.tables.names import KEY_BYTES
 from dataplane.wire.limits import MAX_FIELDS, MAX_NAME_BYTES
 from dataplane.wire.messages import Want
-from dataplane.wire.records import RANGE
+from dataplane.wire.packed import RANGE
 from dataplane.wire.tables import Owner, Table
 from tests.metadata.stores import Column, finish, numbers, put, store, take, values
 
@@ -102,7 +102,7 @@ def test_a_copy_gets_it_under_the_longest_names() -> None:
     s, copy = (store(stages={stage: ["prompt"]}) for _ in range(2))
     put(s, ["a"], fields=("prompt",))
     finish(s, claim(s, 1, stage), "release", columns=so_far(1, 70, field))
-    for op in dump(s):
+    for op in snapshot(s):
         apply(copy, op)
     copy.emit = lambda op: None
     assert seen(copy, claim(copy, 1, stage), stage, field) == [70]

@@ -12,7 +12,7 @@ import pytest
 from dataplane.errors import StageUndefined, duration, nearest
 from dataplane.metadata.shard import inspection
 from dataplane.metadata.shard.inspection import idle, lacks, unfinished, unknown_tags
-from dataplane.metadata.shard.journal import apply, dump
+from dataplane.metadata.shard.journal import apply, snapshot
 from dataplane.metadata.shard.reasons import (
     FIRST_S,
     MOST_S,
@@ -279,7 +279,7 @@ def test_a_shard_knows_who_put_rows_and_tells_its_backup() -> None:
     for op in ops:
         apply(copy, decode(encode(op)), 100.0)
     learner = store()
-    for op in dump(one):
+    for op in snapshot(one):
         apply(learner, op, 100.0)
     for kept in (one, copy, learner):
         latest = kept.producers.latest(100.0)

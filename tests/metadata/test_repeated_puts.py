@@ -8,10 +8,10 @@ import pytest
 
 from dataplane.errors import FieldExists, PartitionSealed, RowsDropped
 from dataplane.metadata.shard import inspection, puts, rows_out
-from dataplane.metadata.shard.journal import dump
+from dataplane.metadata.shard.journal import snapshot
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables import names
-from dataplane.wire.journal import Op
+from dataplane.wire.journal import LogRecord
 from dataplane.wire.messages import PutDone, Want
 from dataplane.wire.tables import Definition, Name
 from tests.metadata.observed import carried_over, observed
@@ -90,7 +90,7 @@ def test_a_group_that_is_gone_takes_no_rows_however_they_are_called() -> None:
 @pytest.mark.parametrize("closes_first", [True, False])
 def test_a_group_that_is_gone_is_not_opened_by_closing_it_again(closes_first: bool) -> None:
     """Else it would stay until the seal, and take a place of those that `admit` bounds."""
-    ops: list[Op] = []
+    ops: list[LogRecord] = []
     s = Store("p", ONCE, 1, emit=ops.append)
     put(s, ["a", "b"], ["g", "g"])
     for closes in (closes_first, not closes_first):
@@ -138,7 +138,7 @@ def test_rows_that_were_lost_or_have_no_given_name_are_not_remembered() -> None:
 
 
 def test_a_copy_passes_the_same_rows_over_however_it_was_made() -> None:
-    ops: list[Op] = []
+    ops: list[LogRecord] = []
     s = Store("p", ONCE, 1, emit=ops.append)
     put(s, ["a", "b", "c"], ["g", "g", None])
     s.close("g", 2)
@@ -149,7 +149,7 @@ def test_a_copy_passes_the_same_rows_over_however_it_was_made() -> None:
     s.freed()
     replayed, dumped = Store("p", ONCE, 1), Store("p", ONCE, 1)
     carried_over(replayed, ops)
-    carried_over(dumped, list(dump(s, 1)))
+    carried_over(dumped, list(snapshot(s, 1)))
     assert observed(replayed) == observed(s)
     assert observed(dumped)["tombstones"] == observed(s)["tombstones"]
     for copy in (replayed, dumped):

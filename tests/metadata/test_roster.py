@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dataplane.errors import RosterMismatch
 from dataplane.metadata.roster.roster import NO_BACKUP, Roster
 from dataplane.wire.limits import SHARDS
-from dataplane.wire.records import KEY
+from dataplane.wire.packed import KEY
 from dataplane.wire.tables import Owner, Takeover
 
 SEEDS = [f"tcp://10.0.0.{number}:7101" for number in range(1, 9)]

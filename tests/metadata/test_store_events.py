@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dataplane.metadata.shard.store import Store
-from dataplane.wire.events import Kind, Record
+from dataplane.wire.events import EventRecord, Kind
 from dataplane.wire.messages import Finish, Want
 from dataplane.wire.tables import Shape
 from tests.metadata.stores import OWNERS, Column, brought, named, put, store, take, values, wrote
@@ -13,15 +13,15 @@ from tests.metadata.stores import OWNERS, Column, brought, named, put, store, ta
 GROUPS = Want("groups", 1, 1)
 
 
-def noted(**definition: object) -> tuple[Store, list[Record]]:
+def noted(**definition: object) -> tuple[Store, list[EventRecord]]:
     """A store, and the records of what happens to it."""
-    records: list[Record] = []
+    records: list[EventRecord] = []
     found = store(**definition)
     found.note = lambda record, since: records.append(record)
     return found, records
 
 
-def of(records: list[Record], kind: Kind) -> list[Record]:
+def of(records: list[EventRecord], kind: Kind) -> list[EventRecord]:
     return [record for record in records if record.kind is kind]
 
 

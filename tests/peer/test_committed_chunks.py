@@ -14,7 +14,7 @@ from dataplane.memory.space import Space
 from dataplane.peer.requests.puts import Committed, Grants
 from dataplane.wire.limits import MAX_CHUNKS_PER_MESSAGE, MAX_PIECES_PER_MESSAGE
 from dataplane.wire.messages import GiveBack
-from dataplane.wire.records import EXTENT, ids_of
+from dataplane.wire.packed import EXTENT, ids_of
 from dataplane.wire.tables import INLINE, Chunk, Owner, Piece, Values
 
 ME, THERE = Owner("tcp://a", 7), Owner("tcp://b", 8)

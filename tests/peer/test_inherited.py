@@ -20,11 +20,11 @@ from dataplane.metadata.roster.authority import Authority
 from dataplane.metadata.roster.roster import Heirs, Roster
 from dataplane.peer.host import Caller, Progress
 from dataplane.peer.shards import references as references_module
-from dataplane.peer.shards.backup import Replicas
+from dataplane.peer.shards.log_receiver import LogReceiver
 from dataplane.peer.shards.references import References
 from dataplane.wire.messages import Body
+from dataplane.wire.packed import EXTENT
 from dataplane.wire.peering import Beat, Inherited, Release
-from dataplane.wire.records import EXTENT
 from dataplane.wire.tables import Owner, Takeover
 
 LOST, BETWEEN, HEIR = (Owner(f"tcp://10.0.0.{n}:7101", n) for n in (2, 3, 4))
@@ -260,9 +260,9 @@ def test_an_heir_that_missed_a_roster_says_nothing_of_who_was_lost_under_it(
         owner=heir, address=heir.peer, heirs=Heirs(), roster=before, lose=lambda shards: None
     )
     mesh: Any = SimpleNamespace(handlers={})
-    shipping: Any = SimpleNamespace(copying=None)
+    sender: Any = SimpleNamespace(value_replicas=None)
     references: Any = SimpleNamespace(inherited=None, took_over=lambda to, body: told.append(body))
-    replicas = Replicas(me, mesh, None, shipping, references)  # type: ignore[arg-type]
+    replicas = LogReceiver(me, mesh, None, sender, references)  # type: ignore[arg-type]
     for old, new in pairwise([before, after] if misses_one else [before, middle, after]):
         me.heirs.follow(old, new)
         me.roster = new

@@ -16,11 +16,11 @@ from dataplane.metadata.roster.authority import Authority
 from dataplane.metadata.roster.roster import Heirs, Roster
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Caller, Entry
-from dataplane.peer.shards.appends import PIECE_S
-from dataplane.peer.shards.backup import Replicas
-from dataplane.wire.journal import Begun, Declared, Ended, Op
+from dataplane.peer.shards.log_receiver import LogReceiver
+from dataplane.peer.shards.log_sender import PIECE_S
+from dataplane.wire.journal import Begun, Declared, Ended, LogRecord
 from dataplane.wire.messages import Body, Done
-from dataplane.wire.peering import Append, Beat, Inherited, Shipment
+from dataplane.wire.peering import Append, Beat, Inherited, PartitionLog
 from dataplane.wire.tables import Definition, Owner
 
 PRIMARY, BACKUP = Owner("tcp://10.0.0.1:7101", 1), Owner("tcp://10.0.0.2:7101", 2)
@@ -68,12 +68,12 @@ class Backup:
         partitions: Any = SimpleNamespace(
             serve=self._serve, heard=lambda *generation: None, ended=lambda *of: None
         )
-        shipping: Any = SimpleNamespace(
-            take_over=lambda entry: None, happened=lambda store, op: None, copying=None
+        sender: Any = SimpleNamespace(
+            take_over=lambda entry: None, happened=lambda store, op: None, value_replicas=None
         )
         grants: Any = SimpleNamespace(inherited=None, took_over=self._took_over)
-        self.replicas = Replicas(self.host, mesh, partitions, shipping, grants)
-        self.append = self.replicas.append
+        self.log_receiver = LogReceiver(self.host, mesh, partitions, sender, grants)
+        self.append = self.log_receiver.append
 
     def _took_over(self, to: Owner, body: Inherited) -> None:
         self.told.append(body)
@@ -86,20 +86,20 @@ class Backup:
     def turn(self, new: Roster) -> None:
         old, self.host.roster = self.host.roster, new
         self.host.heirs.follow(old, new)
-        self.replicas.turned(old, new)
+        self.log_receiver.turned(old, new)
 
 
 def test_what_came_twice_is_carried_out_once() -> None:
     """Operations go along with answers and, where somebody waits for them, in messages as well."""
     backup = Backup(rosters(in_sync=True, misses_that=False)[0])
     caller, definition = Caller(PRIMARY.peer, PRIMARY.incarnation), Definition({"s": ["x"]})
-    stage: list[Op] = [Declared(name, ["x"]) for name in ("t", "u", "v")]
-    backup.append(caller, Append(5, 0, [Shipment("p", 1, [Begun(definition), *stage[:1]])]))
-    assert backup.replicas.has(PRIMARY.peer) == (5, 2)
-    backup.append(caller, Append(5, 0, [Shipment("p", 1, [Begun(definition), *stage[:2]])]))
-    backup.append(caller, Append(5, 2, [Shipment("p", 1, stage[1:])]))
-    backup.append(caller, Append(5, 1, [Shipment("p", 1, stage[:1])]))
-    assert backup.replicas.has(PRIMARY.peer) == (5, 4)
+    stage: list[LogRecord] = [Declared(name, ["x"]) for name in ("t", "u", "v")]
+    backup.append(caller, Append(5, 0, [PartitionLog("p", 1, [Begun(definition), *stage[:1]])]))
+    assert backup.log_receiver.has(PRIMARY.peer) == (5, 2)
+    backup.append(caller, Append(5, 0, [PartitionLog("p", 1, [Begun(definition), *stage[:2]])]))
+    backup.append(caller, Append(5, 2, [PartitionLog("p", 1, stage[1:])]))
+    backup.append(caller, Append(5, 1, [PartitionLog("p", 1, stage[:1])]))
+    assert backup.log_receiver.has(PRIMARY.peer) == (5, 4)
     backup.turn(rosters(in_sync=True, misses_that=False)[-1])
     assert backup.stages == ["s", "t", "u", "v"]
 
@@ -111,15 +111,15 @@ async def test_a_long_message_is_replayed_in_turns_and_later_ones_behind_it() ->
         2 * PIECE_S * next(clock)
     )  # an operation takes longer than a piece may
     caller = Caller(PRIMARY.peer, PRIMARY.incarnation)
-    ops: list[Op] = [
+    ops: list[LogRecord] = [
         Begun(Definition({"s": ["x"]})),
         *[Declared(name, ["x"]) for name in "abcdefgh"],
     ]
-    messages = [Append(5, at, [Shipment("p", 1, ops[at : at + 3])]) for at in (0, 3, 6)]
+    messages = [Append(5, at, [PartitionLog("p", 1, ops[at : at + 3])]) for at in (0, 3, 6)]
     answers = [unanswered(backup.append(caller, one)) for one in messages]
     seen = []
     while not all(one.done() for one in answers):
-        seen.append(backup.replicas.has(PRIMARY.peer))
+        seen.append(backup.log_receiver.has(PRIMARY.peer))
         await asyncio.sleep(0)
     assert [one.result() for one in answers] == [Done()] * 3
     assert {(5, n) for n in range(1, 9)} <= set(seen), "others had a turn after each operation"
@@ -132,10 +132,13 @@ async def test_a_message_that_is_half_replayed_ends_when_its_shards_are_taken_ov
     backup = Backup(first)
     clock = itertools.count()
     backup.host.now = lambda: 2 * PIECE_S * next(clock)
-    ops: list[Op] = [Begun(Definition({"s": ["x"]})), *[Declared(name, ["x"]) for name in "abc"]]
-    told = Append(5, 0, [Shipment("p", 1, ops)])
+    ops: list[LogRecord] = [
+        Begun(Definition({"s": ["x"]})),
+        *[Declared(name, ["x"]) for name in "abc"],
+    ]
+    told = Append(5, 0, [PartitionLog("p", 1, ops)])
     answer = unanswered(backup.append(Caller(PRIMARY.peer, PRIMARY.incarnation), told))
-    while backup.replicas.has(PRIMARY.peer) != (5, 2):
+    while backup.log_receiver.has(PRIMARY.peer) != (5, 2):
         await asyncio.sleep(0)
     for roster in later:
         backup.turn(roster)
@@ -154,7 +157,7 @@ def test_only_a_copy_that_was_in_sync_is_taken_over(
     """By what the rosters say, also where the backup missed the one that called it in sync."""
     first, *later = rosters(in_sync, misses_that)
     backup = Backup(first)
-    shipped = Append(7, 0, [Shipment("p", 1, [Begun(Definition())])])
+    shipped = Append(7, 0, [PartitionLog("p", 1, [Begun(Definition())])])
     assert backup.append(Caller(PRIMARY.peer, PRIMARY.incarnation), shipped) == Done()
     for roster in later:
         backup.turn(roster)
@@ -180,7 +183,7 @@ def test_a_takeover_of_an_earlier_time_says_nothing_of_a_later_copy() -> None:
         beat(owner, synced=True, leaving=leaves)
     assert len(made.roster.shards_of(PRIMARY.peer)) == made.roster.shards
     assert [one.owner for one in made.roster.takeovers] == [PRIMARY, BACKUP]
-    shipped = Append(7, 0, [Shipment("p", 1, [Begun(Definition())])])
+    shipped = Append(7, 0, [PartitionLog("p", 1, [Begun(Definition())])])
     assert backup.append(Caller(PRIMARY.peer, PRIMARY.incarnation), shipped) == Done()
     made.lost(PRIMARY)
     backup.turn(made.roster)
@@ -195,8 +198,8 @@ def test_a_copy_has_the_stages_that_were_declared_later_and_ends_with_its_partit
     late = Declared("late", ["x"])
     ended = Ended()
     shipped = [
-        Shipment("p", 1, [Begun(Definition()), late]),
-        Shipment("q", 2, [Begun(Definition()), ended]),
+        PartitionLog("p", 1, [Begun(Definition()), late]),
+        PartitionLog("q", 2, [Begun(Definition()), ended]),
     ]
     assert backup.append(caller, Append(7, 0, shipped)) == Done()
     for roster in later:
@@ -208,7 +211,7 @@ def test_what_an_heir_only_passed_on_is_not_served_when_it_dies() -> None:
     """The peer that leaves has its shards still."""
     first, *between, last = rosters(in_sync=True, misses_that=False)
     backup = Backup(first)
-    shipped = [Shipment(name, 1, [Begun(Definition())]) for name in "pq"]
+    shipped = [PartitionLog(name, 1, [Begun(Definition())]) for name in "pq"]
     assert backup.append(Caller(PRIMARY.peer, PRIMARY.incarnation), Append(7, 0, shipped)) == Done()
     leaves = last.members + ("tcp://10.0.0.3:7101",)
     primaries = last.primaries.copy()
@@ -231,7 +234,7 @@ def test_what_was_passed_on_to_who_has_the_shard_by_now_is_not_served_there() ->
         return dataclasses.replace(roster, primaries=primaries)
 
     backup = Backup(here(first))
-    shipped = [Shipment(name, 1, [Begun(Definition())]) for name in "pq"]
+    shipped = [PartitionLog(name, 1, [Begun(Definition())]) for name in "pq"]
     assert backup.append(Caller(PRIMARY.peer, PRIMARY.incarnation), Append(7, 0, shipped)) == Done()
     for roster in later:
         backup.turn(here(roster))
@@ -242,19 +245,19 @@ def test_a_backup_passes_on_what_it_has_of_a_peer_that_leaves() -> None:
     first, *_ = rosters(in_sync=True, misses_that=False)
     backup = Backup(first)
     passed: list[str] = []
-    shipping: Any = backup.replicas.shipping
-    shipping.passed_on = {}
-    shipping.pass_on = lambda store: passed.append(store.partition)
-    shipping.happened = lambda store, op: passed.append(type(op).__name__)
+    sender: Any = backup.log_receiver.log_sender
+    sender.passed_on = {}
+    sender.pass_on = lambda store: passed.append(store.partition)
+    sender.happened = lambda store, op: passed.append(type(op).__name__)
     caller = Caller(PRIMARY.peer, PRIMARY.incarnation)
     another = next(name for name in map(str, range(99)) if first.home(name) == BACKUP.peer)
-    shipped = [Shipment(name, 1, [Begun(Definition())]) for name in (another, "p")]
+    shipped = [PartitionLog(name, 1, [Begun(Definition())]) for name in (another, "p")]
     backup.append(caller, Append(7, 0, shipped))
-    assert not passed and backup.replicas.has(PRIMARY.peer)
+    assert not passed and backup.log_receiver.has(PRIMARY.peer)
     backup.turn(dataclasses.replace(first, leaving=frozenset({PRIMARY.peer})))
-    assert passed == ["p"] and not backup.replicas.has(PRIMARY.peer)
-    shipping.passed_on["p", 1] = None
-    backup.append(caller, Append(7, 2, [Shipment("p", 1, [Declared("t", ["x"])])]))
+    assert passed == ["p"] and not backup.log_receiver.has(PRIMARY.peer)
+    sender.passed_on["p", 1] = None
+    backup.append(caller, Append(7, 2, [PartitionLog("p", 1, [Declared("t", ["x"])])]))
     assert passed == ["p", "Declared"]
     backup.append(caller, Append(8, 0, []))  # its stream begins anew
     assert passed == ["p", "Declared", "Ended", "Ended"]
@@ -264,9 +267,9 @@ def test_a_backup_that_had_forgotten_a_broken_copy_says_that_it_was_lost() -> No
     first, *later = rosters(in_sync=True, misses_that=False)
     backup = Backup(first)
     caller = Caller(PRIMARY.peer, PRIMARY.incarnation)
-    backup.append(caller, Append(7, 0, [Shipment("p", 1, [Begun(Definition())])]))
+    backup.append(caller, Append(7, 0, [PartitionLog("p", 1, [Begun(Definition())])]))
     with pytest.raises(ProtocolError):
-        backup.append(caller, Append(7, 1, [Shipment("q", 1, [Ended()])]))
+        backup.append(caller, Append(7, 1, [PartitionLog("q", 1, [Ended()])]))
     for roster in later:
         backup.turn(roster)
     assert not backup.taken and backup.lost == set(first.shards_of(PRIMARY.peer).tolist())
@@ -279,8 +282,8 @@ def test_a_copy_that_a_bug_left_changed_by_half_is_thrown_away(
     first, *later = rosters(in_sync=True, misses_that=False)
     backup = Backup(first)
     caller = Caller(PRIMARY.peer, PRIMARY.incarnation)
-    shipped = Append(7, 1, [Shipment("p", 1, [Declared("t", ["x"])])])
-    backup.append(caller, Append(7, 0, [Shipment("p", 1, [Begun(Definition())])]))
+    shipped = Append(7, 1, [PartitionLog("p", 1, [Declared("t", ["x"])])])
+    backup.append(caller, Append(7, 0, [PartitionLog("p", 1, [Begun(Definition())])]))
 
     def declares_and_fails(store: Store, name: str, fields: list[str]) -> None:
         declare(store, name, fields)
@@ -303,7 +306,7 @@ def test_the_beginning_of_a_copy_is_not_served() -> None:
     first, *later = rosters(in_sync=True, misses_that=False)
     assert first.bucket("p") != first.bucket("q")
     backup = Backup(first)
-    shipped = [Shipment(name, 1, [Begun(Definition())]) for name in "pq"]
+    shipped = [PartitionLog(name, 1, [Begun(Definition())]) for name in "pq"]
     assert backup.append(Caller(PRIMARY.peer, PRIMARY.incarnation), Append(7, 0, shipped)) == Done()
     *between, last = later
     lost = last.lost.copy()

@@ -20,10 +20,10 @@ from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Entry
 from dataplane.peer.membership import leaving
 from dataplane.peer.membership.leaving import FATE_S, Leaving
-from dataplane.peer.shards.replication import Copying
+from dataplane.peer.shards.value_replicas import ValueReplicas
 from dataplane.wire.messages import Done
+from dataplane.wire.packed import EXTENT, RANGE, ids_of
 from dataplane.wire.peering import Beat, Duplicate
-from dataplane.wire.records import EXTENT, RANGE, ids_of
 from dataplane.wire.tables import Definition, Owner
 from tests.metadata.stores import Column, Value, named, wrote
 
@@ -65,9 +65,9 @@ class Plane:
             spawn=spawn, is_linked=lambda owner: owner in self.linked, hello=self._done
         )
         door: Any = SimpleNamespace(close=self._done, under_way=0)
-        shipping = SimpleNamespace(forgive=lambda: None)
+        sender = SimpleNamespace(forgive=lambda: None)
         membership: Any = SimpleNamespace(
-            peer=SimpleNamespace(shipping=shipping),
+            peer=SimpleNamespace(log_sender=sender),
             stays=lambda: self.staying,
             keeps_the_roster=False,
             keeper_is_away=lambda: self.keeperless,
@@ -77,8 +77,8 @@ class Plane:
             beat_now=self.deposed.set,
         )
         nothing: Any = None
-        copying = Copying(self.host, mesh, nothing, nothing)
-        self.leaving = Leaving(self.host, mesh, membership, copying, door, nothing, nothing)
+        value_replicas = ValueReplicas(self.host, mesh, nothing, nothing)
+        self.leaving = Leaving(self.host, mesh, membership, value_replicas, door, nothing, nothing)
         self.turn()
 
     async def _done(self, *_: object) -> None:
@@ -306,11 +306,13 @@ async def test_second_copies_become_the_values_when_a_backup_has_its_own_or_no_r
             raise BackPressure("there is no room")
         done.append("brought to the backup")
 
-    copying: Any = SimpleNamespace(copy_here=copy_here, copy_held_to_backup=copy_held_to_backup)
-    copying.succeed = lambda *_: done.append("read here")
+    value_replicas: Any = SimpleNamespace(
+        copy_here=copy_here, copy_held_to_backup=copy_held_to_backup
+    )
+    value_replicas.succeed = lambda *_: done.append("read here")
     plane.host.space = Space(1 << 20)
     plane.host.roster = dataclasses.replace(plane.host.roster, leaving=frozenset([DEAD.peer]))
-    plane.leaving.copying = copying
+    plane.leaving.value_replicas = value_replicas
     await plane.leaving._move(entry, DEAD)
     assert done == ["brought here", *["brought to the backup"] * has_room, "read here"]
 
@@ -460,13 +462,13 @@ async def test_who_leaves_as_well_takes_nothing_in_any_more(
         await asyncio.sleep(0)
 
     store = SimpleNamespace(named=lambda owner: (ranges, nbytes))
-    plane.host.entries = {"p": SimpleNamespace(name="p", copies=None, store=store)}
+    plane.host.entries = {"p": SimpleNamespace(name="p", replicas=None, store=store)}
     plane.host.space = SimpleNamespace(size_bytes=1 << 20)
     plane.host.another_roster = another_roster
     room = SimpleNamespace(release=lambda local: moved.append("let go"))
-    copying: Any = SimpleNamespace(fetch=fetch, room=room)
-    copying.replace = lambda *_: moved.append("named")
-    plane.leaving.copying = copying
+    value_replicas: Any = SimpleNamespace(fetch=fetch, room=room)
+    value_replicas.replace = lambda *_: moved.append("named")
+    plane.leaving.value_replicas = value_replicas
     tasks: list[asyncio.Task[None]] = []
     mesh: Any = plane.leaving.mesh
     mesh.spawn = lambda work: tasks.append(asyncio.create_task(work))

@@ -23,7 +23,7 @@ from dataplane.peer.requests.leases import Finishing
 from dataplane.peer.requests.puts import Grants, Writing
 from dataplane.peer.room.admission import Room
 from dataplane.wire.messages import Finish, Put
-from dataplane.wire.records import U8
+from dataplane.wire.packed import U8
 from dataplane.wire.tables import Chunk, Definition, Owner, Piece, Rows, Values
 from tests.metadata.stores import OWNERS, put
 

@@ -40,7 +40,7 @@ def says_nothing(**but: Any) -> Any:
     return SimpleNamespace(
         says=lambda leaving, spare: Beat(leaving=leaving, spare=spare),
         turned=lambda old, new: None,
-        replicas=SimpleNamespace(lost_before=list),
+        log_receiver=SimpleNamespace(lost_before=list),
         **but,
     )
 

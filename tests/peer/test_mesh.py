@@ -23,7 +23,7 @@ from dataplane.peer.operations import Channel
 from dataplane.peer.tasks import Tasks
 from dataplane.wire import limits, peering
 from dataplane.wire.messages import Stats, StatsDone
-from dataplane.wire.peering import Append, PeerHello, PeerReply, Pull, Shipment
+from dataplane.wire.peering import Append, PartitionLog, PeerHello, PeerReply, Pull
 from dataplane.wire.tables import Owner
 
 HERE, THERE = "tcp://127.0.0.1:7101", "tcp://127.0.0.1:7102"
@@ -210,7 +210,7 @@ async def test_a_request_that_no_frame_can_hold_fails_like_one_that_is_refused(
     far.answer = far.welcome
     await mesh.hello(THERE)
     monkeypatch.setattr(peering, "MAX_FRAME_BYTES", 100)
-    too_long = Append(1, 0, [Shipment("p" * 100, 1, [])])
+    too_long = Append(1, 0, [PartitionLog("p" * 100, 1, [])])
     answer = mesh.ask(THERE, too_long, timeout_s=10.0, to=2)
     with pytest.raises(FrameTooLarge):
         await answer

@@ -21,7 +21,7 @@ from dataplane.peer.requests.puts import Committed, Writing
 from dataplane.peer.shards.metadata_share import LEAST_S, MetadataShare
 from dataplane.wire.checkpoint import Progress, Restore
 from dataplane.wire.messages import Put
-from dataplane.wire.records import KEY
+from dataplane.wire.packed import KEY
 from dataplane.wire.tables import Definition, Owner, Rows, Values
 from tests.metadata.stores import named, put
 

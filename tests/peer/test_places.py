@@ -15,7 +15,7 @@ from dataplane.memory.space import Space
 from dataplane.peer.host import CallContext, call_context
 from dataplane.peer.requests.reads import PAUSES_S, Reading, Resolved
 from dataplane.wire.messages import Read, ReadDone
-from dataplane.wire.records import EXTENT, RANGE, U8, Array, ids_of, joined
+from dataplane.wire.packed import EXTENT, RANGE, U8, Array, ids_of, joined
 from dataplane.wire.tables import INLINE, Chunk, Owner, Rows, Table, Values
 
 ME, THERE, ELSEWHERE = Owner("tcp://a", 7), Owner("tcp://b", 8), Owner("tcp://c", 9)

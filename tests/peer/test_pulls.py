@@ -19,8 +19,8 @@ from dataplane.peer.pull.pulls import AT_ONCE, Pulls
 from dataplane.peer.requests.reads import Reading
 from dataplane.peer.room.admission import Room
 from dataplane.wire.messages import Fetch, Fetched, Read, ReadDone
+from dataplane.wire.packed import EXTENT, RANGE, U8
 from dataplane.wire.peering import Pull, Pulled
-from dataplane.wire.records import EXTENT, RANGE, U8
 from dataplane.wire.tables import Owner, Rows, Table
 
 THERE = Owner("tcp://10.0.0.2:7101", 2)

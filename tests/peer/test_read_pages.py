@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dataplane.errors import DataplaneError
-from dataplane.metadata.shard.journal import dump
+from dataplane.metadata.shard.journal import snapshot
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Caller
 from dataplane.peer.requests.reads import Reading
@@ -59,7 +59,7 @@ async def test_a_page_begins_behind_the_one_before_also_at_an_heir_where_rows_we
     names, cursor = await reader.page()
     assert names == [0, 1, 2, 3] and cursor
     reader.shard = Store("step-1", shard.definition, 1)
-    carried_over(reader.shard, list(dump(shard)))
+    carried_over(reader.shard, list(snapshot(shard)))
     reader.shard.drop(rows=named([3]))
     assert await reader.page(cursor) == ([4, 5], b"")
 

@@ -21,7 +21,7 @@ from dataplane.errors import (
     Unavailable,
 )
 from dataplane.metadata.shard import rows_out
-from dataplane.metadata.shard.journal import apply, dump
+from dataplane.metadata.shard.journal import apply, snapshot
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables import answers
 from dataplane.peer.host import ByLabel, Caller, Entry
@@ -33,10 +33,10 @@ from dataplane.peer.sessions import Session
 from dataplane.peer.shards.partitions import Partitions
 from dataplane.peer.shards.references import References
 from dataplane.wire.checkpoint import Progress, Restore
-from dataplane.wire.journal import Ended, Op, Settle
+from dataplane.wire.journal import Ended, LogRecord, Settle
 from dataplane.wire.messages import Body, Drop, Dropped, Finish, Put, PutDone, Request, Want
+from dataplane.wire.packed import RANGE, Array, ids_of
 from dataplane.wire.peering import Settled
-from dataplane.wire.records import RANGE, Array, ids_of
 from dataplane.wire.tables import Change, Definition, Owner, Rows, Values
 from tests.metadata.observed import observed
 from tests.metadata.stores import OWNERS, Column, brought, change, finish, named, take, values
@@ -67,9 +67,9 @@ class Shard:
         references = References(host, mesh, nothing)
         references.let_go = self._let_go  # type: ignore[method-assign]
         share: Any = SimpleNamespace(check_rows=lambda: None, check_values=lambda inline: None)
-        copying: Any = SimpleNamespace(beforehand=self._beforehand)
+        value_replicas: Any = SimpleNamespace(beforehand=self._beforehand)
         effects: Any = lambda entry: None  # noqa: E731
-        writing = Writing(host, nothing, nothing, references, copying, share, effects)
+        writing = Writing(host, nothing, nothing, references, value_replicas, share, effects)
         host.entry = host.shard
         self.references = references
         self._handlers: dict[type[Body], Any] = {
@@ -98,7 +98,7 @@ class Shard:
         return self._asked(body)
 
 
-def heir_of(dead: Store, told: list[Op]) -> Shard:
+def heir_of(dead: Store, told: list[LogRecord]) -> Shard:
     """Of a peer that told its backup of these, and answered nobody."""
     heir = Store("p", dead.declared, 1)
     for op in told:
@@ -108,7 +108,7 @@ def heir_of(dead: Store, told: list[Op]) -> Shard:
 
 def died(definition: Definition, body: Put) -> Shard:
     """The heir of a peer that has carried this out."""
-    dead, told = Store("p", definition, 1), list[Op]()
+    dead, told = Store("p", definition, 1), list[LogRecord]()
     dead.emit = told.append
     assert Shard(dead).change(body) == PutDone()
     return heir_of(dead, told)
@@ -142,7 +142,7 @@ async def test_it_has_its_number_there_and_another_put_another() -> None:
 
 async def test_a_shard_gets_no_field_that_is_for_the_clients_peer_or_that_only_peers_set() -> None:
     """A client that numbered its own change could give another caller a wrong answer."""
-    store, told, session = Store("p", ONCE, 1), list[Op](), Session(5, 0, "")
+    store, told, session = Store("p", ONCE, 1), list[LogRecord](), Session(5, 0, "")
     store.put(body(named(["a"])))
     store.emit = told.append
     held = take(store, "s", Want("rows", 1, 1)).lease or 0
@@ -175,7 +175,7 @@ async def test_a_shard_gets_no_field_that_is_for_the_clients_peer_or_that_only_p
 
 def test_a_retry_is_told_the_same_rows_that_were_passed_over() -> None:
     """What `ref.kept` counts."""
-    dead, told = Store("p", ONCE, 1), list[Op]()
+    dead, told = Store("p", ONCE, 1), list[LogRecord]()
     dead.emit = told.append
     shard = Shard(dead)
     assert shard.change(body(named(["a", "b"]))) == PutDone()
@@ -254,7 +254,7 @@ ENDS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("how", ENDS, ids=lambda how: f"{how['outcome']} {len(how)}")
 def test_the_end_of_a_lease_is_answered_there_and_changes_nothing(how: dict[str, Any]) -> None:
-    dead, told = Store("p", Definition(stages={"s": ["x"]}, free="drop"), 1), list[Op]()
+    dead, told = Store("p", Definition(stages={"s": ["x"]}, free="drop"), 1), list[LogRecord]()
     dead.emit = told.append
     assert Shard(dead).change(body(named(["a", "b"]))) == PutDone()
     lease = take(dead, "s", Want("rows", 2, 2)).lease
@@ -269,7 +269,7 @@ def test_the_end_of_a_lease_is_answered_there_and_changes_nothing(how: dict[str,
 
 
 def test_a_lease_that_another_change_has_ended_is_no_repetition_there() -> None:
-    dead, told = Store("p", Definition(stages={"s": ["x"]}, free="drop"), 1), list[Op]()
+    dead, told = Store("p", Definition(stages={"s": ["x"]}, free="drop"), 1), list[LogRecord]()
     dead.emit = told.append
     assert Shard(dead).change(body(named(["a"]))) == PutDone()
     lease = take(dead, "s", Want("rows", 1, 1)).lease
@@ -280,7 +280,7 @@ def test_a_lease_that_another_change_has_ended_is_no_repetition_there() -> None:
 
 
 def test_rows_that_were_restored_there_are_not_restored_again() -> None:
-    dead, told = Store("p", ONCE, 1), list[Op]()
+    dead, told = Store("p", ONCE, 1), list[LogRecord]()
     dead.emit = told.append
     came = chunks_of(7, 2)
     asked = Restore("p", 1, named(["a", "b"]), came, {}, Progress(), change=change(7))
@@ -296,7 +296,7 @@ async def test_who_asks_again_is_answered_as_the_first_time_also_there_and_at_co
     None
 ):
     """How much stayed, passed over or dropped is told to people."""
-    dead, told = Store("p", Definition(stages={"s": ["x"]}, free="drop"), 1), list[Op]()
+    dead, told = Store("p", Definition(stages={"s": ["x"]}, free="drop"), 1), list[LogRecord]()
     dead.emit = told.append
     shard = Shard(dead)
     shard.change(body(named(["a", "b"])))
@@ -311,7 +311,7 @@ async def test_who_asks_again_is_answered_as_the_first_time_also_there_and_at_co
     drop = Drop("p", 1, named(["a"]), change=change(12))
     assert dead.carry_out(drop) == Dropped(1, 2 * 8_192)
     heir = heir_of(dead, told)
-    copy = heir_of(dead, list(dump(heir.store)))
+    copy = heir_of(dead, list(snapshot(heir.store)))
     for one in (shard, heir, copy):
         assert one.change(end) == PutDone(kept={"y": 2})
         assert one.store.answers.to(change(12)) == Dropped(1, 2 * 8_192)
@@ -385,7 +385,7 @@ def test_the_same_number_of_another_life_of_a_peer_is_another_change() -> None:
 
 @pytest.mark.parametrize("end", ["lost", "settled"])
 def test_what_a_promoted_shard_remembers_is_what_the_old_one_did(end: str) -> None:
-    dead, told = Store("p", Definition(free="drop"), 1), list[Op]()
+    dead, told = Store("p", Definition(free="drop"), 1), list[LogRecord]()
     dead.emit = told.append
     shard = Shard(dead)
     for number in range(1, 5):
@@ -395,7 +395,7 @@ def test_what_a_promoted_shard_remembers_is_what_the_old_one_did(end: str) -> No
     else:
         shard.change(Settle("p", 1, change(5)))
     heir = heir_of(dead, told)
-    copy = heir_of(dead, list(dump(heir.store)))
+    copy = heir_of(dead, list(snapshot(heir.store)))
     for one in (shard, heir, copy):
         assert one.store.answers.callers == (set() if end == "lost" else {OWNERS[0]})
         assert list(one.store.answers.told()) == list(dead.answers.told())
@@ -442,7 +442,7 @@ def partitions_of(*stores: Store) -> Partitions:
 
 
 def test_a_retry_of_a_partitions_drop_hears_what_the_drop_took_also_from_an_heir() -> None:
-    store, told = Store("p", ONCE, 1), list[Op]()
+    store, told = Store("p", ONCE, 1), list[LogRecord]()
     store.put(body(named(["k", "l"])))
     store.emit = told.append
     primary, heir = partitions_of(store), partitions_of()

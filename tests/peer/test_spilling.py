@@ -20,7 +20,7 @@ from dataplane.peer.room.spilling import Spilling
 from dataplane.peer.tasks import Threads
 from dataplane.transport.bulk_frames import PinAsked, Unpin, encode
 from dataplane.transport.link import Traffic, WorkerLink
-from dataplane.wire.records import RANGE, U8
+from dataplane.wire.packed import RANGE, U8
 from tests.memory.test_spilled import PAGE, put
 
 

@@ -23,8 +23,8 @@ from dataplane.peer.net.router import Router
 from dataplane.peer.requests.outgoing_changes import OutgoingChanges
 from dataplane.wire.journal import Settle
 from dataplane.wire.messages import Body, Finish, PutDone
+from dataplane.wire.packed import EXTENT
 from dataplane.wire.peering import Settled
-from dataplane.wire.records import EXTENT
 from dataplane.wire.tables import Owner
 from tests.peer.test_router import HERE, THERE, at
 

@@ -29,7 +29,7 @@ from dataplane.events.ring import Ring
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard import inspection, rows_out
 from dataplane.metadata.shard.claim_queue import KEEP_AFTER_S
-from dataplane.metadata.shard.journal import apply, dump
+from dataplane.metadata.shard.journal import apply, snapshot
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import CallContext, Caller, Entry, call_context
 from dataplane.peer.shards import waiting_calls
@@ -93,12 +93,12 @@ class Shard:
     def make(self) -> None:
         self.mesh = SimpleNamespace(handlers={}, spawn=asyncio.ensure_future)
         self.partitions = SimpleNamespace()
-        copying: Any = SimpleNamespace(owner_gone=lambda entry, owner: None)
+        value_replicas: Any = SimpleNamespace(owner_gone=lambda entry, owner: None)
         self.calls = WaitingCalls(
             self.host,
             self.mesh,
             self.partitions,
-            copying,
+            value_replicas,
             self.settle,
             lambda: self.producers,
             Retries(),
@@ -183,7 +183,7 @@ async def test_an_heir_answers_a_claim_with_the_lease_that_it_took_over() -> Non
     before, after = Shard(), Shard()
     before.put(1, 2)
     first = before.claim(5, 2)
-    for op in dump(before.entry.store):
+    for op in snapshot(before.entry.store):
         apply(after.entry.store, op)
     assert after.claim(5, 2) == first
 

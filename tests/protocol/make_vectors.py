@@ -95,7 +95,7 @@ class Layout:
             return value
         if kind == "message":
             return self.array(value["@"], value)
-        if kind == "array of operation":
+        if kind == "array of log record":
             return [self.array(item["@"], item) for item in value]
         inner = re.fullmatch(r"(array of )?([A-Z]\w+)( or nil)?", kind)
         if inner and inner[2] in self._known:

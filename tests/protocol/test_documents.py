@@ -20,8 +20,8 @@ from dataplane.wire import (
     limits,
     messages,
     objects,
+    packed,
     peering,
-    records,
     tables,
 )
 from tests.protocol import make_vectors
@@ -62,8 +62,8 @@ def kind_of(annotation: Any) -> str:
         return f"map of {kind_of(args[0])} to {kind_of(args[1])}"
     if origin is typing.Literal:
         return " or ".join(json.dumps(word) for word in args)
-    if annotation == journal.Op:
-        return "operation"
+    if annotation == journal.LogRecord:
+        return "log record"
     if origin in (typing.Union, types.UnionType):
         if all(arg.__name__ in PEERS | STRUCTS["local"] | STRUCTS["journal"] for arg in args):
             return "message"
@@ -127,10 +127,10 @@ def test_the_operations_between_peers_are_their_two_unions() -> None:
 
 
 def test_the_operations_of_a_journal_are_its_union() -> None:
-    own = {kind for kind in members(journal.Op) if kind.__module__ == journal.__name__}
+    own = {kind for kind in members(journal.LogRecord) if kind.__module__ == journal.__name__}
     assert set(operations("journal")) == _named(list(own))
     others = re.findall(r"^\| \[(\w+)\]\(\w+\.md", text_of("journal"), flags=re.M)
-    assert set(others) == _named(members(journal.Op)) - _named(list(own))
+    assert set(others) == _named(members(journal.LogRecord)) - _named(list(own))
 
 
 def test_the_operations_of_bulk_transfer_are_its_unions() -> None:
@@ -179,7 +179,7 @@ def test_the_records_are_those_in_force() -> None:
         found[name] = (int(size), dtype)
     everywhere = {
         name: dtype
-        for module in (records, bulk_frames)
+        for module in (packed, bulk_frames)
         for name, dtype in vars(module).items()
         if isinstance(dtype, np.dtype)
     }

@@ -365,7 +365,7 @@ def test_figures_are_told_under_any_roster(link: Link) -> None:
 
 
 def test_operations_of_one_whom_nobody_backs_up_here_are_refused(link: Link) -> None:
-    append = {"@": "Append", "stream": 1, "first": 0, "shipments": []}
+    append = {"@": "Append", "stream": 1, "first": 0, "partitions": []}
     answer = link.ask(1, append, epoch=[1, 0])[2]
     assert answer[:2] == [FAILED, "StaleEpoch"]
 

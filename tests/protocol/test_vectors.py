@@ -104,7 +104,7 @@ def test_no_message_lacks_a_vector() -> None:
         for body in bodies(envelope):
             assert (envelope.__name__, body.__name__) in have
     told = {v["structure"] for c, v in VECTORS if c == "journal"}
-    assert {kind.__name__ for kind in members(journal.Op)} & set(STRUCTS["journal"]) == told
+    assert {kind.__name__ for kind in members(journal.LogRecord)} & set(STRUCTS["journal"]) == told
     bulk = [*members(bulk_frames.ToOwner), *members(bulk_frames.FromOwner)]
     assert {kind.__name__ for kind in bulk} <= {v["structure"] for c, v in VECTORS if c == "bulk"}
     worker = [*members(bulk_frames.ToWorker), *members(bulk_frames.FromWorker)]

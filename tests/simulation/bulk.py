@@ -15,7 +15,7 @@ from dataplane.errors import DeadlineExceeded, TransferFailed
 from dataplane.transport.bulk_frames import GONE
 from dataplane.transport.registry import TCP
 from dataplane.transport.seam import ReadOutcome, Records, Remote
-from dataplane.wire.records import RANGE
+from dataplane.wire.packed import RANGE
 from dataplane.wire.tables import Owner
 from tests.simulation.network import SILENT_S, WITNESS_S, Network
 

@@ -24,7 +24,7 @@ from dataplane.peer.membership import watching
 from dataplane.peer.net import greetings, peer_door
 from dataplane.peer.peer import Peer
 from dataplane.peer.pull import paths
-from dataplane.peer.shards import appends, backup, replication
+from dataplane.peer.shards import log_receiver, log_sender, value_replicas
 from dataplane.peer.watch import janitor
 from dataplane.transport.registry import TCP
 from dataplane.wire.tables import Owner
@@ -122,17 +122,17 @@ class Cluster:
                 (watching, "watch", network.watch),
                 (Door, "open", lambda door, path: setattr(door, "_listener", Listener())),
                 # a few hundred rows go to a new backup in several messages, as many do elsewhere
-                (appends, "MESSAGE_BYTES", 4 << 10),
-                (appends, "CARRIED_BYTES", 1 << 10),
-                (appends, "LEAST_BYTES_S", 8 << 10),
+                (log_sender, "MESSAGE_BYTES", 4 << 10),
+                (log_sender, "CARRIED_BYTES", 1 << 10),
+                (log_sender, "LEAST_BYTES_S", 8 << 10),
                 # and others have their turn after each piece
-                (appends, "DUMPED_BYTES", 8 << 10),
-                (appends, "PIECE_S", -1.0),
-                (backup, "PIECE_S", -1.0),
+                (log_sender, "SNAPSHOT_BYTES", 8 << 10),
+                (log_sender, "PIECE_S", -1.0),
+                (log_receiver, "PIECE_S", -1.0),
                 (journal, "PIECE_ROWS", 16),
                 (journal, "MAX_OP_BYTES", 2 << 10),
-                (replication, "BATCH_BYTES", 32 << 10),
-                (backup, "BATCH_BYTES", 32 << 10),
+                (value_replicas, "BATCH_BYTES", 32 << 10),
+                (log_receiver, "BATCH_BYTES", 32 << 10),
             ):
                 stack.enter_context(mock.patch.object(target, name, stand_in))
             asyncio._set_running_loop(self.loop)

@@ -190,21 +190,19 @@ class Faults:
         primary = next((p for p in self.cluster.places if p.serves and self._has(p)), None)
         if primary is None or primary.peer is None:
             return
-        shipping = primary.peer.shipping
-        if (before := shipping.backup) is not None:
+        sender = primary.peer.log_sender
+        if (before := sender.backup) is not None:
             crashes = asyncio.ensure_future(self._crash(self._at(before)))
         narrows = asyncio.ensure_future(self._narrow())
         end = self.cluster.loop.now + STRIKE_S
-        while shipping.synced or shipping.backup in (None, before):
+        while sender.synced or sender.backup in (None, before):
             if self.cluster.loop.now > end or not self._has(primary):
                 break
             await asyncio.sleep(0.01)
         await asyncio.sleep(self.rng.choice((0.0, 0.05, 0.5)) * self.rng.uniform(0.5, 1.5))
-        self.note(
-            "a backup gets a copy" if not shipping.synced else "there is no backup to be made"
-        )
+        self.note("a backup gets a copy" if not sender.synced else "there is no backup to be made")
         strike = self.rng.choice((self._crash, self._crash, self._freeze, self._cut, self._leave))
-        await strike(self.rng.choice((primary, self._at(shipping.backup), None)))
+        await strike(self.rng.choice((primary, self._at(sender.backup), None)))
         await narrows
         if before is not None:
             await crashes

@@ -12,12 +12,12 @@ import numpy as np
 from dataplane.memory.admission import Admission
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.claim_queue import ClaimQueue
-from dataplane.metadata.shard.second_copies import Copies
+from dataplane.metadata.shard.replicas import Replicas
 from dataplane.metadata.tables import answers
 from dataplane.peer.host import Entry
 from dataplane.peer.peer import Peer
 from dataplane.wire.messages import Claim, Wait
-from dataplane.wire.records import RANGE, ids_of
+from dataplane.wire.packed import RANGE, ids_of
 from dataplane.wire.tables import Owner
 from tests.metadata.observed import accounts
 from tests.simulation.cluster import Cluster
@@ -238,11 +238,11 @@ def permitted(peers: list[Peer]) -> list[str]:
     return wrong
 
 
-def _second_copies(peer: Peer) -> Iterator[Copies]:
+def _second_copies(peer: Peer) -> Iterator[Replicas]:
     for entry in peer.host.entries.values():
-        if entry.copies is not None:
-            yield entry.copies
-    for origin in peer.replicas._origins.values():
+        if entry.replicas is not None:
+            yield entry.replicas
+    for origin in peer.log_receiver._origins.values():
         for copy in origin.copies.values():
             if copy.values is not None:
                 yield copy.values

@@ -277,7 +277,7 @@ class Ledger:
         where these had become the values, and perhaps had no second copies of their own yet."""
         entry = peer.host.entries.get(self.partition)
         stores = [entry.store] if entry is not None else []
-        for origin in peer.replicas._origins.values():  # it was the backup of a third peer
+        for origin in peer.log_receiver._origins.values():  # it was the backup of a third peer
             stores += [
                 copy.store for (name, _), copy in origin.copies.items() if name == self.partition
             ]

@@ -41,7 +41,7 @@ from dataplane.metadata.tables.names import KEY_BYTES, hash_name, mint_many
 from dataplane.wire import layouts
 from dataplane.wire import messages as m
 from dataplane.wire.limits import ALIGNMENT_BYTES, INLINE_ROW_BYTES
-from dataplane.wire.records import EXTENT, RANGE, U4, U8, column, ids_of
+from dataplane.wire.packed import EXTENT, RANGE, U4, U8, column, ids_of
 from dataplane.wire.tables import INLINE, Chunk, Name, Owner, Piece, Rows, Shape, Table, Values
 from tests.placing import place
 from tests.simulation.ledger import Group, Ledger, Row

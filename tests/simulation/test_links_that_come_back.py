@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from dataplane.peer.shards import appends
+from dataplane.peer.shards import log_sender
 from dataplane.peer.shards.confirming import OVERDUE_S
 from dataplane.wire import messages as m
 from dataplane.wire.limits import INLINE_ROW_BYTES
@@ -172,11 +172,11 @@ def test_a_record_that_takes_too_long_goes_on_without_the_backup(
         producer.sizes = (INLINE_ROW_BYTES,)
         await _puts(producer, 0)
         assert primary.peer is not None
-        stream = primary.peer.shipping._stream
+        stream = primary.peer.log_sender._stream
         groups = [producer._group(number, given=False) for number in range(1, 1 + MANY)]
         for group in groups:
             ledger.opened(group)
-        with mock.patch.object(appends, "LEAST_BYTES_S", record_bytes):
+        with mock.patch.object(log_sender, "LEAST_BYTES_S", record_bytes):
             cluster.network.byte_s = takes_s / record_bytes
             began = cluster.loop.now
             await producer._patiently(lambda: producer._put_all(groups))
@@ -185,7 +185,7 @@ def test_a_record_that_takes_too_long_goes_on_without_the_backup(
                 cluster.network.byte_s = 0.0
             await asyncio.sleep(5 * takes_s if stays_slow else takes_s)
         assert primary.peer.host.roster.backup_of(primary.address)[1]
-        assert primary.peer.shipping._stream == stream, "the backup got everything again"
+        assert primary.peer.log_sender._stream == stream, "the backup got everything again"
 
     played(cluster, script)
     assert not wrong
@@ -220,13 +220,13 @@ class _SlowLink:
     async def becomes(self, in_sync: bool) -> float:
         """Wait until the backup is in sync, or is not. Return how long that took."""
         began = self.cluster.loop.now
-        async with asyncio.timeout(2 * appends.MOST_REST_S):
+        async with asyncio.timeout(2 * log_sender.MOST_REST_S):
             while self.is_in_sync() != in_sync:
                 await asyncio.sleep(0.5)
         return self.cluster.loop.now - began
 
     def __enter__(self) -> None:
-        self._patch = mock.patch.object(appends, "LEAST_BYTES_S", self.record_bytes)
+        self._patch = mock.patch.object(log_sender, "LEAST_BYTES_S", self.record_bytes)
         self._patch.start()
         self.cluster.network.byte_s = self.takes_s / self.record_bytes
 
@@ -260,7 +260,7 @@ def test_a_backup_behind_a_link_that_stays_slow_rejoins_ever_later(peers: int, a
         await asyncio.sleep(forget_s)
         assert await removed() < 2 * link.takes_s
 
-    with mock.patch.multiple(appends, MOST_REST_S=rests_s[-1], FORGET_S=forget_s):
+    with mock.patch.multiple(log_sender, MOST_REST_S=rests_s[-1], FORGET_S=forget_s):
         played(cluster, script)
     assert not wrong
 
@@ -295,7 +295,9 @@ def test_a_record_that_is_late_before_the_roster_lists_the_backup_frees_calls(
             assert OVERDUE_S < await link.put(1) < 2 * OVERDUE_S
             assert primary.peer.host.roster.epoch == epoch
 
-    with mock.patch.object(appends, "QUIET_S", 60.0):  # records that nobody waits for are not sent
+    with mock.patch.object(
+        log_sender, "QUIET_S", 60.0
+    ):  # records that nobody waits for are not sent
         played(cluster, script)
     assert not wrong
 

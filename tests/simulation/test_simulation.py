@@ -86,7 +86,7 @@ def test_second_copies_need_not_have_been_made_anew_where_the_owner_died_unnotic
     known: Any = {
         one: SimpleNamespace(
             host=SimpleNamespace(owner=one, name=one.peer, entries={"p": entry}),
-            replicas=SimpleNamespace(_origins={}),
+            log_receiver=SimpleNamespace(_origins={}),
         )
         for one in (backup, writer, heir)
     }
@@ -106,7 +106,7 @@ def test_an_heir_has_no_shard_alone_where_another_peer_stays_that_could_back_it_
     for one in (keeper, *others):
         made.beat(one, made.roster.epoch, Beat())
         run.cluster.known[one] = mock.Mock(
-            host=SimpleNamespace(owner=one, entries={}), replicas=SimpleNamespace(_origins={})
+            host=SimpleNamespace(owner=one, entries={}), log_receiver=SimpleNamespace(_origins={})
         )
     going, other = sorted(others, key=lambda one: one.peer != made.roster.home(SMALL))
     for one in (going,) if stays else (going, other):

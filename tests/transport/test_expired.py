@@ -33,7 +33,7 @@ from dataplane.transport.secure_stream import door
 from dataplane.transport.slices import pieces_of
 from dataplane.transport.stream import BulkStream
 from dataplane.transport.tickets import issue, new_identity
-from dataplane.wire.records import EXTENT
+from dataplane.wire.packed import EXTENT
 from dataplane.wire.tables import Owner
 
 KEY = b"k" * 32

@@ -37,7 +37,7 @@ from dataplane.wire.limits import (
     MAX_ROWS_PER_MESSAGE,
     NO_GROUP,
 )
-from dataplane.wire.records import U4
+from dataplane.wire.packed import U4
 from dataplane.wire.tables import INLINE
 from tests.same import equals, same
 from tests.values.conftest import PEER, planned, said_of

@@ -12,7 +12,7 @@ from dataplane.client.write.columns import prepare
 from dataplane.errors import FieldUnknown, InvalidRows, InvalidValue, LimitExceeded
 from dataplane.wire.layouts import ColumnSpec
 from dataplane.wire.limits import MAX_FIELDS
-from dataplane.wire.records import U4
+from dataplane.wire.packed import U4
 from tests.same import same
 
 

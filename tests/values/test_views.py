@@ -26,7 +26,7 @@ from dataplane.errors import FieldUnknown, ProtocolError, ValueCorrupt
 from dataplane.metadata.tables.bits import all_of, bits_of, bytes_of
 from dataplane.wire import layouts
 from dataplane.wire.layouts import ColumnSpec
-from dataplane.wire.records import EXTENT, KEY
+from dataplane.wire.packed import EXTENT, KEY
 from dataplane.wire.tables import INLINE, Chunk, Owner, Piece, Rows, Table, Values
 from tests.same import equals, same
 

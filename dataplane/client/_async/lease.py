@@ -67,7 +67,7 @@ from dataplane.wire.messages import (
     PutDone,
     Request,
 )
-from dataplane.wire.records import EXTENT, RANGE, U4, column
+from dataplane.wire.packed import EXTENT, RANGE, U4, column
 from dataplane.wire.tables import Scalar, Table
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from dataplane.client.read.selection import Selection
 from dataplane.client.write.columns import named_once, prepare
 from dataplane.errors import DataplaneError, LeaseExpired, StreamEnd, counted
 from dataplane.wire.messages import Finish
-from dataplane.wire.records import U4
+from dataplane.wire.packed import U4
 
 log = logging.getLogger(__name__)
 

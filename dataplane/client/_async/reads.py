@@ -25,7 +25,7 @@ from dataplane.errors import FrameTooLarge, InvalidCall
 from dataplane.metadata.tables.where import Where
 from dataplane.wire.arrays import shown
 from dataplane.wire.messages import Defined, Read, ReadDone
-from dataplane.wire.records import KEY
+from dataplane.wire.packed import KEY
 from dataplane.wire.tables import Definition, Rows
 
 

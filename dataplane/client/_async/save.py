@@ -29,7 +29,7 @@ from dataplane.progress import Bar
 from dataplane.wire.arrays import shown
 from dataplane.wire.checkpoint import Census, CensusDone, Save, SaveDone, Survey, SurveyDone
 from dataplane.wire.messages import Define, Defined
-from dataplane.wire.records import KEY
+from dataplane.wire.packed import KEY
 
 T = TypeVar("T")
 

@@ -36,7 +36,7 @@ from dataplane.errors import ShardFull
 from dataplane.memory.placement import placed
 from dataplane.wire.limits import MAX_CHUNKS_PER_MESSAGE
 from dataplane.wire.messages import Reserve, Reserved
-from dataplane.wire.records import EXTENT, RANGE, U8, column, ids_of
+from dataplane.wire.packed import EXTENT, RANGE, U8, column, ids_of
 
 RUN_BYTES = 256 << 20
 """The values of one message have about this many bytes, and at most a quarter of the quota. Long

@@ -33,7 +33,7 @@ from dataplane.errors import (
     mixed_releases,
 )
 from dataplane.wire.messages import Claim, Claimed, Fetch, Fetched, Want
-from dataplane.wire.records import U4, column
+from dataplane.wire.packed import U4, column
 from dataplane.wire.tables import Shape
 
 log = logging.getLogger(__name__)

@@ -74,7 +74,7 @@ from dataplane.errors import (
     sized,
 )
 from dataplane.wire.messages import Put, PutDone
-from dataplane.wire.records import EXTENT, KEY, column
+from dataplane.wire.packed import EXTENT, KEY, column
 from dataplane.wire.tables import Name, Scalar
 
 if TYPE_CHECKING:

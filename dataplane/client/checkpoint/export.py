@@ -36,7 +36,7 @@ from dataplane.client.write.rows import row_groups, row_name, row_names
 from dataplane.errors import CheckpointFailed, FieldUnknown, InvalidValue, ValueCorrupt, few
 from dataplane.progress import Bar
 from dataplane.wire.checkpoint import Restore
-from dataplane.wire.records import U8
+from dataplane.wire.packed import U8
 from dataplane.wire.tables import Table
 
 WRITE_BYTES = 32 << 20

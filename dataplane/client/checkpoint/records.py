@@ -21,7 +21,7 @@ from dataplane.errors import ProtocolError
 from dataplane.wire.checkpoint import Restore, SaveDone
 from dataplane.wire.layouts import aligned
 from dataplane.wire.limits import ALIGNMENT_BYTES
-from dataplane.wire.records import EXTENT, column
+from dataplane.wire.packed import EXTENT, column
 from dataplane.wire.tables import Chunk, Values
 
 Memory = npt.NDArray[np.uint8]

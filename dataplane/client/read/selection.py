@@ -26,7 +26,7 @@ from dataplane.errors import InvalidCall, InvalidRows, NotFetched, counted
 from dataplane.wire.arrays import is_interval, shown
 from dataplane.wire.foreign import unreadable
 from dataplane.wire.limits import NO_GROUP
-from dataplane.wire.records import KEY, U4, column
+from dataplane.wire.packed import KEY, U4, column
 from dataplane.wire.tables import Name, Rows, Scalar, Table
 
 Index = npt.NDArray[np.intp]

@@ -35,7 +35,7 @@ from dataplane.metadata.tables.incoming import MessageForm, message_form, shape_
 from dataplane.metadata.tables.pieces import Piece
 from dataplane.wire.limits import NO_GROUP
 from dataplane.wire.messages import Claimed, Fetched, ReadDone
-from dataplane.wire.records import EXTENT, KEY, U4, column
+from dataplane.wire.packed import EXTENT, KEY, U4, column
 from dataplane.wire.tables import INLINE, Name, Owner, Rows, Table, Values
 
 NOWHERE = np.zeros(0, np.uint8)

@@ -37,7 +37,7 @@ from dataplane.wire.messages import (
     Request,
     Welcome,
 )
-from dataplane.wire.records import EXTENT, KEY
+from dataplane.wire.packed import EXTENT, KEY
 from dataplane.wire.tables import Owner
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from dataplane.wire.limits import (
     NO_GROUP,
 )
 from dataplane.wire.objects import Buffer
-from dataplane.wire.records import U4
+from dataplane.wire.packed import U4
 from dataplane.wire.tables import Name
 
 CHUNK_BYTES = 1 << 20

@@ -46,7 +46,7 @@ from dataplane.wire.foreign import items_of, pairs_of, unreadable
 from dataplane.wire.layouts import OBJECT_ALIGNMENT_BYTES, OPEN, ColumnSpec
 from dataplane.wire.limits import MAX_FIELDS, MAX_NAME_BYTES
 from dataplane.wire.objects import Buffer
-from dataplane.wire.records import U4
+from dataplane.wire.packed import U4
 
 LARGE_ROW_BYTES = 4 << 10
 """Rows of at least this size are left where they are until the one copy, whatever their order."""

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from dataplane.client.write.chunks import NewChunk, NewPiece, chunks_of
 from dataplane.metadata.tables.bits import all_of, bits_of, bytes_of
 from dataplane.metadata.tables.pieces import UNUSED
-from dataplane.wire.records import DIGEST, U4, ids_of
+from dataplane.wire.packed import DIGEST, U4, ids_of
 from dataplane.wire.tables import INLINE, Chunk, Owner, Piece, Values
 
 Records = npt.NDArray[Any]

@@ -20,7 +20,7 @@ from dataplane.errors import InvalidCall, InvalidValue, LimitExceeded, ValueCorr
 from dataplane.wire.arrays import dtype_of, shown
 from dataplane.wire.layouts import OPEN, ColumnSpec
 from dataplane.wire.limits import MAX_FIELDS, MAX_RANK
-from dataplane.wire.records import U4
+from dataplane.wire.packed import U4
 
 if TYPE_CHECKING:
     from dataplane.client.write.columns import ValueColumn

@@ -18,7 +18,7 @@ import xxhash
 
 from dataplane.errors import RosterMismatch, counted
 from dataplane.wire.limits import MAX_MEMBERS, SHARDS
-from dataplane.wire.records import U2, column
+from dataplane.wire.packed import U2, column
 from dataplane.wire.tables import Owner, RosterTable, Takeover
 
 FIRST = 1

@@ -1,8 +1,8 @@
-"""Before-images: blocks, groups, queues and tombstones as they were when a dump started.
+"""Before-images: blocks, groups, queues and tombstones as they were when a snapshot started.
 
-A dump is sent in pieces while the store continues to change. A change first saves the image of
-what it changes, if the dump has not sent that yet. The dump then sends the image. Images exist
-only during a dump.
+A snapshot is sent in pieces while the store continues to change. A change first saves the image of
+what it changes, if the snapshot has not sent that yet. The snapshot then sends the image. Images
+exist only during a snapshot.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _copy_standing: Callable[[Standing], Standing] = Standing.__copy__  # type: igno
 
 
 class BeforeImages:
-    """The images of one dump. last: the highest number of a block or group when the dump started;
-    higher ones are new.
+    """The images of one snapshot. last: the highest number of a block or group when the snapshot
+    started; higher ones are new.
 
-    The dump sends blocks in the order of their numbers, and groups likewise.
+    The snapshot sends blocks in the order of their numbers, and groups likewise.
     """
 
     def __init__(self, last: int) -> None:
         self._last = last
         self._block_told = self._group_told = 0
-        """numbers up to which the dump has told them"""
+        """numbers up to which the snapshot has told them"""
         self._blocks: dict[int, Block] = {}
         self._groups: dict[int, Group] = {}
         self._queues: dict[ReadyQueue, list[Entry]] = {}
@@ -51,8 +51,8 @@ class BeforeImages:
             self._blocks[number] = _copied(block)
 
     def keep_group(self, group: Group) -> None:
-        """Save a group. New rows need no image, because a dump contains how many rows of a group
-        are gone, not which ones."""
+        """Save a group. New rows need no image, because a snapshot contains how many rows of a
+        group are gone, not which ones."""
         number = group.number
         if self._group_told < number <= self._last and number not in self._groups:
             self._groups[number] = _copy_group(group)
@@ -72,7 +72,7 @@ class BeforeImages:
         if id(part) not in self._tombstones:
             self._tombstones[id(part)] = part.copy()
 
-    # for the dump
+    # for the snapshot
 
     def block(self, block: Block) -> Block:
         """Return a block as it was; the block itself if it did not change. Valid until the next

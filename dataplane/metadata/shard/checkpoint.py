@@ -36,7 +36,7 @@ from dataplane.metadata.tables.remembered import of_group
 from dataplane.metadata.tables.tags import MISSING
 from dataplane.wire.checkpoint import Progress, Restore, SaveDone, SurveyDone
 from dataplane.wire.limits import MAX_CHUNKS_PER_MESSAGE, MAX_CHUNKS_PER_RESTORE
-from dataplane.wire.records import column
+from dataplane.wire.packed import column
 
 MAX_UNITS_PER_SURVEY = 1 << 20
 """Keys of so many groups and rows are told at once: 16 MiB."""

@@ -16,7 +16,7 @@ from dataplane.metadata.shard.blocks import MAX_GROUP_ROWS, READY, Group, Rows, 
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables.names import KEY_BYTES, format_minted_many, hash_name
 from dataplane.metadata.tables.remembered import of_group
-from dataplane.wire.events import Kind, Record
+from dataplane.wire.events import EventRecord, Kind
 from dataplane.wire.journal import Lost
 from dataplane.wire.tables import Name, Owner
 
@@ -28,7 +28,7 @@ def drop_groups(state: State, keys: Sequence[bytes]) -> tuple[int, int]:
     state.tombstones.add(map(of_group, keys))
     still_open = [group for group in groups if not group.closed]
     rows = Rows([(block, block.live) for group in groups for block in group.blocks])
-    state.happened_to(rows.parts, Record(Kind.DROP))
+    state.happened_to(rows.parts, EventRecord(Kind.DROP))
     many, nbytes = len(rows), state.remove(rows.parts, dropped=True)
     state.remove_groups(still_open)  # those that were closed went with their last row
     return many, nbytes
@@ -52,7 +52,7 @@ def lost(state: State, owner: Owner) -> int:
     still_open = [group for group in groups if not group.closed]
     for stage in state.stages.values():
         stage.lost += sum([(bits & ~stage.of(block).acked).bit_count() for block, bits in parts])
-    state.happened_to(parts, Record(Kind.LOST, by=owner.peer))
+    state.happened_to(parts, EventRecord(Kind.LOST, by=owner.peer))
     state.remove(parts)
     state.remove_groups(still_open)
     state.released.pop(owner, None)
@@ -110,7 +110,7 @@ def _close_now(state: State, group: Group) -> bool:
     made = state.close_group(group)
     for stage in state.stages.values():
         if group.live and group.states[stage.number] == READY:
-            state.happened(Record(Kind.READY, stage=stage.name, group=group.name))
+            state.happened(EventRecord(Kind.READY, stage=stage.name, group=group.name))
     return made
 
 
@@ -127,7 +127,7 @@ def seal(state: State, keep: bool = False) -> int:
     size, these are incomplete, and are dropped unless they are to be kept. Return how many
     closed."""
     state.sealed = True
-    state.happened(Record(Kind.SEAL))
+    state.happened(EventRecord(Kind.SEAL))
     for stage in state.stages.values():
         stage.rows.changed = True  # what is left is all that comes
     groups = [group for group in state.groups.values() if not group.closed]

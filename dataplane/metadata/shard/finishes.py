@@ -22,7 +22,7 @@ from dataplane.metadata.tables.bits import rows_of
 from dataplane.metadata.tables.pieces import Pieces, split
 from dataplane.wire.events import Reason
 from dataplane.wire.messages import Finish
-from dataplane.wire.records import U4, column
+from dataplane.wire.packed import U4, column
 
 REASONS = {
     "ack": Reason.ACK,

@@ -4,9 +4,9 @@ rebuild it, for a new backup, a promotion or a drain.
 Nothing here waits or searches: each operation names its rows. An operation that does not fit the
 store raises a typed error, and the store must not be used any more.
 
-Applied to an empty store, a dump makes an equal one. A dump contains the store as it was when
-the dump started. It is sent in pieces while the store changes; later operations follow the last
-piece. References that were freed but not reported yet are left out: the peer that takes over
+Applied to an empty store, a snapshot makes an equal one. A snapshot contains the store as it was
+when the snapshot started. It is sent in pieces while the store changes; later records follow the
+last piece. References that were freed but not reported yet are left out: the peer that takes over
 reports its references to the owners.
 """
 
@@ -59,10 +59,10 @@ from dataplane.wire.journal import (
     Held,
     Joined,
     Leased,
+    LogRecord,
     Lost,
     OneBlock,
     OneGroup,
-    Op,
     Pacing,
     Permitted,
     Ready,
@@ -74,7 +74,7 @@ from dataplane.wire.journal import (
 )
 from dataplane.wire.limits import MAX_CHUNKS_PER_MESSAGE, MAX_ROWS_PER_MESSAGE
 from dataplane.wire.messages import Finish, Put, Tag, Withdraw
-from dataplane.wire.records import RANGE, U8, column
+from dataplane.wire.packed import RANGE, U8, column
 from dataplane.wire.tables import PlanRows
 
 MAX_OP_BYTES = 8 << 20
@@ -85,27 +85,28 @@ _BYTE, _F8 = np.dtype("u1"), np.dtype("<f8")
 
 
 class _Mismatch(Exception):
-    """An operation does not fit its replica. `apply` adds the partition and what to do."""
+    """A record does not fit the store. `apply` adds the partition and what to do."""
 
 
-def apply(store: Store, op: Op, now: float = 0.0) -> None:
-    """Apply an operation to a store that records nothing itself. Leases start at `now`.
+def apply(store: Store, record: LogRecord, now: float = 0.0) -> None:
+    """Apply a record to a copy of its partition's store, which writes none itself. Leases start at
+    `now`.
 
-    Raises ProtocolError if the store does not fit the operation. The replica is then broken and
-    must resync from a dump. A replica collects freed references too: drain `freed` and discard
+    Raises ProtocolError if the store does not fit the record. The copy is then broken and must
+    begin again from a snapshot. A copy collects freed references, too: drain `freed` and discard
     them, because the primary notifies the owners.
     """
     assert store.emit is None
     try:
-        how = _HOW.get(type(op))
+        how = _HOW.get(type(record))
         if how is not None:
-            how(store, op, now)
+            how(store, record, now)
         else:
-            store.carry_out(op)
+            store.carry_out(record)
     except (DataplaneError, _Mismatch) as exc:
         raise ProtocolError(
-            f"cannot apply {type(op).__name__} to the replica of partition {store.partition!r}: "
-            f"{exc}. The replica must resync from a snapshot",
+            f"cannot apply {type(record).__name__} to the backup's copy of partition "
+            f"{store.partition!r}: {exc}. The copy must begin again from a snapshot",
             partition=store.partition,
         ) from exc
 
@@ -113,23 +114,23 @@ def apply(store: Store, op: Op, now: float = 0.0) -> None:
 # what happens to a store while it is used
 
 
-def _begun(store: Store, op: Begun, now: float) -> None:
+def _begun(store: Store, record: Begun, now: float) -> None:
     raise _Mismatch(
-        f"unexpected start of partition {store.partition!r}: the replica has started it already"
+        f"unexpected start of partition {store.partition!r}: the copy has started it already"
     )
 
 
-def _leased(store: Store, op: Leased, now: float) -> None:
-    stage = store.stage(op.stage)
-    _new_lease(store, op.lease)
-    rows = Rows([(_block(store, number), in_bytes(bits)) for number, bits in op.rows])
+def _leased(store: Store, record: Leased, now: float) -> None:
+    stage = store.stage(record.stage)
+    _new_lease(store, record.lease)
+    rows = Rows([(_block(store, number), in_bytes(bits)) for number, bits in record.rows])
     if any([bits & ~stage.of(block).ready or not bits for block, bits in rows.parts]):
         raise _Mismatch(
-            f"lease {op.lease} of stage {op.stage!r}: expected only ready rows, got one that is "
-            "not ready"
+            f"lease {record.lease} of stage {record.stage!r}: expected only ready rows, got one "
+            "that is not ready"
         )
     _each_once(rows)
-    if op.unit == "rows":
+    if record.unit == "rows":
         store.take_rows(stage, rows.parts)
     else:
         groups = store.groups_of(rows.parts)
@@ -137,77 +138,88 @@ def _leased(store: Store, op: Leased, now: float) -> None:
             [one.states[stage.number] != READY for one in groups]
         ):
             raise _Mismatch(
-                f"lease {op.lease} of stage {op.stage!r}: every group must be ready and complete, "
-                "but at least one group is not"
+                f"lease {record.lease} of stage {record.stage!r}: every group must be ready and "
+                "complete, but at least one group is not"
             )
         for group in groups:
             stage.lease_group(group)
-    store.lease(stage, op.unit, rows, op.holder, now, op.claim, op.lease)
+    store.lease(stage, record.unit, rows, record.holder, now, record.claim, record.lease)
 
 
-def _joined(store: Store, op: Joined, now: float) -> None:
-    leases, plan = store.leases, store.leases.plans.get(op.stage)
-    _new_lease(store, op.member)
-    lease = finishes.lease_of(store, op.lease) if plan is None else plan.lease
-    shape = op.shape if plan is None else plan.shape
-    if (lease.number, lease.stage.name, shape) != (op.lease, op.stage, op.shape):
+def _joined(store: Store, record: Joined, now: float) -> None:
+    leases, plan = store.leases, store.leases.plans.get(record.stage)
+    _new_lease(store, record.member)
+    lease = finishes.lease_of(store, record.lease) if plan is None else plan.lease
+    shape = record.shape if plan is None else plan.shape
+    if (lease.number, lease.stage.name, shape) != (record.lease, record.stage, record.shape):
         raise _Mismatch(
-            f"unexpected plan for stage {op.stage!r}: expected lease {lease.number} of stage "
-            f"{lease.stage.name!r} with {shape}, got lease {op.lease} with {op.shape}"
+            f"unexpected plan for stage {record.stage!r}: expected lease {lease.number} of stage "
+            f"{lease.stage.name!r} with {shape}, got lease {record.lease} with {record.shape}"
         )
     if plan is None:
-        for weights in op.rows.weights.values() if op.rows is not None else ():
+        for weights in record.rows.weights.values() if record.rows is not None else ():
             column(weights, _F8, lease.count)
-        plan = Plan(lease, shape, op.rows or plans.plan_rows(lease, shape))
-        leases.plans[op.stage] = plan
-    who = op.rank, op.holder, op.claim
-    plan.members[op.member] = Member(op.member, plan, *who, now, op.acked)
+        plan = Plan(lease, shape, record.rows or plans.plan_rows(lease, shape))
+        leases.plans[record.stage] = plan
+    who = record.rank, record.holder, record.claim
+    plan.members[record.member] = Member(record.member, plan, *who, now, record.acked)
 
 
-def _permitted(store: Store, op: Permitted, now: float) -> None:
+def _permitted(store: Store, record: Permitted, now: float) -> None:
     permits = store.permits
     if permits.limits is None:
         raise _Mismatch(
-            f"unexpected permit {op.permit}: partition {store.partition!r} has no admission limits"
+            f"unexpected permit {record.permit}: partition {store.partition!r} has no admission "
+            "limits"
         )
-    if op.permit in permits.given:
-        raise _Mismatch(f"unexpected permit {op.permit}: it already exists")
-    if op.count < 1:
-        raise _Mismatch(f"invalid permit {op.permit}: expected 1 group or more, got {op.count}")
-    if not 0 <= op.used <= op.count:
-        raise _Mismatch(f"permit {op.permit}: expected 0 to {op.count} used groups, got {op.used}")
-    permits.enter(Permit(op.permit, op.holder, op.version, op.count, op.count - op.used))
+    if record.permit in permits.given:
+        raise _Mismatch(f"unexpected permit {record.permit}: it already exists")
+    if record.count < 1:
+        raise _Mismatch(
+            f"invalid permit {record.permit}: expected 1 group or more, got {record.count}"
+        )
+    if not 0 <= record.used <= record.count:
+        raise _Mismatch(
+            f"permit {record.permit}: expected 0 to {record.count} used groups, got {record.used}"
+        )
+    permits.enter(
+        Permit(
+            record.permit, record.holder, record.version, record.count, record.count - record.used
+        )
+    )
 
 
-def _relocated(store: Store, op: Relocated, now: float) -> None:
-    ranges = column(op.ranges, RANGE)
-    there = column(op.to_ranges, RANGE, len(ranges))
-    store.relocate(op.owner, ranges, op.to_owner, there)
+def _relocated(store: Store, record: Relocated, now: float) -> None:
+    ranges = column(record.ranges, RANGE)
+    there = column(record.to_ranges, RANGE, len(ranges))
+    store.relocate(record.owner, ranges, record.to_owner, there)
 
 
-def _paced(store: Store, op: Pacing, now: float) -> None:
+def _paced(store: Store, record: Pacing, now: float) -> None:
     permits = store.permits
-    if op.version < permits.version:
+    if record.version < permits.version:
         raise _Mismatch(
-            f"invalid version of the trainer: expected {permits.version} or more, got {op.version}"
+            f"invalid version of the trainer: expected {permits.version} or more, got "
+            f"{record.version}"
         )
-    if op.per_version < 0 or op.max_lag < 0:
+    if record.per_version < 0 or record.max_lag < 0:
         raise _Mismatch(
-            f"invalid limits max_lag={op.max_lag}, per_version={op.per_version}: expected 0 or more"
+            f"invalid limits max_lag={record.max_lag}, per_version={record.per_version}: expected "
+            "0 or more"
         )
-    permits.version = op.version
+    permits.version = record.version
     permits.begin(store)
-    permits.limits = (op.max_lag, op.per_version) if op.per_version else None
-    for version, groups in op.trained:
+    permits.limits = (record.max_lag, record.per_version) if record.per_version else None
+    for version, groups in record.trained:
         permits.trained[version] = permits.trained.get(version, 0) + groups
 
 
-# what a dump adds
+# what a snapshot adds
 
 
-def _groups(store: Store, op: Groups, now: float) -> None:
+def _groups(store: Store, record: Groups, now: float) -> None:
     permits = store.permits
-    for one in op.groups:
+    for one in record.groups:
         _new(store.groups, [one.key], "group")
         sound = one.expected >= UNKNOWN_SIZE and 0 <= one.dropped <= one.gone and one.number > 0
         known = len(one.states) == len(store.stages) and set(one.states) <= _TOLD_STATES
@@ -223,8 +235,8 @@ def _groups(store: Store, op: Groups, now: float) -> None:
     permits.look_again()
 
 
-def _blocks(store: Store, op: Blocks, now: float) -> None:
-    for one in op.blocks:
+def _blocks(store: Store, record: Blocks, now: float) -> None:
+    for one in record.blocks:
         keys, live = keys_in(one.keys), in_bytes(one.live)
         if one.number < 1:
             raise _Mismatch(f"invalid block number {one.number}: expected 1 or more")
@@ -266,23 +278,23 @@ def _blocks(store: Store, op: Blocks, now: float) -> None:
             standing.returned = in_bytes(returned)
 
 
-def _given(store: Store, op: Given, now: float) -> None:
-    numbers: list[int] = column(op.numbers, U8).tolist()
+def _given(store: Store, record: Given, now: float) -> None:
+    numbers: list[int] = column(record.numbers, U8).tolist()
     blocks = [_block(store, number) for number in numbers]
     if len(set(numbers)) < len(numbers):
         twice = Counter(numbers).most_common(1)[0][0]
         raise _Mismatch(f"expected each block once in the record, got block {twice} twice")
     counts = [block.count for block in blocks]
-    arrived = store.arrived(op.values, sum(counts))
+    arrived = store.arrived(record.values, sum(counts))
     _check_fields(store, arrived.pieces.fields)
     parts: Sequence[Piece[Chunk]] = arrived.pieces.parts
-    if op.by:
-        if len(op.by) != len(parts):
+    if record.by:
+        if len(record.by) != len(parts):
             raise _Mismatch(
-                f"expected one writer per piece in the record, got {len(op.by)} writers for "
+                f"expected one writer per piece in the record, got {len(record.by)} writers for "
                 f"{len(parts)} pieces"
             )
-        parts = [replace(one, by=by) for one, by in zip(parts, op.by, strict=True)]
+        parts = [replace(one, by=by) for one, by in zip(parts, record.by, strict=True)]
     spans = zip(counts, accumulate(counts), strict=True)
     homes = [(range(end - count, end), range(count), count) for count, end in spans]
     given = split(parts, homes)
@@ -308,20 +320,22 @@ def _check_fields(store: Store, fields: Sequence[str]) -> None:
             store.check_fields([name], store.stage(stage).name)
 
 
-def _ready(store: Store, op: Ready, now: float) -> None:
-    stage = store.stage(op.stage)
-    rows = _pending(stage, [(_block(store, number), in_bytes(bits)) for number, bits in op.rows])
-    keys = different(op.groups, "group")
+def _ready(store: Store, record: Ready, now: float) -> None:
+    stage = store.stage(record.stage)
+    rows = _pending(
+        stage, [(_block(store, number), in_bytes(bits)) for number, bits in record.rows]
+    )
+    keys = different(record.groups, "group")
     groups = [store.groups[key] for key in keys if key in store.groups]
     if len(groups) < len(keys):
         raise _Mismatch(
-            f"stage {op.stage!r}: expected {len(keys)} existing groups, but "
+            f"stage {record.stage!r}: expected {len(keys)} existing groups, but "
             f"{len(keys) - len(groups)} of them do not exist"
         )
     if wrong := sum([one.states[stage.number] != PENDING for one in groups]):
         raise _Mismatch(
-            f"stage {op.stage!r}: expected {len(keys)} pending groups, but {wrong} of them are not "
-            "pending"
+            f"stage {record.stage!r}: expected {len(keys)} pending groups, but {wrong} of them are "
+            "not pending"
         )
     for block, bits in rows.parts:
         stage.move(block, bits, PENDING, READY)
@@ -329,68 +343,69 @@ def _ready(store: Store, op: Ready, now: float) -> None:
         stage.move_group(group, READY)
 
 
-def _held(store: Store, op: Held, now: float) -> None:
-    stage = store.stage(op.stage)
-    _new_lease(store, op.lease)
+def _held(store: Store, record: Held, now: float) -> None:
+    stage = store.stage(record.stage)
+    _new_lease(store, record.lease)
     gone = dict[int, Block]()
     parts, left = list[tuple[Block, int]](), list[int]()
-    for number, raw, unfinished in op.parts:
+    for number, raw, unfinished in record.parts:
         block = store.blocks.get(number) or gone.setdefault(
             number, Block(number, (), MAX_BLOCK_ROWS, 0, b"", pieces_of(MAX_BLOCK_ROWS))
         )
         bits, rest = in_bytes(raw), in_bytes(unfinished)
         if not bits or bits >> block.count:
             raise _Mismatch(
-                f"lease {op.lease}: expected at least one row of block {number}, and none beyond "
-                f"its {block.count} rows"
+                f"lease {record.lease}: expected at least one row of block {number}, and none "
+                f"beyond its {block.count} rows"
             )
         if rest & ~bits:
             raise _Mismatch(
-                f"lease {op.lease}: expected the unfinished rows of block {number} to be leased "
-                "rows"
+                f"lease {record.lease}: expected the unfinished rows of block {number} to be "
+                "leased rows"
             )
         parts.append((block, bits))
         left.append(rest)
-    lease = Lease(op.lease, stage, Rows(parts), left, op.holder, now, op.claim)
+    lease = Lease(record.lease, stage, Rows(parts), left, record.holder, now, record.claim)
     if lease.is_done:
-        raise _Mismatch(f"lease {op.lease}: expected at least one unfinished row, got none")
+        raise _Mismatch(f"lease {record.lease}: expected at least one unfinished row, got none")
     for block, bits in _pending(stage, lease.held.parts).parts:
         stage.move(block, bits, PENDING, LEASED)
     store.leases.add(lease)
 
 
-def _remembered(store: Store, op: Remembered, now: float) -> None:
-    keys = different(op.keys, "key")
-    for key, freed in zip(keys, column(op.freed, _BYTE, len(keys)).tolist(), strict=True):
+def _remembered(store: Store, record: Remembered, now: float) -> None:
+    keys = different(record.keys, "key")
+    for key, freed in zip(keys, column(record.freed, _BYTE, len(keys)).tolist(), strict=True):
         store.tombstones.add([key], bool(freed))
-    store.losses.total += op.missed
-    store.losses.note(op.lost)
+    store.losses.total += record.missed
+    store.losses.note(record.lost)
 
 
-def _summary(store: Store, op: Summary, now: float) -> None:
-    store.check_fields(op.fields)
+def _summary(store: Store, record: Summary, now: float) -> None:
+    store.check_fields(record.fields)
     groups = [group.number for group in store.groups.values()]
-    if op.numbers < max([*groups, *store.blocks], default=0):
+    if record.numbers < max([*groups, *store.blocks], default=0):
         raise _Mismatch(
-            f"expected no group or block with a number above {op.numbers}, but one already exists"
+            f"expected no group or block with a number above {record.numbers}, but one already "
+            "exists"
         )
-    store.sealed, store.last_number = op.sealed, op.numbers
-    store.fields |= dict.fromkeys(op.fields, True)
-    store.closed_groups, store.short_groups = op.closed_groups, op.short_groups
-    store.tombstones.forgotten = op.forgotten
-    for told in op.answers:
+    store.sealed, store.last_number = record.sealed, record.numbers
+    store.fields |= dict.fromkeys(record.fields, True)
+    store.closed_groups, store.short_groups = record.closed_groups, record.short_groups
+    store.tombstones.forgotten = record.forgotten
+    for told in record.answers:
         store.answers.enter(told)
-    for name, rows in op.lost.items():
+    for name, rows in record.lost.items():
         store.stage(name).lost = rows
-    for name, rows in op.acked.items():
+    for name, rows in record.acked.items():
         store.stage(name).acked_rows = rows
-    for name, (released, redelivered) in op.released.items():
+    for name, (released, redelivered) in record.released.items():
         stage = store.stage(name)
         stage.released_rows, stage.redelivered_rows = released, redelivered
-    for session, rows in op.producers:
+    for session, rows in record.producers:
         store.producers.note(session, rows, None)
-    store.producers.add(op.put_rows - store.producers.rows)
-    for key in column(op.done, U8).tolist():
+    store.producers.add(record.put_rows - store.producers.rows)
+    for key in column(record.done, U8).tolist():
         store.leases.retry_keys.add(key, now)
 
 
@@ -442,14 +457,14 @@ def _new_lease(store: Store, number: int) -> None:
         raise _Mismatch(f"unexpected lease {number}: it already exists")
 
 
-# a dump
+# a snapshot
 
 
 PIECE_ROWS = 4096
-"""An operation of a dump is about so many rows, groups or keys: some 10 ms of work."""
+"""An operation of a snapshot is about so many rows, groups or keys: some 10 ms of work."""
 
 
-def dump(store: Store, many: int | None = None) -> Generator[Op, None, None]:
+def snapshot(store: Store, many: int | None = None) -> Generator[LogRecord, None, None]:
     """The operations that make an equal store, each about at most `many` rows (or one block),
     groups or keys; `PIECE_ROWS` by default. A lease is one operation, and starts anew where it is
     applied, with its full time.
@@ -461,22 +476,24 @@ def dump(store: Store, many: int | None = None) -> Generator[Op, None, None]:
     assert many <= MAX_ROWS_PER_MESSAGE
     images = store.keep_images()
     try:
-        for op in _told(store, images, many):
-            yield op
-            assert store.images is images, "another dump of this store was started"
+        for record in _told(store, images, many):
+            yield record
+            assert store.images is images, "another snapshot of this store was started"
     finally:
         store.drop_images(images)
 
 
-def _told(store: Store, images: BeforeImages, many: int) -> Iterator[Op]:
+def _told(store: Store, images: BeforeImages, many: int) -> Iterator[LogRecord]:
     # All that is noted comes before the first operation.
     stages = list(store.stages.values())
-    first: list[Op] = [Declared(one.name, list(one.fields)) for one in stages]
+    first: list[LogRecord] = [Declared(one.name, list(one.fields)) for one in stages]
     first += _permits_told(store)
     groups, blocks = list(store.groups.values()), list(store.blocks.values())
     leases = [(lease, list(lease.left)) for lease in store.leases]
     buried = store.tombstones.parts()
-    last: list[Op] = [op for plan in store.leases.plans.values() for op in _plan_told(plan)]
+    last: list[LogRecord] = [
+        record for plan in store.leases.plans.values() for record in _plan_told(plan)
+    ]
     last += [*_losses_told(store), _summary_told(store)]
 
     yield from first
@@ -500,7 +517,7 @@ def _told(store: Store, images: BeforeImages, many: int) -> Iterator[Op]:
     yield from last
 
 
-def _losses_told(store: Store) -> Iterator[Op]:
+def _losses_told(store: Store) -> Iterator[LogRecord]:
     names, number, missed = store.losses.after(0)
     while names or missed:  # what is forgotten as well: the names keep their numbers
         yield Remembered(lost=names, missed=missed)
@@ -529,7 +546,7 @@ def _summary_told(store: Store) -> Summary:
     )
 
 
-def _permits_told(store: Store) -> Iterator[Op]:
+def _permits_told(store: Store) -> Iterator[LogRecord]:
     permits = store.permits
     if permits.counts:
         max_lag, per_version = permits.limits or (0, 0)
@@ -657,19 +674,19 @@ def _pieces(of: Sequence[Any], many: int) -> Iterator[Sequence[Any]]:
 _HOW: dict[type[Any], Callable[[Store, Any, float], object]] = {
     Begun: _begun,
     Leased: _leased,
-    Returned: lambda store, op, now: store.release_holder(op.holder),
+    Returned: lambda store, record, now: store.release_holder(record.holder),
     Joined: _joined,
-    Put: lambda store, op, now: store.put(op, now=now),
-    Finish: lambda store, op, now: store.finish(op, now),
-    Declared: lambda store, op, now: store.declare_stage(op.stage, op.fields),
-    Ended: lambda store, op, now: store.clear(op.change),
-    Settle: lambda store, op, now: store.settle(op),
+    Put: lambda store, record, now: store.put(record, now=now),
+    Finish: lambda store, record, now: store.finish(record, now),
+    Declared: lambda store, record, now: store.declare_stage(record.stage, record.fields),
+    Ended: lambda store, record, now: store.clear(record.change),
+    Settle: lambda store, record, now: store.settle(record),
     Permitted: _permitted,
-    Withdraw: lambda store, op, now: store.take_back(op.numbers),
+    Withdraw: lambda store, record, now: store.take_back(record.numbers),
     Pacing: _paced,
-    Lost: lambda store, op, now: store.lost(op.owner),
+    Lost: lambda store, record, now: store.lost(record.owner),
     Relocated: _relocated,
-    Restore: lambda store, op, now: store.restore(op),
+    Restore: lambda store, record, now: store.restore(record),
     Groups: _groups,
     Blocks: _blocks,
     Given: _given,

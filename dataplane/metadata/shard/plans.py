@@ -27,11 +27,11 @@ from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.shard.weights import weight
 from dataplane.wire import tables as wire
-from dataplane.wire.events import Kind, Reason, Record
+from dataplane.wire.events import EventRecord, Kind, Reason
 from dataplane.wire.journal import Joined
 from dataplane.wire.limits import MAX_PLAN_PARTS, MAX_RANKS, NO_GROUP
 from dataplane.wire.messages import Claimed, Finish
-from dataplane.wire.records import U4
+from dataplane.wire.packed import U4
 from dataplane.wire.tables import Definition, PlanRows, Shape
 
 MAX_PLAN_ROWS = 1 << 20
@@ -214,10 +214,10 @@ def plan_rows(lease: Lease, shape: Shape) -> PlanRows:
     return PlanRows(lease.count, np.array(groups, U4).tobytes(), told)
 
 
-def _record(kind: Kind, member: Member, reason: Reason = Reason.NONE) -> Record:
+def _record(kind: Kind, member: Member, reason: Reason = Reason.NONE) -> EventRecord:
     """Of a member: which of the plan's rows it works on only its process knows."""
     stage = member.plan.lease.stage.name
-    return Record(kind, reason=reason, stage=stage, worker=member.holder, lease=member.number)
+    return EventRecord(kind, reason=reason, stage=stage, worker=member.holder, lease=member.number)
 
 
 def _shown(ranks: list[int]) -> str:

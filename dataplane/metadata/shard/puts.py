@@ -33,7 +33,7 @@ from dataplane.metadata.tables.keys import Keys, some_of
 from dataplane.metadata.tables.names import format_minted
 from dataplane.metadata.tables.pieces import MAX_BLOCK_ROWS, Pieces, split
 from dataplane.metadata.tables.remembered import of_group
-from dataplane.wire.events import Kind, Record
+from dataplane.wire.events import EventRecord, Kind
 from dataplane.wire.messages import Put, PutDone
 from dataplane.wire.tables import Name, Scalar
 
@@ -177,7 +177,7 @@ def _note_put(state: State, plan: PutPlan, op: Put, pieces: Pieces) -> None:
     rows, now = plan.rows, state.permits.version
     nbytes = sum([chunk.nbytes for chunk in pieces.chunks])
     if rows.group is None:
-        put = Record(Kind.PUT, rows=rows.count, nbytes=nbytes, worker=op.holder, version=now)
+        put = EventRecord(Kind.PUT, rows=rows.count, nbytes=nbytes, worker=op.holder, version=now)
         put.client_s = op.client_s
         state.happened(put)
         return
@@ -189,7 +189,7 @@ def _note_put(state: State, plan: PutPlan, op: Put, pieces: Pieces) -> None:
             names, group = rows.group_names, plan.groups[at]
             version = now if group is None else min(now, group.begun)
             name = format_minted(rows.group_keys[at]) if names is None else names[at]
-        put = Record(Kind.PUT, group=name, rows=many, worker=op.holder, version=version)
+        put = EventRecord(Kind.PUT, group=name, rows=many, worker=op.holder, version=version)
         put.nbytes, put.client_s = nbytes * many // rows.count, op.client_s
         state.happened(put)
 

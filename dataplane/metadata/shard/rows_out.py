@@ -32,7 +32,7 @@ from dataplane.metadata.tables.tags import MISSING
 from dataplane.metadata.tables.where import checked
 from dataplane.wire import tables as wire
 from dataplane.wire.limits import MAX_ROWS_PER_MESSAGE, NO_GROUP
-from dataplane.wire.records import KEY, U4, column
+from dataplane.wire.packed import KEY, U4, column
 from dataplane.wire.tables import Name, Scalar, Table, Where
 
 _PLACE = Struct("<QH")

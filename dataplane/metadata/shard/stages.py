@@ -66,7 +66,7 @@ class ReadyQueue:
         self._spent = 0
         """entries of which nothing is left"""
         self.images: BeforeImages | None = None
-        """of a dump under way, which has not told this queue yet"""
+        """of a snapshot under way, which has not told this queue yet"""
         self.count = 0
         self.shorts: list[Short] = []
         """why claims by budget are not met by all that is here"""
@@ -292,7 +292,7 @@ class Stage:
         self.claimed_at: float | None = None
         """when somebody last asked for its rows, as far as this copy knows"""
         self.images: BeforeImages | None = None
-        """of a dump under way, which tells this stage"""
+        """of a snapshot under way, which tells this stage"""
 
     def units(self, unit: str) -> Units:
         return self.rows if unit == "rows" else self.groups
@@ -301,7 +301,7 @@ class Stage:
         return block.standings[self.number]
 
     def keep_images(self, images: BeforeImages | None) -> None:
-        """Start to save images for a dump, or stop (None)."""
+        """Start to save images for a snapshot, or stop (None)."""
         self.images = self.rows.plain.images = self.groups.plain.images = images
 
     def drain_changed(self) -> bool:

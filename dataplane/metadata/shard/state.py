@@ -48,14 +48,14 @@ from dataplane.metadata.tables.remembered import LostNames, Producers, Tombstone
 from dataplane.metadata.tables.tags import Tags
 from dataplane.metadata.tables.where import test as holding
 from dataplane.wire import tables as wire
-from dataplane.wire.events import Kind, Reason, Record
-from dataplane.wire.journal import Leased, Op, Unit
+from dataplane.wire.events import EventRecord, Kind, Reason
+from dataplane.wire.journal import Leased, LogRecord, Unit
 from dataplane.wire.limits import MAX_CHUNKS_PER_MESSAGE, MAX_FIELDS, MAX_NAME_BYTES, MAX_STAGES
 from dataplane.wire.tables import Body, Change, Definition, Name, Owner, Scalar, Where
 
 _NO_VALUES = pieces_of(0)
 
-Note = Callable[[Record, float | None], None]
+Note = Callable[[EventRecord, float | None], None]
 """Takes a record, and when what it is about began (monotonic), None where it took no time."""
 
 
@@ -70,13 +70,13 @@ class Written(NamedTuple):
 NOBODY = Written()
 
 
-def _became_ready(stage: Stage, by: Written) -> Record:
+def _became_ready(stage: Stage, by: Written) -> EventRecord:
     for field in stage.fields:
         if field in by.fields:
             break
     else:
         field = ""
-    return Record(Kind.READY, stage=stage.name, field=field, worker=by.worker, by=by.stage)
+    return EventRecord(Kind.READY, stage=stage.name, field=field, worker=by.worker, by=by.stage)
 
 
 class State:
@@ -95,7 +95,7 @@ class State:
         definition: Definition,
         generation: int,
         numbers: Iterator[int] | None = None,
-        emit: Callable[[Op], None] | None = None,
+        emit: Callable[[LogRecord], None] | None = None,
     ) -> None:
         self.partition = partition
         self.declared = self.definition = definition
@@ -138,24 +138,24 @@ class State:
         self.last_number = 0
         """that a block or group has got; at every copy they have the same"""
         self.images: BeforeImages | None = None
-        """of a dump under way"""
+        """of a snapshot under way"""
         for name, fields in definition.stages.items():
             self.check_stage_room(name, fields)
             self.add_stage(name, fields)
 
-    def tell(self, op: Op) -> None:
+    def tell(self, op: LogRecord) -> None:
         """Emit the record of a change."""
         if self.emit is not None:
             self.emit(op)
 
-    def happened(self, record: Record, since: float | None = None) -> None:
+    def happened(self, record: EventRecord, since: float | None = None) -> None:
         """Note an event of this partition. record: without partition, generation and time."""
         if self.note is not None:
             record.partition, record.generation = self.partition, self.generation
             self.note(record, since)
 
     def happened_to(
-        self, parts: Sequence[tuple[Block, int]], record: Record, since: float | None = None
+        self, parts: Sequence[tuple[Block, int]], record: EventRecord, since: float | None = None
     ) -> None:
         """Note one event of rows for each of their groups, and one for rows without a group."""
         if self.note is None:
@@ -189,11 +189,11 @@ class State:
     def nbytes(self) -> int:
         return self.used_bytes + self.tombstones.nbytes
 
-    # dumps
+    # snapshots
 
     def keep_images(self) -> BeforeImages:
-        """Start to save images for a dump, until `drop_images`. A store has one dump at a time:
-        a new one replaces the previous one."""
+        """Start to save images for a snapshot, until `drop_images`. A store has one snapshot at a
+        time: a new one replaces the previous one."""
         self.images = BeforeImages(self.last_number)
         for stage in self.stages.values():
             stage.keep_images(self.images)
@@ -201,7 +201,7 @@ class State:
         return self.images
 
     def drop_images(self, images: BeforeImages) -> None:
-        """End a dump."""
+        """End a snapshot."""
         if self.images is images:
             self.images = self.tombstones.on_change = None
             for stage in self.stages.values():
@@ -727,7 +727,7 @@ class State:
         lease = Lease(number, stage, rows, left, holder, now, claim)
         self.leases.add(lease)
         stage.claimed_at = now
-        begun = Record(Kind.LEASE_BEGIN, stage=stage.name, worker=holder, lease=lease.number)
+        begun = EventRecord(Kind.LEASE_BEGIN, stage=stage.name, worker=holder, lease=lease.number)
         self.happened_to(rows.parts, begun)
         if self.emit is not None:
             parts = [(block.number, bytes_of(bits)) for block, bits in rows.parts]
@@ -750,7 +750,7 @@ class State:
         client_s: float = 0.0,
     ) -> None:
         """Note that rows leave a lease."""
-        ended = Record(
+        ended = EventRecord(
             Kind.LEASE_END,
             reason=reason,
             stage=lease.stage.name,

@@ -46,7 +46,7 @@ from dataplane.metadata.tables.tags import Tags
 from dataplane.metadata.tables.where import checked
 from dataplane.wire import tables as wire
 from dataplane.wire.checkpoint import Restore
-from dataplane.wire.events import Kind, Record
+from dataplane.wire.events import EventRecord, Kind
 from dataplane.wire.journal import (
     Declared,
     Ended,
@@ -71,7 +71,7 @@ from dataplane.wire.messages import (
     Tag,
     Withdraw,
 )
-from dataplane.wire.records import (
+from dataplane.wire.packed import (
     RANGE,
     U4,
     U8,
@@ -282,7 +282,7 @@ class Store(State):
         the same version; raises InvalidCall for an older one."""
         self.permits.advance(version, self)
         self.tell(Advance(self.partition, self.generation, version, change))
-        self.happened(Record(Kind.ADVANCE, version=version))
+        self.happened(EventRecord(Kind.ADVANCE, version=version))
 
     # rows out
 
@@ -307,7 +307,7 @@ class Store(State):
                 found = self.find(rows.keys)
             else:
                 found = self.matching(checked(where))
-            self.happened_to(found.parts, Record(Kind.DROP))
+            self.happened_to(found.parts, EventRecord(Kind.DROP))
             dropped = len(found), self.remove(found.parts, dropped=True)
         keys = None if rows is None else wire.Rows(rows.keys)
         self.tell(Drop(self.partition, self.generation, keys, groups, where, change))
@@ -319,7 +319,7 @@ class Store(State):
         dropped = len(self), nbytes
         self.remove(self.rows.parts)
         self.tell(Ended(change, *dropped))
-        self.happened(Record(Kind.DROP, rows=dropped[0], nbytes=dropped[1]))
+        self.happened(EventRecord(Kind.DROP, rows=dropped[0], nbytes=dropped[1]))
         return dropped
 
     def relocate(self, old: Owner, ranges: Array, new: Owner, new_ranges: Array) -> Array:

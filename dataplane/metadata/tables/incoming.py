@@ -39,7 +39,7 @@ from dataplane.wire.limits import (
     MAX_ROWS_PER_MESSAGE,
     NO_GROUP,
 )
-from dataplane.wire.records import U4, column
+from dataplane.wire.packed import U4, column
 from dataplane.wire.tables import INLINE, Name, Owner, Rows
 
 _Same = TypeVar("_Same", Owner, bytes)

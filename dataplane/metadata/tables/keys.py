@@ -12,7 +12,7 @@ from itertools import islice
 import msgspec
 
 from dataplane.metadata.tables.names import KEY_BYTES, RUN_KEYS
-from dataplane.wire.records import KEY, column
+from dataplane.wire.packed import KEY, column
 
 PREFIX_BYTES = KEY_BYTES - 1
 _LAST_BYTES = [bytes([last]) for last in range(RUN_KEYS)]

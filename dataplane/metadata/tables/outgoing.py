@@ -25,7 +25,7 @@ from dataplane.metadata.tables.pieces import (
 )
 from dataplane.wire import tables as wire
 from dataplane.wire.limits import ALIGNMENT_BYTES
-from dataplane.wire.records import U4
+from dataplane.wire.packed import U4
 from dataplane.wire.tables import INLINE, Owner
 
 _PIECE_BYTES, _CHUNK_BYTES = 32, 48

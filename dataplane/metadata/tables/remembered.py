@@ -37,7 +37,7 @@ class Tombstones:
 
     They are dropped ones, and freed ones with names from the user, which every stage has acked.
     The oldest are forgotten first and counted. Keys are stored in parts of at most PART_KEYS, so
-    that a dump can reference a million of them at once and send them part by part. `on_change`,
+    that a snapshot can reference a million of them at once and send them part by part. `on_change`,
     if set, gets each part before it changes.
     """
 
@@ -143,7 +143,7 @@ class LostNames:
 
 
 class Producers:
-    """How many rows a partition ever got, and from which sessions. A copy made from a dump has
+    """How many rows a partition ever got, and from which sessions. A copy made from a snapshot has
     no times."""
 
     def __init__(self) -> None:

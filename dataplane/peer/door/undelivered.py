@@ -15,7 +15,7 @@ from dataplane.peer.requests.waits import Waits
 from dataplane.peer.sessions import Session
 from dataplane.wire import checkpoint as c
 from dataplane.wire import messages as m
-from dataplane.wire.records import EXTENT, column
+from dataplane.wire.packed import EXTENT, column
 
 
 @dataclass(eq=False, repr=False)

@@ -25,7 +25,7 @@ from dataplane.peer.host import Entry, Host
 from dataplane.peer.membership.membership import Membership
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.router import Router
-from dataplane.peer.shards.replication import Copying
+from dataplane.peer.shards.value_replicas import ValueReplicas
 from dataplane.peer.tasks import first_of
 from dataplane.progress import Bar
 from dataplane.wire.tables import Owner
@@ -49,7 +49,7 @@ class Leaving:
     host: Host
     mesh: Mesh
     membership: Membership
-    copying: Copying
+    value_replicas: ValueReplicas
     door: Door
     router: Router
     run_effects: Callable[[Entry], None]
@@ -124,7 +124,7 @@ class Leaving:
 
     async def _move_out(self) -> None:
         await self._calls_end()
-        self.membership.peer.shipping.forgive()
+        self.membership.peer.log_sender.forgive()
         until = self.host.now() + FATE_S
         greeting = self.mesh.spawn(self._greet_all())
         await _until(lambda: self._is_backed_up() and self._knows_who_lives(until))
@@ -216,7 +216,7 @@ class Leaving:
         try:
             async with asyncio.timeout(COPY_S):
                 for entry in list(self.host.entries.values()):
-                    if entry.copies is not None:
+                    if entry.replicas is not None:
                         await self._copied_on(entry)
         except TimeoutError:
             log.warning(
@@ -228,7 +228,7 @@ class Leaving:
 
     async def _copied_on(self, entry: Entry) -> None:
         try:
-            await self.copying.have_copied(entry)
+            await self.value_replicas.have_copied(entry)
         except DataplaneError as exc:
             log.warning(
                 "partition %r: could not create all replicas before leaving (%r); the new "
@@ -284,7 +284,9 @@ class Leaving:
         try:
             while self._takes_in(owner):
                 # What waits for copies, or for room for them, keeps nobody else waiting.
-                for entry in sorted(self.host.entries.values(), key=lambda e: e.copies is not None):
+                for entry in sorted(
+                    self.host.entries.values(), key=lambda e: e.replicas is not None
+                ):
                     try:
                         await self._move(entry, owner)
                     except DataplaneError as exc:
@@ -302,11 +304,11 @@ class Leaving:
     async def _move(self, entry: Entry, owner: Owner) -> None:
         """What rows of this partition name there comes here. Leased rows' values too: whoever has
         them leased finds the new place at the shard."""
-        if entry.copies is not None:
-            await self.copying.copy_here(entry.copies, owner)
+        if entry.replicas is not None:
+            await self.value_replicas.copy_here(entry.replicas, owner)
             try:
                 async with asyncio.timeout(COPY_S):
-                    await self.copying.copy_held_to_backup(entry, entry.copies, owner)
+                    await self.value_replicas.copy_held_to_backup(entry, entry.replicas, owner)
             except (TimeoutError, DataplaneError) as exc:
                 log.warning(
                     "partition %r: could not create all replicas, retrying later: %r",
@@ -315,16 +317,16 @@ class Leaving:
                 )
             if not self._takes_in(owner):
                 return
-            self.copying.succeed(entry, entry.copies, owner)
+            self.value_replicas.succeed(entry, entry.replicas, owner)
         while self.host.entries.get(entry.name) is entry:
             ranges, nbytes = entry.store.named(owner)
             if not len(ranges):
                 break
-            count, here, local = await self.copying.fetch(owner, ranges, nbytes)
+            count, here, local = await self.value_replicas.fetch(owner, ranges, nbytes)
             if not self._takes_in(owner):
-                self.copying.room.release(local)
+                self.value_replicas.room.release(local)
                 return
-            self.copying.replace(entry, owner, ranges[:count][here], local)
+            self.value_replicas.replace(entry, owner, ranges[:count][here], local)
             self.run_effects(entry)
             if not here.all():
                 break  # of what was freed there meanwhile this one is about to hear

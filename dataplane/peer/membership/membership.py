@@ -305,7 +305,7 @@ class Membership:
         self.watching.follow(everybody=self.role.is_open)
         for owner in gone:
             self.mesh.part(owner.peer)
-        for owner in dict.fromkeys([*gone, *self.peer.replicas.lost_before()]):
+        for owner in dict.fromkeys([*gone, *self.peer.log_receiver.lost_before()]):
             self.keeper.gone(owner)
             self.peer.gone(owner)
         if new.leaving or newcomers(new, self.keeper.apart):

@@ -42,8 +42,8 @@ from dataplane.transport.seam import Remote
 from dataplane.transport.tickets import new_identity
 from dataplane.version import __version__
 from dataplane.wire.messages import Body
+from dataplane.wire.packed import RANGE, U4, U8, Array
 from dataplane.wire.peering import Sample, Sampled
-from dataplane.wire.records import RANGE, U4, U8, Array
 from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)

@@ -45,11 +45,11 @@ from dataplane.transport.bulk_frames import COPY, GONE
 from dataplane.transport.engine import BulkEngine
 from dataplane.transport.registry import POOLS_ONLY, TCP
 from dataplane.transport.seam import Remote
-from dataplane.wire.events import Kind, Record
+from dataplane.wire.events import EventRecord, Kind
 from dataplane.wire.limits import MAX_PULLED_BYTES
 from dataplane.wire.messages import Body
+from dataplane.wire.packed import EXTENT, RANGE, U4, U8, Array, column
 from dataplane.wire.peering import Pull, Pulled
-from dataplane.wire.records import EXTENT, RANGE, U4, U8, Array, column
 from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
@@ -281,7 +281,7 @@ class Pulls:
         """Note that bytes of another peer have arrived, with the time of their request."""
         stage = call_context.get().stage
         self.brought[way].add(stage, nbytes)
-        record = Record(Kind.PULL, stage=stage, nbytes=nbytes, by=owner.peer, transport=way)
+        record = EventRecord(Kind.PULL, stage=stage, nbytes=nbytes, by=owner.peer, transport=way)
         self.host.events.add(record, began)
 
     async def _exchange(self, owner: Owner, remote: Array, sizes: Bytes | None = None) -> Pulled:

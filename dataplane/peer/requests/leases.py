@@ -24,7 +24,7 @@ from dataplane.peer.net.router import Router
 from dataplane.peer.requests.puts import Committed, Writing
 from dataplane.peer.sessions import Session
 from dataplane.wire.messages import Body, Done, Finish, PutDone, Request
-from dataplane.wire.records import U4, column
+from dataplane.wire.packed import U4, column
 
 log = logging.getLogger(__name__)
 

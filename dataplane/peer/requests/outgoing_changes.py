@@ -26,8 +26,8 @@ from dataplane.peer.net.router import Router
 from dataplane.wire.journal import Settle
 from dataplane.wire.limits import MAX_CHANGES_ABOVE_FLOOR
 from dataplane.wire.messages import OVERDUE
+from dataplane.wire.packed import RANGE, U4, Array
 from dataplane.wire.peering import Settled
-from dataplane.wire.records import RANGE, U4, Array
 from dataplane.wire.tables import Change, Owner
 
 log = logging.getLogger(__name__)

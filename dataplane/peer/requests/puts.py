@@ -37,7 +37,7 @@ from dataplane.peer.room.pools import Pools
 from dataplane.peer.sessions import Session
 from dataplane.peer.shards.metadata_share import MetadataShare
 from dataplane.peer.shards.references import References
-from dataplane.peer.shards.replication import Copying
+from dataplane.peer.shards.value_replicas import ValueReplicas
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.limits import (
     MAX_CHUNKS_PER_MESSAGE,
@@ -55,7 +55,7 @@ from dataplane.wire.messages import (
     Reserved,
     Unpin,
 )
-from dataplane.wire.records import (
+from dataplane.wire.packed import (
     DIGEST,
     EXTENT,
     RANGE,
@@ -308,7 +308,7 @@ class Writing:
     grants: Grants
     outgoing: OutgoingChanges
     references: References
-    copying: Copying
+    value_replicas: ValueReplicas
     share: MetadataShare
     run_effects: Callable[[Entry], None]
 
@@ -351,7 +351,7 @@ class Writing:
             while True:
                 entry = self.host.entry(body.partition, body.generation)
                 try:
-                    if entry is None or (entry.copies is not None and body.values.chunks):
+                    if entry is None or (entry.replicas is not None and body.values.chunks):
                         done: PutDone = await self.outgoing.send(body, caller, committed.ranges)
                     else:
                         body.change = None
@@ -390,12 +390,12 @@ class Writing:
     ) -> Body | Awaitable[Body]:
         """Apply a change that names values, once, whoever repeats it. Applied at once unless
         replicas of the values must be made first."""
-        if entry.copies is None or not body.values.chunks or entry.store.knows(body.change):
+        if entry.replicas is None or not body.values.chunks or entry.store.knows(body.change):
             return self._once(entry, caller, body, work)
         return self._with_copies(entry, caller, body, work)
 
     async def _with_copies(self, entry: Entry, caller: Caller, body: Carried, work: Work) -> Body:
-        async with self.copying.beforehand(entry, body):
+        async with self.value_replicas.beforehand(entry, body):
             self.host.check_still(entry, caller)
             return self._once(entry, caller, body, work)
 

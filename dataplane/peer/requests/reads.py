@@ -37,7 +37,7 @@ from dataplane.peer.sessions import Session
 from dataplane.wire.checkpoint import SaveDone
 from dataplane.wire.limits import MAX_FRAME_BYTES
 from dataplane.wire.messages import Body, Fetch, Fetched, Read, ReadDone, Request
-from dataplane.wire.records import EXTENT, U8, Array, ranges_of
+from dataplane.wire.packed import EXTENT, U8, Array, ranges_of
 from dataplane.wire.tables import INLINE, Owner, Table, Values
 
 PAGE_BYTES = MAX_FRAME_BYTES // 2

@@ -31,9 +31,9 @@ from dataplane.peer.host import Entry, Host, call_context
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.notices import Telling, Why
 from dataplane.peer.tasks import within
-from dataplane.wire.events import Kind, Reason, Record
+from dataplane.wire.events import EventRecord, Kind, Reason
+from dataplane.wire.packed import EXTENT, U8, Array
 from dataplane.wire.peering import Activity, CanFree, StoredRows
-from dataplane.wire.records import EXTENT, U8, Array
 from dataplane.wire.tables import Owner, Table
 
 ASK_S = 1.0
@@ -321,8 +321,8 @@ class Room:
         return [await self._stored(entry, nbytes) for nbytes, entry in shown], more
 
     async def _bytes_at(self, entry: Entry, owner: Owner) -> int:
-        """Bytes in an owner's arena that rows of a partition keep, with its second copies."""
-        host, store, copies = self._host, entry.store, entry.copies
+        """Bytes in an owner's arena that rows of a partition keep, with its replicas."""
+        host, store, copies = self._host, entry.store, entry.replicas
         chunks, nbytes = store.chunks_at(owner), 0
         if copies is not None and owner == host.owner:
             nbytes += sum([int(copies.held(one)[1].sum()) for one in copies.owners])
@@ -413,19 +413,19 @@ class Room:
         return sorted(by_who.values(), key=lambda one: -one["granted_bytes"] - one["pinned_bytes"])
 
     def _waited(self, reason: Reason, holder: int, began: float, by: str, stage: str = "") -> None:
-        record = Record(Kind.ROOM_WAIT, reason=reason, stage=stage, worker=holder, by=by)
+        record = EventRecord(Kind.ROOM_WAIT, reason=reason, stage=stage, worker=holder, by=by)
         self._host.events.waited(record, began)
 
-    def going_on(self) -> list[Record]:
+    def going_on(self) -> list[EventRecord]:
         """Return a record of each call that waits for space: its reason and start time, as for a
         wait that ends now."""
         waiting = [
             (REASONS[p.admission], "", p.holder, p.since) for q in self._lines.values() for p in q
         ]
         waiting += [(Reason.PULL, c.stage, c.holder, c.since) for c in self._claims.values()]
-        now, by, found = self._host.now(), self._most_by() if waiting else "", list[Record]()
+        now, by, found = self._host.now(), self._most_by() if waiting else "", list[EventRecord]()
         for reason, stage, holder, since in waiting:
-            record = Record(Kind.ROOM_WAIT, now, reason, stage=stage, worker=holder, by=by)
+            record = EventRecord(Kind.ROOM_WAIT, now, reason, stage=stage, worker=holder, by=by)
             record.seconds = max(0.0, now - since)
             found.append(record)
         return found

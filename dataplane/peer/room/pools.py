@@ -19,7 +19,7 @@ from dataplane.peer.host import Host
 from dataplane.peer.room.admission import Room, Units
 from dataplane.transport.engine import BulkEngine
 from dataplane.transport.registry import POOLS_ONLY
-from dataplane.wire.records import Array
+from dataplane.wire.packed import Array
 from dataplane.wire.tables import Owner
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from dataplane.memory.spill import DISK, Spilled, SpillFile
 from dataplane.peer.host import Host
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.room.admission import Room
-from dataplane.wire.records import Array
+from dataplane.wire.packed import Array
 
 log = logging.getLogger(__name__)
 

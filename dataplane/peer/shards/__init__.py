@@ -1,2 +1,2 @@
 """The partitions that this peer serves, as primary or backup: commands to their stores, waiting
-claims, appends to the backup, and replicas of values."""
+claims, log records for the backup, and replicas of values."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from dataplane.errors import DataplaneError
 from dataplane.peer.host import Host
 from dataplane.peer.net.mesh import Mesh
-from dataplane.peer.shards.appends import Shipping
+from dataplane.peer.shards.log_sender import LogSender
 from dataplane.wire.peering import Confirm
 from dataplane.wire.tables import Owner
 
@@ -38,7 +38,7 @@ STALL_S = 1.0
 class Confirming:
     host: Host
     mesh: Mesh
-    shipping: Shipping
+    log_sender: LogSender
     keeps_the_roster: bool
     """this peer does, and no consensus store"""
 
@@ -55,7 +55,7 @@ class Confirming:
             await asyncio.sleep(CONFIRM_S)
 
     def _tick(self) -> None:
-        now, backup = self.host.now(), self.shipping.backup
+        now, backup = self.host.now(), self.log_sender.backup
         has_stalled = now - self._ran_at > CONFIRM_S + STALL_S
         if has_stalled:
             self._heard_at += now - self._ran_at
@@ -67,16 +67,16 @@ class Confirming:
         self.mesh.spawn(self._ask(backup))
         if now - self._heard_at > OVERDUE_S:
             if not self.keeps_the_roster:
-                self.shipping.unconfirmed()
+                self.log_sender.unconfirmed()
             elif now - self._beat_at < PAUSE_S and now - self._beats_since > OVERDUE_S:
-                self.shipping.demote()
-        elif not has_stalled and self.shipping.is_late(OVERDUE_S):
-            self.shipping.demote(late=True)
+                self.log_sender.demote()
+        elif not has_stalled and self.log_sender.is_late(OVERDUE_S):
+            self.log_sender.demote(late=True)
 
     def life_sign(self, peer: Owner, epoch: tuple[int, int]) -> None:
         """Note that a heartbeat of a peer that uses this roster reached the keeper, which is
         this peer."""
-        self.shipping.follows(peer, epoch)
+        self.log_sender.follows(peer, epoch)
         now = self.host.now()
         if peer == self._backup:
             if now - self._beat_at > PAUSE_S:
@@ -92,4 +92,4 @@ class Confirming:
         self.host.serving.confirmed(backup, asked)
         if backup == self._backup:
             self._heard_at = self.host.now()
-            self.shipping.confirmed()
+            self.log_sender.confirmed()

@@ -17,9 +17,9 @@ from typing import Any
 from dataplane.peer.host import Entry
 from dataplane.peer.room.admission import Room
 from dataplane.peer.shards.references import References
-from dataplane.peer.shards.replication import Copying
 from dataplane.peer.shards.retries import Retries
-from dataplane.wire.records import Array
+from dataplane.peer.shards.value_replicas import ValueReplicas
+from dataplane.wire.packed import Array
 from dataplane.wire.tables import Owner
 
 Effect = Callable[..., object]
@@ -29,12 +29,12 @@ class Effects:
     def __init__(
         self,
         references: References,
-        copying: Copying,
+        value_replicas: ValueReplicas,
         room: Room,
         retries: Retries,
     ) -> None:
         self.references = references
-        self.copying = copying
+        self.value_replicas = value_replicas
         self.room = room
         self.retries = retries
         self.on_changed: Callable[[Entry, set[str]], None] = lambda entry, stages: None
@@ -52,8 +52,8 @@ class Effects:
     def _free(self, entry: Entry) -> None:
         for owner, ranges, counts in entry.store.freed():
             self._run(entry, self._let_go, entry, owner, ranges, counts)
-            if entry.copies is not None:
-                self._run(entry, self.copying.freed, entry, owner, ranges, counts)
+            if entry.replicas is not None:
+                self._run(entry, self.value_replicas.freed, entry, owner, ranges, counts)
 
     def _let_go(self, entry: Entry, owner: Owner, ranges: Array, counts: Array) -> None:
         if self.references.let_go(owner, ranges, counts):

@@ -17,7 +17,7 @@ from typing import Any
 from dataplane.errors import BackPressure, ShardFull, sized
 from dataplane.peer.host import Host, call_context
 from dataplane.peer.sessions import Session
-from dataplane.wire.events import Kind, Reason, Record
+from dataplane.wire.events import EventRecord, Kind, Reason
 from dataplane.wire.tables import Values
 
 WITH_VALUES, IN_ALL = 20, 5
@@ -104,7 +104,7 @@ class MetadataShare:
 
     def waited(self, session: Session, began: float) -> None:
         """Note that a call waited for room since `began` (monotonic)."""
-        record = Record(Kind.ROOM_WAIT, reason=Reason.METADATA, worker=session.id)
+        record = EventRecord(Kind.ROOM_WAIT, reason=Reason.METADATA, worker=session.id)
         self._host.events.waited(record, began)
 
     async def wait_to_retry(self, session: Session, full: BackPressure, tries: int) -> None:

@@ -29,7 +29,7 @@ from dataplane.peer.host import Caller, Entry, Host, waits_s
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.router import Router
 from dataplane.peer.sessions import Session
-from dataplane.peer.shards.appends import Shipping
+from dataplane.peer.shards.log_sender import LogSender
 from dataplane.peer.tasks import within
 from dataplane.wire.messages import (
     Body,
@@ -57,7 +57,7 @@ class Partitions:
     host: Host
     mesh: Mesh
     router: Router
-    shipping: Shipping
+    log_sender: LogSender
     run_effects: Callable[[Entry], None]
 
     def __post_init__(self) -> None:
@@ -135,7 +135,7 @@ class Partitions:
         self._newest = max(self._newest + 1, time.time_ns())
         store = Store(partition, definition, self._newest, self.host.numbers)
         entry = self.serve(store)
-        self.shipping.watch(entry)
+        self.log_sender.watch(entry)
         return entry
 
     def drop(self, partition: str, generation: int, change: Change | None = None) -> Dropped:

@@ -18,13 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import DataplaneError, mixed_releases
-from dataplane.metadata.shard.second_copies import named_by
+from dataplane.metadata.shard.replicas import named_by
 from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.room.admission import Room
 from dataplane.wire.messages import Body, Done
+from dataplane.wire.packed import RANGE, U4, column, ids_of, ranges_of
 from dataplane.wire.peering import Inherited, Release
-from dataplane.wire.records import RANGE, U4, column, ids_of, ranges_of
 from dataplane.wire.tables import Change, Owner
 
 log = logging.getLogger(__name__)

@@ -41,9 +41,9 @@ from dataplane.peer.host import Caller, Entry, Host, waits_s
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.net.router import TURN_S
 from dataplane.peer.shards.partitions import Partitions
-from dataplane.peer.shards.replication import Copying
 from dataplane.peer.shards.retries import Retries
-from dataplane.wire.events import Kind, Record
+from dataplane.peer.shards.value_replicas import ValueReplicas
+from dataplane.wire.events import EventRecord, Kind
 from dataplane.wire.messages import (
     Admit,
     Admitted,
@@ -104,7 +104,7 @@ class WaitingCalls:
     host: Host
     mesh: Mesh
     partitions: Partitions
-    copying: Copying
+    value_replicas: ValueReplicas
     run_effects: Callable[[Entry], None]
     producers: Callable[[], int]
     """how many puts wait for room here, or at this peer's shards"""
@@ -373,7 +373,7 @@ class WaitingCalls:
         if self.host.events.keeps_wait(call.since):  # most claims wait for nothing
             self.host.events.waited(_record(stage, call), call.since)
 
-    def going_on(self) -> list[Record]:
+    def going_on(self) -> list[EventRecord]:
         """Return a record of each waiting call: its reason and start time, as for a wait that
         ends now."""
         found = []
@@ -588,7 +588,7 @@ class WaitingCalls:
         for entry in list(self.host.entries.values()):
             holders = filter(gone.has_session, entry.store.lessees)
             back = sum(entry.store.release_holder(holder) for holder in holders)
-            self.copying.owner_gone(entry, gone)
+            self.value_replicas.owner_gone(entry, gone)
             lost = entry.store.lost(gone)
             if back or lost:
                 log.warning(
@@ -603,10 +603,10 @@ class WaitingCalls:
             self.changed(entry, set(entry.store.stages))
 
 
-def _record(stage: _Stage, call: WaitingClaim | WaitingAdmit) -> Record:
+def _record(stage: _Stage, call: WaitingClaim | WaitingAdmit) -> EventRecord:
     (partition, generation, name), reason = stage.key, call.reason
     kind = Kind.ADMIT_WAIT if name is ADMISSION else Kind.CLAIM_WAIT
-    return Record(kind, 0.0, reason, partition, generation, name or "", worker=call.holder)
+    return EventRecord(kind, 0.0, reason, partition, generation, name or "", worker=call.holder)
 
 
 def _give(answer: Answer, outcome: Body | DataplaneError) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from dataplane.launch import runs
 from dataplane.launch.settings import LINGER_S
 from dataplane.memory.arena import Arena
-from dataplane.wire.events import Kind, Record
+from dataplane.wire.events import EventRecord, Kind
 
 if TYPE_CHECKING:
     from dataplane.peer.peer import Peer
@@ -62,7 +62,7 @@ class Janitor:
         while not stop.is_set():
             now = self.host.now()
             if now - due > STALL_S:
-                self.host.events.add(Record(Kind.STALL), due)
+                self.host.events.add(EventRecord(Kind.STALL), due)
             due = now + TICK_S
             if now - self.host.metered_at >= SAMPLE_S:
                 self.host.meter()
@@ -125,7 +125,7 @@ class Janitor:
         changed = told < 0 or abs(used - told) >= SAMPLE_SHARE * size
         if changed and now - at >= SAMPLE_S:
             self._sampled = now, used
-            self.host.events.add(Record(Kind.ARENA, nbytes=used))
+            self.host.events.add(EventRecord(Kind.ARENA, nbytes=used))
 
     async def _prefault(self) -> None:
         """Keep some pages above the highest use allocated: the first touch of a page is slow.

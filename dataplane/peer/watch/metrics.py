@@ -360,7 +360,7 @@ def _shards(peer: Peer) -> dict[str, float | Values]:
         "waits_total": {kind: many for kind, (many, _) in peer.host.events.waits.items()},
         "wait_seconds_total": {kind: took for kind, (_, took) in peer.host.events.waits.items()},
         "starved_claims": peer.room.starved,
-        "second_copies": sum(len(e.copies) for e in entries if e.copies is not None),
+        "second_copies": sum(len(e.replicas) for e in entries if e.replicas is not None),
     }
 
 

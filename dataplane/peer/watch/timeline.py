@@ -16,7 +16,7 @@ from dataplane.metadata.shard.leases import Lease, Member
 from dataplane.metadata.shard.stages import Stage
 from dataplane.peer.host import Caller, Entry
 from dataplane.peer.sessions import Session
-from dataplane.wire.events import MAX_RECORDS_PER_MESSAGE, Events, EventsDone, Kind, Record
+from dataplane.wire.events import MAX_RECORDS_PER_MESSAGE, EventRecord, Events, EventsDone, Kind
 from dataplane.wire.messages import Request
 
 if TYPE_CHECKING:
@@ -114,10 +114,10 @@ class Timeline:
         unknown here."""
         return self.host.labels.get(worker) or self.peer.sessions.label(worker)
 
-    def _going_on(self) -> list[Record]:
+    def _going_on(self) -> list[EventRecord]:
         """Return waits, leases and the time under a backup that have not ended."""
         found = self.peer.calls.going_on() + self.peer.room.going_on()
-        found += self.peer.shipping.going_on()
+        found += self.peer.log_sender.going_on()
         for entry in self.host.entries.values():
             leases = entry.store.leases
             found += [
@@ -132,9 +132,9 @@ class Timeline:
         found.sort(key=lambda one: -one.seconds)
         return found[:MAX_GOING_ON]
 
-    def _lease(self, entry: Entry, of: Lease | Member, stage: Stage, rows: int = 0) -> Record:
+    def _lease(self, entry: Entry, of: Lease | Member, stage: Stage, rows: int = 0) -> EventRecord:
         now = self.host.now()
-        return Record(
+        return EventRecord(
             Kind.LEASE_BEGIN,
             now,
             partition=entry.name,

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from dataplane.metadata.shard.before_images import BeforeImages
-from dataplane.metadata.shard.journal import dump
+from dataplane.metadata.shard.journal import snapshot
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables.remembered import PART_KEYS, Tombstones
 from dataplane.wire.journal import Remembered, encode
 from dataplane.wire.messages import Finish, Want
-from dataplane.wire.records import RANGE
+from dataplane.wire.packed import RANGE
 from dataplane.wire.tables import Definition, Owner, Shape
 from tests.metadata.stores import (
     OWNERS,
@@ -122,16 +122,16 @@ CHANGES: dict[str, Callable[[Store], object]] = {
 @pytest.mark.parametrize("version", [0, 1])
 def test_a_dump_tells_nothing_of_a_change_that_came_after_it_began(what: str, version: int) -> None:
     """Version 1: account is kept of groups by the trainer's version."""
-    pieces = len(list(dump(store(version), 1)))
+    pieces = len(list(snapshot(store(version), 1)))
     for told in (1, pieces // 3, pieces // 2):
         s = store(version)
-        expected = [encode(op) for op in dump(s, 1)]
-        ops = dump(s, 1)
+        expected = [encode(op) for op in snapshot(s, 1)]
+        ops = snapshot(s, 1)
         found = [encode(next(ops)) for _ in range(told)]
         CHANGES[what](s)
         found += map(encode, ops)
         assert found == expected
-        assert [encode(op) for op in dump(s, 1)] != expected, "it is no change"
+        assert [encode(op) for op in snapshot(s, 1)] != expected, "it is no change"
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -162,5 +162,5 @@ def test_a_dump_tells_names_part_by_part() -> None:
     """To list a million names at once would take a peer a third of a second."""
     s = store(0)
     s.tombstones.add(number.to_bytes(16, "little") for number in range(10 * PART_KEYS))
-    names = [len(op.freed) for op in dump(s) if isinstance(op, Remembered)]
+    names = [len(op.freed) for op in snapshot(s) if isinstance(op, Remembered)]
     assert sum(names) == len(s.tombstones) and max(names) <= PART_KEYS

@@ -1,20 +1,24 @@
-"""The primary's side of replication: ships the operations of this peer's shards to its backup, in
+"""The primary's side of the log: sends the log records of this peer's shards to its backup, in
 order.
 
-A new backup first gets a dump of every store, and then each operation. The peer sends a dump in
-pieces: it notes the state of a store, encodes some rows at a time, and serves other calls in
-between. Operations that happen meanwhile queue behind the dump (`_later`), so the stream has one
-order and contains each operation once.
+A command queues its record (`_queue_record`). The queue is sent at the end of the loop's turn once
+a reply waits for it (`Progress.reached` calls `_send_soon`), and otherwise after QUIET_S. The
+backup keeps no log: it replays each record into its copy of the store at once.
+
+A new backup first gets a snapshot of every store, and then each record. The peer sends a snapshot
+in pieces: it notes the state of a store, encodes some rows at a time, and serves other calls in
+between. Records that are written meanwhile queue behind the snapshot (`_later`), so the stream has
+one order and contains each record once.
 
 While the roster lists the backup as in sync, no reply and no message leaves this peer before the
-backup has every operation up to then. A caller that has seen a change therefore finds it again
+backup has every record up to then. A caller that has seen a change therefore finds it again
 after this peer dies. If the backup leaves the in-sync set, nothing leaves this peer before the
 backup knows that, unless the backup confirms nothing (`confirming`): a new roster keeper may only
 know the roster in which the backup was in sync, and promote it. When another primary leaves, its
 shards move here, so this peer also ships its copies of them. This peer's backup then has them
 already.
 
-A reply to the backup itself does not wait. It carries the operations that the backup lacks. The
+A reply to the backup itself does not wait. It carries the records that the backup lacks. The
 backup states its position in each request. If another caller waits for that position, this peer
 asks the backup.
 """
@@ -41,35 +45,35 @@ from dataplane.errors import (
     duration,
 )
 from dataplane.metadata.roster.roster import Roster
-from dataplane.metadata.shard.journal import dump
-from dataplane.metadata.shard.second_copies import named_by
+from dataplane.metadata.shard.journal import snapshot
+from dataplane.metadata.shard.replicas import named_by
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Entry, Host
 from dataplane.peer.net.mesh import Mesh
-from dataplane.peer.shards.replication import Copying
-from dataplane.wire.events import Kind, Record
-from dataplane.wire.journal import Begun, Ended, Op, encode, encoded
+from dataplane.peer.shards.value_replicas import ValueReplicas
+from dataplane.wire.events import EventRecord, Kind
+from dataplane.wire.journal import Begun, Ended, LogRecord, encode, encoded
 from dataplane.wire.messages import Body
-from dataplane.wire.peering import Append, Rostered, Shipment
+from dataplane.wire.peering import Append, PartitionLog, Rostered
 from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
 
 MESSAGE_BYTES = 4 << 20
-MESSAGE_OPS = 10_000
+MESSAGE_RECORDS = 10_000
 CARRIED_BYTES = 256 << 10
-"""A reply carries at most this many bytes of operations. Larger ones go in a message of their own:
-the backup confirms carried operations later than `QUIET_S`, so large ones would be sent twice."""
+"""A reply carries at most this many bytes of records. Larger ones go in a message of their own:
+the backup confirms carried records later than `QUIET_S`, so large ones would be sent twice."""
 QUIET_S = 0.05
 """What nobody waits for goes to the backup after so long, and it is asked about what it got with an
 answer and has said nothing of."""
 MAX_PENDING_BYTES = 512 << 20
-"""When more operations than this wait for a backup, it is too slow, and begins anew. A dump adds at
-most `DUMPED_BYTES` and one operation to them."""
-DUMPED_BYTES = 2 * MESSAGE_BYTES
-"""A dump goes on while fewer bytes than this wait to be confirmed."""
+"""When records of more bytes than this wait for a backup, it is too slow, and begins again. A
+snapshot adds at most `SNAPSHOT_BYTES` and one record to them."""
+SNAPSHOT_BYTES = 2 * MESSAGE_BYTES
+"""A snapshot goes on while fewer bytes than this wait to be confirmed."""
 PIECE_S = 0.02
-"""A dump lets others have their turn after so long."""
+"""A snapshot lets others have their turn after so long."""
 ATTEMPT_S, MOST_ATTEMPT_S = 10.0, 80.0
 """How long the backup may take to reply, besides the time for the bytes. Each attempt that times
 out doubles it. A slow link delivers a message late, and another copy of it later still."""
@@ -82,13 +86,13 @@ removal doubles that time, up to MOST_REST_S. All calls stop for some seconds be
 and a backup behind a slow link is late again and again."""
 FORGET_S = 900.0
 """After this long without a removal, the next one counts as the first. After a first removal, the
-backup rejoins as soon as it has every operation."""
+backup rejoins as soon as it has every record."""
 RETRY_S, MOST_RETRY_S = 0.5, 30.0
 """So soon a backup is asked again, or gets everything anew: later each time that is in vain."""
 
 
 @dataclass(slots=True, eq=False)
-class _Dump:
+class _Snapshot:
     """A store that the backup gets whole. It is noted as it stands when its turn comes."""
 
     entry: Entry
@@ -96,22 +100,22 @@ class _Dump:
     """it was dropped before its turn"""
 
 
-def _ended() -> Generator[Op, None, None]:
-    """What a backup is told of a store that was dropped before its dump began."""
+def _ended() -> Generator[LogRecord, None, None]:
+    """What a backup is told of a store that was dropped before its snapshot began."""
     yield Ended()
 
 
-class Shipping:
-    def __init__(self, host: Host, mesh: Mesh, copying: Copying) -> None:
+class LogSender:
+    def __init__(self, host: Host, mesh: Mesh, value_replicas: ValueReplicas) -> None:
         self.host = host
         self.mesh = mesh
-        self.copying = copying
+        self.value_replicas = value_replicas
         self.progress = host.progress
         self.backup: Owner | None = None
         self.synced = False
         """the backup of the present stream has had everything, at least once"""
         self._whole = 0
-        """so many operations of `progress` the backup must have, to be called in sync"""
+        """so many records of `progress` the backup must have, to be called in sync"""
         self._in_vain = 0
         """so many streams in a row came to nothing: this backup has not been in sync since"""
         self._stream = 0
@@ -121,12 +125,12 @@ class Shipping:
         `_first`"""
         self._first = 0
         self._queued_bytes = 0
-        self._later: deque[_Dump | tuple[Entry, bytes, bool]] = deque()
-        """what follows the queue: dumps, and operations behind them"""
+        self._later: deque[_Snapshot | tuple[Entry, bytes, bool]] = deque()
+        """what follows the queue: snapshots, and records behind them"""
         self._later_bytes = 0
-        self._to_dump: dict[int, _Dump] = {}
-        """dumps in `_later`, by the id of their store"""
-        self._dumping: asyncio.Task[object] | None = None
+        self._to_snapshot: dict[int, _Snapshot] = {}
+        """snapshots in `_later`, by the id of their store"""
+        self._snapshotting: asyncio.Task[object] | None = None
         self._has_begun = False
         """the backup gets what is queued"""
         self._has_room = asyncio.Event()
@@ -140,7 +144,7 @@ class Shipping:
         self._carried, self._carrier = 0, b""
         """up to which number all went along with answers, the last of them on which connection"""
         self._with_values = 0
-        """before this number lies the last operation of a partition with replicas=2. The backup
+        """before this number lies the last record of a partition with replicas=2. The backup
         confirms these only in the reply to their message, so no answer carries them."""
         self._is_asked = self._looks = False
         """a message goes to the backup although nobody waits; that is looked at in a moment"""
@@ -165,68 +169,68 @@ class Shipping:
     # what the stores do
 
     def watch(self, entry: Entry) -> None:
-        """Ship the operations of a new partition from now on."""
+        """Ship the records of a new partition from now on."""
         self._record(entry)
-        self._ship_op(entry, Begun(entry.store.declared))
+        self._queue_record(entry, Begun(entry.store.declared))
 
     def _record(self, entry: Entry) -> None:
-        if self.backup is not None or entry.copies is not None:
+        if self.backup is not None or entry.replicas is not None:
             entry.store.emit = functools.partial(self._emit, entry)
 
-    def _ship_all(self, entry: Entry) -> None:
+    def _queue_snapshot(self, entry: Entry) -> None:
         """With all its rows, when its turn comes."""
         if self.backup is None:
             return
-        dump = self._to_dump[id(entry.store)] = _Dump(entry)
+        snapshot = self._to_snapshot[id(entry.store)] = _Snapshot(entry)
         self.progress.done += 1
-        self._later.append(dump)
-        self._dump_later()
+        self._later.append(snapshot)
+        self._snapshot_later()
 
     def take_over(self, entry: Entry) -> None:
         """Serve a partition that another peer served before."""
         passed = self.passed_on.pop(entry.key, None)
         if passed is not None and passed.store is not entry.store:  # two that leave had it
-            self._ship_op(passed, Ended())
+            self._queue_record(passed, Ended())
             passed = None
         if passed is None:
-            self._ship_all(entry)
+            self._queue_snapshot(entry)
         self._record(entry)
 
     def pass_on(self, store: Store) -> None:
         """Ship a store that this peer will serve soon."""
         entry = Entry(store)
         self.passed_on[entry.key] = entry
-        self._ship_all(entry)
+        self._queue_snapshot(entry)
 
-    def happened(self, store: Store, op: Op) -> None:
-        """Ship an operation on a copy here that this peer may have shipped. The operation may
+    def happened(self, store: Store, record: LogRecord) -> None:
+        """Ship a record on a copy here that this peer may have shipped. The record may
         end that copy, or another copy of the partition from a peer that leaves."""
         entry = self.passed_on.get((store.partition, store.generation))
         if entry is not None and entry.store is store:
-            self._ship_op(entry, op)
-            if isinstance(op, Ended):
+            self._queue_record(entry, record)
+            if isinstance(record, Ended):
                 del self.passed_on[entry.key]
 
-    def _emit(self, entry: Entry, op: Op) -> None:
-        if entry.copies is not None:
-            self.copying.note(entry, op)
-        self._ship_op(entry, op)
+    def _emit(self, entry: Entry, record: LogRecord) -> None:
+        if entry.replicas is not None:
+            self.value_replicas.note(entry, record)
+        self._queue_record(entry, record)
 
-    def _ship_op(self, entry: Entry, op: Op) -> None:
+    def _queue_record(self, entry: Entry, record: LogRecord) -> None:
         if self.backup is None:
             return
-        dump = self._to_dump.get(id(entry.store))
-        if dump is not None:  # which will have it
-            dump.has_ended |= isinstance(op, Ended)
+        snapshot = self._to_snapshot.get(id(entry.store))
+        if snapshot is not None:  # which will have it
+            snapshot.has_ended |= isinstance(record, Ended)
             return
         self.progress.done += 1
-        copies = self._copies(entry, op)
-        if self._later or self._dumping is not None:
-            encoded_op = encode(op)
-            self._later.append((entry, encoded_op, copies))
-            self._later_bytes += len(encoded_op)
+        copies = self._copies(entry, record)
+        if self._later or self._snapshotting is not None:
+            encoded_record = encode(record)
+            self._later.append((entry, encoded_record, copies))
+            self._later_bytes += len(encoded_record)
         else:
-            self._enqueue(entry, encode(op), copies=copies)
+            self._enqueue(entry, encode(record), copies=copies)
         if (waiting := self._queued_bytes + self._later_bytes) > MAX_PENDING_BYTES:
             backup = "" if self.backup is None else self.backup.peer
             said = "backup %s: too slow (%d bytes queued), resyncing in %g s"
@@ -234,51 +238,51 @@ class Shipping:
             self._stop()
             asyncio.get_running_loop().call_later(RETRY_S, self._begin)
 
-    def _copies(self, entry: Entry, op: Op) -> bool:
+    def _copies(self, entry: Entry, record: LogRecord) -> bool:
         """Whether the backup may have to copy values of this peer before it replays the
-        operation. It usually has copied them already (`Duplicate`)."""
-        if entry.copies is None:
+        record. It usually has copied them already (`Duplicate`)."""
+        if entry.replicas is None:
             return False
-        return any(owner == self.host.owner for owner, *_ in named_by(op))
+        return any(owner == self.host.owner for owner, *_ in named_by(record))
 
-    def _enqueue(self, entry: Entry, op: bytes, counts: int = 1, copies: bool = False) -> None:
-        self._queue.append((entry, op, counts, copies))
-        self._queued_bytes += len(op)
-        if entry.copies is not None:
+    def _enqueue(self, entry: Entry, record: bytes, counts: int = 1, copies: bool = False) -> None:
+        self._queue.append((entry, record, counts, copies))
+        self._queued_bytes += len(record)
+        if entry.replicas is not None:
             self._with_values = self._end
         if not self._looks:
             self._look_later()
 
-    # dumps
+    # snapshots
 
-    def _dump_later(self) -> None:
-        if self._has_begun and self._later and self._dumping is None:
-            self._dumping = self.mesh.spawn(self._dump())
+    def _snapshot_later(self) -> None:
+        if self._has_begun and self._later and self._snapshotting is None:
+            self._snapshotting = self.mesh.spawn(self._snapshot())
 
-    async def _dump(self) -> None:
+    async def _snapshot(self) -> None:
         """Queue what is in `_later`, as the backup takes it."""
         while self._later:
             one = self._later.popleft()
-            if isinstance(one, _Dump):
-                del self._to_dump[id(one.entry.store)]
-                await self._dump_one(one)
+            if isinstance(one, _Snapshot):
+                del self._to_snapshot[id(one.entry.store)]
+                await self._snapshot_one(one)
             else:
-                entry, op, copies = one
-                self._later_bytes -= len(op)
-                self._enqueue(entry, op, copies=copies)
-        self._dumping = None
+                entry, record, copies = one
+                self._later_bytes -= len(record)
+                self._enqueue(entry, record, copies=copies)
+        self._snapshotting = None
         self._go_on()
 
-    async def _dump_one(self, one: _Dump) -> None:
-        """The last operation counts for all of them."""
+    async def _snapshot_one(self, one: _Snapshot) -> None:
+        """The last record counts for all of them."""
         entry = one.entry
         last = encode(Begun(entry.store.declared))
         began = self.host.now()
-        with closing(_ended() if one.has_ended else dump(entry.store)) as ops:
-            for op in ops:
+        with closing(_ended() if one.has_ended else snapshot(entry.store)) as records:
+            for record in records:
                 self._enqueue(entry, last, 0)
-                last = encode(op)
-                if self._queued_bytes > DUMPED_BYTES:
+                last = encode(record)
+                if self._queued_bytes > SNAPSHOT_BYTES:
                     self._go_on()
                     self._has_room.clear()
                     await self._has_room.wait()
@@ -351,7 +355,7 @@ class Shipping:
 
     def unconfirmed(self) -> None:
         """Remove a backup that has confirmed nothing for a while from the in-sync set, so that
-        calls continue without it. It rejoins the set once it has every operation."""
+        calls continue without it. It rejoins the set once it has every record."""
         self._is_overdue = True
         if self._parting is not None:
             self._parting.cancel()
@@ -384,7 +388,7 @@ class Shipping:
             self._removed_at, self._rest_s = now, rest_s
         log.warning(
             "backup %s: removing this backup from the in-sync set%s, because it stopped "
-            "confirming operations",
+            "confirming records",
             self.backup.peer,
             f" for at least {duration(rest_s)}" if rest_s else "",
         )
@@ -395,7 +399,7 @@ class Shipping:
             self._task = self.mesh.spawn(self._insist(self.backup, *self._next()))
         if is_listed:
             self.on_whole()
-        else:  # the keeper has not heard yet that the backup has every operation
+        else:  # the keeper has not heard yet that the backup has every record
             self._require()
 
     def confirmed(self) -> None:
@@ -412,7 +416,7 @@ class Shipping:
     @property
     def has_all(self) -> bool | None:
         """Whether the roster may list this backup as in sync. None if it is listed already and
-        the missing operations are in flight."""
+        the missing records are in flight."""
         if self._parting is not None:
             return False
         return None if self.synced and self.progress.confirmed < self._whole else self.synced
@@ -435,17 +439,17 @@ class Shipping:
         backup = self.backup.peer if self.backup is not None and self.progress.required else ""
         if self._awaited is not None and self._awaited[0] != backup:
             before, since = self._awaited
-            self.host.events.add(Record(Kind.BACKUP, by=before), since)
+            self.host.events.add(EventRecord(Kind.BACKUP, by=before), since)
             self._awaited = None
         if backup and self._awaited is None:
             self._awaited = backup, self.host.now()
 
-    def going_on(self) -> list[Record]:
+    def going_on(self) -> list[EventRecord]:
         """Return which backup replies wait for, and for how long so far."""
         if self._awaited is None:
             return []
         now, (backup, since) = self.host.now(), self._awaited
-        return [Record(Kind.BACKUP, now, by=backup, seconds=max(0.0, now - since))]
+        return [EventRecord(Kind.BACKUP, now, by=backup, seconds=max(0.0, now - since))]
 
     def _stop(self) -> None:
         if self._task is not None:
@@ -456,13 +460,13 @@ class Shipping:
         self._require()
 
     def _clear(self) -> None:
-        """Nothing of the stream is known to be anywhere; what waits is in the next one's dump."""
-        if self._dumping is not None:
-            self._dumping.cancel()
-        self._dumping, self._has_begun = None, False
+        """Forget the stream. The snapshots of the next one contain what was queued."""
+        if self._snapshotting is not None:
+            self._snapshotting.cancel()
+        self._snapshotting, self._has_begun = None, False
         self._queue.clear()
         self._later.clear()
-        self._to_dump.clear()
+        self._to_snapshot.clear()
         self._queued_bytes = self._later_bytes = self._first = 0
         self._carried = self._with_values = 0
         self._whole = self.progress.done
@@ -477,16 +481,16 @@ class Shipping:
         if self.backup is None:
             self.progress.move(self.progress.done)
             for entry in self.host.entries.values():
-                if entry.copies is None:
+                if entry.replicas is None:
                     entry.store.emit = None
             return
         for entry in self.host.entries.values():
             self._record(entry)
         for entry in (*self.host.entries.values(), *self.passed_on.values()):
-            self._ship_all(entry)
-        self._task = self.mesh.spawn(self._ship(self.backup))
+            self._queue_snapshot(entry)
+        self._task = self.mesh.spawn(self._send_stream(self.backup))
 
-    async def _ship(self, backup: Owner) -> None:
+    async def _send_stream(self, backup: Owner) -> None:
         while self.progress.required:
             # A backup that begins anew drops what it has: not while it may still be promoted. Nor
             # does anybody hear meanwhile of what it has not.
@@ -494,7 +498,7 @@ class Shipping:
         waiting = sum([counts for _, _, counts, _ in self._queue]) + len(self._later)
         self.progress.confirmed = self.progress.done - waiting
         self._has_begun = True
-        self._dump_later()
+        self._snapshot_later()
         await asyncio.sleep(0)  # the first pieces are queued
         # Also of nothing: the backup may have kept what there was in a stream before this one.
         await self._insist(backup, *self._next())
@@ -573,7 +577,7 @@ class Shipping:
             return
         if self._is_due:
             self._send()
-        elif not (self.synced or self._later or self._dumping is not None or self._rests()):
+        elif not (self.synced or self._later or self._snapshotting is not None or self._rests()):
             # What was answered up to now did not wait for it.
             self.synced, self._whole, self._in_vain = True, self.progress.done, 0
             self._require()
@@ -591,7 +595,7 @@ class Shipping:
 
     @property
     def _end(self) -> int:
-        """The number that the next operation has in the stream."""
+        """The number that the next record has in the stream."""
         return self._first + len(self._queue)
 
     @property
@@ -602,27 +606,27 @@ class Shipping:
         """With what went along with answers: this message may overtake them."""
         body, end, nbytes = self._message(self._first, MESSAGE_BYTES, least=1)
         self._sent_at, self._takes_s = self.host.now(), nbytes / LEAST_BYTES_S
-        ops = islice(self._queue, end - self._first)
-        self._copies_values = any(copies for _, _, _, copies in ops)
+        records = islice(self._queue, end - self._first)
+        self._copies_values = any(copies for _, _, _, copies in records)
         self._is_asked = end < self._end
         return body, end
 
     def _message(self, first: int, most_bytes: int, least: int = 0) -> tuple[Append, int, int]:
-        """Return the operations from `first` on that fit into one message, the number after the
-        last one, and their bytes. The message has at least `least` operations of any size."""
-        shipments: list[Shipment] = []
+        """Return the records from `first` on that fit into one message, the number after the
+        last one, and their bytes. The message has at least `least` records of any size."""
+        parts: list[PartitionLog] = []
         nbytes = count = 0
         last: Entry | None = None
-        for entry, op, *_ in islice(self._queue, first - self._first, None):
-            if (count >= least and nbytes + len(op) > most_bytes) or count >= MESSAGE_OPS:
+        for entry, record, *_ in islice(self._queue, first - self._first, None):
+            if (count >= least and nbytes + len(record) > most_bytes) or count >= MESSAGE_RECORDS:
                 break
-            nbytes += len(op)
+            nbytes += len(record)
             count += 1
             if entry is not last:
                 last = entry
-                shipments.append(Shipment(entry.name, entry.generation, []))
-            shipments[-1].ops.append(encoded(op))
-        return Append(self._stream, first, shipments), first + count, nbytes
+                parts.append(PartitionLog(entry.name, entry.generation, []))
+            parts[-1].records.append(encoded(record))
+        return Append(self._stream, first, parts), first + count, nbytes
 
     def _confirmed(self, end: int) -> None:
         """The backup has what comes before this number."""
@@ -630,11 +634,11 @@ class Shipping:
             return
         before = confirmed = self.progress.confirmed
         for _ in range(end - self._first):
-            _, op, counts, _ = self._queue.popleft()
-            self._queued_bytes -= len(op)
+            _, record, counts, _ = self._queue.popleft()
+            self._queued_bytes -= len(record)
             confirmed += counts
         self._first = end
-        if self._queued_bytes <= DUMPED_BYTES:
+        if self._queued_bytes <= SNAPSHOT_BYTES:
             self._has_room.set()
         self.progress.move(confirmed)
         if self.synced and before < self._whole <= confirmed:
@@ -643,16 +647,16 @@ class Shipping:
     # along with answers
 
     def carry(self, to: Owner, connection: bytes) -> Append | None:
-        """Return the operations to send along with a reply to the backup on this connection. They
+        """Return the records to send along with a reply to the backup on this connection. They
         are all that the backup lacks, so the reply need not wait. Return None if the reply must
         wait.
 
-        Messages of one connection arrive in order, so operations that were sent on it are not
+        Messages of one connection arrive in order, so records that were sent on it are not
         sent again.
         """
         if to != self.backup or not self.synced or self._under_way or self._parting is not None:
             return None
-        if self._first < self._with_values or self._later or self._dumping is not None:
+        if self._first < self._with_values or self._later or self._snapshotting is not None:
             return None
         first = self._first
         if connection == self._carrier:

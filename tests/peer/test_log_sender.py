@@ -28,9 +28,9 @@ from dataplane.metadata.shard import journal
 from dataplane.metadata.shard.journal import apply
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Entry, Progress
-from dataplane.peer.shards import appends
-from dataplane.peer.shards.appends import ATTEMPT_S, MOST_RETRY_S, Shipping
-from dataplane.wire.journal import Begun, Ended, Op, decode, encode, encoded
+from dataplane.peer.shards import log_sender
+from dataplane.peer.shards.log_sender import ATTEMPT_S, MOST_RETRY_S, LogSender
+from dataplane.wire.journal import Begun, Ended, LogRecord, decode, encode, encoded
 from dataplane.wire.messages import Seal
 from dataplane.wire.peering import Append, Rostered
 from dataplane.wire.tables import Definition, Owner
@@ -52,13 +52,13 @@ class Backup:
         self.hears = asyncio.Event()
         self.fails: list[Exception] = []
 
-    def ops_of(self, partition: str) -> Iterator[Op]:
+    def ops_of(self, partition: str) -> Iterator[LogRecord]:
         """All that it was told of a partition since the last stream began."""
         begun = max(n for n, body in enumerate(self.got) if body.first == 0)
         for body in self.got[begun:]:
-            for one in body.shipments:
+            for one in body.partitions:
                 if one.partition == partition:
-                    yield from (decode(bytes(op)) for op in cast(list[msgspec.Raw], one.ops))
+                    yield from (decode(bytes(op)) for op in cast(list[msgspec.Raw], one.records))
 
     async def tell(self, owner: Owner, body: Any) -> None:
         self.told.append((owner, body))
@@ -94,12 +94,12 @@ class Primary:
             another_roster=lambda *_: asyncio.sleep(0),
         )
         self.host = host
-        self.shipping = Shipping(host, backup, None)  # type: ignore[arg-type]
+        self.log_sender = LogSender(host, backup, None)  # type: ignore[arg-type]
         self.backup = backup
 
     async def begin(self) -> None:
-        self.shipping.turned(self.roster)
-        while not self.shipping.synced:
+        self.log_sender.turned(self.roster)
+        while not self.log_sender.synced:
             await asyncio.sleep(0)
 
     async def until_confirmed(self) -> None:
@@ -111,7 +111,7 @@ class Primary:
         definition = Definition({"s": ["tokens"]}, replicas=replicas)
         entry = Entry(Store("p", definition, 1))
         self.host.entries["p"] = entry
-        self.shipping.watch(entry)
+        self.log_sender.watch(entry)
         return entry
 
     async def end(self) -> None:
@@ -132,7 +132,7 @@ async def test_a_backup_that_cannot_take_a_message_yet_is_sent_the_same_again(
     while len(backup.got) < 3:
         await asyncio.sleep(0)
     _, refused, again = backup.got
-    assert refused == again and len(refused.shipments) == 1
+    assert refused == again and len(refused.partitions) == 1
     await primary.end()
 
 
@@ -143,7 +143,7 @@ async def test_a_record_that_the_backup_confirmed_after_a_failure_is_not_sent_ag
     there = primary.roster.owners[1]
 
     async def another_roster(*_: Any) -> None:
-        primary.shipping.heard(there, backup.got[-1].stream, 1)
+        primary.log_sender.heard(there, backup.got[-1].stream, 1)
 
     primary.host.another_roster = another_roster
     backup.refusals = [Unavailable("the reply was lost")] * 2
@@ -151,7 +151,7 @@ async def test_a_record_that_the_backup_confirmed_after_a_failure_is_not_sent_ag
     await primary.until_confirmed()
     for _ in range(10):
         await asyncio.sleep(0)
-    assert [len(one.shipments) for one in backup.got] == [0, 1, 1]
+    assert [len(one.partitions) for one in backup.got] == [0, 1, 1]
     put(primary.host.entries["p"].store, [1])  # the stream goes on
     await primary.until_confirmed()
     assert [one.first for one in backup.got] == [0, 0, 0, 1]
@@ -170,11 +170,11 @@ async def test_a_record_is_late_after_some_time_also_if_the_backup_copies_values
     primary = Primary(backup)
     now = 0.0
     primary.host.now, primary.host.owner = lambda: now, owner
-    primary.shipping.copying = cast(Any, SimpleNamespace(note=lambda *_: None))
+    primary.log_sender.value_replicas = cast(Any, SimpleNamespace(note=lambda *_: None))
     await primary.begin()
     entry = primary.declare(replicas)
     await primary.until_confirmed()
-    shipping, replies = primary.shipping, asyncio.Event()
+    sender, replies = primary.log_sender, asyncio.Event()
 
     async def call(address: str, body: Append, **_: Any) -> None:
         await replies.wait()
@@ -182,15 +182,15 @@ async def test_a_record_is_late_after_some_time_also_if_the_backup_copies_values
     backup.call = call  # type: ignore[method-assign]
     put(entry.store, [1])  # a value of OWNERS[0]
     put(entry.store, [2])
-    while not shipping._under_way:
+    while not sender._under_way:
         await asyncio.sleep(0.01)
     now = 2.0 + longer_s
-    assert not shipping.is_late(2.0)
+    assert not sender.is_late(2.0)
     now += 0.1  # the bytes of the record take less
-    assert shipping.is_late(2.0)
+    assert sender.is_late(2.0)
     replies.set()
     await primary.until_confirmed()
-    assert not shipping.is_late(2.0)
+    assert not sender.is_late(2.0)
     await primary.end()
 
 
@@ -218,8 +218,8 @@ async def test_a_backup_that_cannot_have_a_copy_gets_another_later_and_later_and
     backup.refusals = [failure] * 2
     waited.clear()
     put(entry.store, [1])
-    primary.shipping._send_soon()
-    primary.shipping._is_asked = True
+    primary.log_sender._send_soon()
+    primary.log_sender._is_asked = True
     while not waited:
         await asyncio.sleep(0)
     assert waited == [0.5]  # it was in sync meanwhile
@@ -249,11 +249,11 @@ async def test_a_copy_that_takes_more_than_may_wait_for_a_backup_is_sent_whole(
         store = Store(name, Definition({"s": ["tokens"]}), 1)
         put(store, keys if name == "p" else [1])
         primary.host.entries[name] = Entry(store)
-    monkeypatch.setattr(appends, "MAX_PENDING_BYTES", 1000)
+    monkeypatch.setattr(log_sender, "MAX_PENDING_BYTES", 1000)
     await primary.begin()
-    sent = [one for message in backup.got for one in message.shipments]
+    sent = [one for message in backup.got for one in message.partitions]
     assert [one.partition for one in sent] == ["p", "q", "r"]
-    assert all(one.ops[0] == BEGUN and len(one.ops) == len(sent[0].ops) for one in sent)
+    assert all(one.records[0] == BEGUN and len(one.records) == len(sent[0].records) for one in sent)
     assert not caplog.records and len({message.stream for message in backup.got}) == 1
     for key in range(200, 212):  # what was there counts until the backup has it
         put(store, [key])
@@ -264,8 +264,8 @@ async def test_a_copy_that_takes_more_than_may_wait_for_a_backup_is_sent_whole(
 async def test_a_backup_that_falls_behind_too_far_gets_everything_anew(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(appends, "MAX_PENDING_BYTES", 1000)
-    monkeypatch.setattr(appends, "RETRY_S", 0.0)
+    monkeypatch.setattr(log_sender, "MAX_PENDING_BYTES", 1000)
+    monkeypatch.setattr(log_sender, "RETRY_S", 0.0)
     backup = Backup()
     primary = Primary(backup)
     await primary.begin()
@@ -273,12 +273,12 @@ async def test_a_backup_that_falls_behind_too_far_gets_everything_anew(
     for key in range(12):
         put(entry.store, [key])
     assert [one.levelno for one in caplog.records] == [logging.ERROR]
-    assert not primary.shipping.synced
-    while not primary.shipping.synced:
+    assert not primary.log_sender.synced
+    while not primary.log_sender.synced:
         await asyncio.sleep(0)
     last = backup.got[-1].stream
-    anew = [one for message in backup.got if message.stream == last for one in message.shipments]
-    assert anew[0].ops[0] == BEGUN
+    anew = [one for message in backup.got if message.stream == last for one in message.partitions]
+    assert anew[0].records[0] == BEGUN
     await primary.end()
 
 
@@ -286,7 +286,7 @@ async def test_a_backup_hears_of_a_stream_that_begins_with_nothing() -> None:
     backup = Backup()
     primary = Primary(backup)
     await primary.begin()
-    assert [(one.first, one.shipments) for one in backup.got] == [(0, [])]
+    assert [(one.first, one.partitions) for one in backup.got] == [(0, [])]
     await primary.end()
 
 
@@ -295,17 +295,17 @@ async def test_an_answer_to_the_backup_brings_what_that_does_not_have_and_does_n
     primary = Primary(backup)
     await primary.begin()
     primary.host.progress.required = True
-    shipping, asks = primary.shipping, primary.roster.owners[1]
+    sender, asks = primary.log_sender, primary.roster.owners[1]
     entry = primary.declare()
-    first = shipping.carry(asks, b"1")
+    first = sender.carry(asks, b"1")
     put(entry.store, ["a"])
-    second = shipping.carry(asks, b"1")
-    again = shipping.carry(asks, b"2")
+    second = sender.carry(asks, b"1")
+    again = sender.carry(asks, b"2")
     assert first and second and again
     assert (first.first, second.first, again.first) == (0, 1, 0)
-    assert [len(one.ops) for one in (*first.shipments, *second.shipments)] == [1, 1]
-    assert shipping.carry(primary.roster.owners[0], b"3") is None
-    shipping.heard(asks, second.stream, 2)
+    assert [len(one.records) for one in (*first.partitions, *second.partitions)] == [1, 1]
+    assert sender.carry(primary.roster.owners[0], b"3") is None
+    sender.heard(asks, second.stream, 2)
     assert primary.host.progress.is_settled and len(backup.got) == 1
     await primary.end()
 
@@ -322,11 +322,11 @@ async def test_a_large_operation_goes_in_a_message_of_its_own_and_once(
     put(entry.store, ["a"])
     await primary.host.progress.reached(time.monotonic() + 30)
     put(entry.store, ["b"])
-    monkeypatch.setattr(appends, "CARRIED_BYTES", 10)
-    monkeypatch.setattr(appends, "MESSAGE_BYTES", 10)
-    assert primary.shipping.carry(primary.roster.owners[1], b"1") is None
+    monkeypatch.setattr(log_sender, "CARRIED_BYTES", 10)
+    monkeypatch.setattr(log_sender, "MESSAGE_BYTES", 10)
+    assert primary.log_sender.carry(primary.roster.owners[1], b"1") is None
     await primary.host.progress.reached(time.monotonic() + 30)
-    assert [len(one.ops) for body in backup.got[1:] for one in body.shipments] == [2, 1]
+    assert [len(one.records) for body in backup.got[1:] for one in body.partitions] == [2, 1]
     await primary.end()
 
 
@@ -337,7 +337,7 @@ async def test_who_else_waits_for_the_backup_relies_on_no_answer_that_may_be_on_
     primary.host.progress.required = True
     entry = primary.declare()
     put(entry.store, ["a"])
-    carried = primary.shipping.carry(primary.roster.owners[1], b"1")
+    carried = primary.log_sender.carry(primary.roster.owners[1], b"1")
     await primary.host.progress.reached(time.monotonic() + 30)
     assert carried and backup.got[1:] == [carried]
     await primary.end()
@@ -347,17 +347,19 @@ async def test_a_peer_says_in_sync_only_when_what_it_took_over_is_at_its_backup_
     backup = Backup()
     primary = Primary(backup)
     await primary.begin()
-    assert primary.shipping.has_all
+    assert primary.log_sender.has_all
     backup.refusals = [Unavailable("away")] * 3
     taken = Entry(Store("q", Definition({"s": ["tokens"]}), 1))
     put(taken.store, ["a"])
     primary.host.entries["q"] = taken
-    primary.shipping.take_over(taken)
-    primary.shipping.turned(primary.roster)
+    primary.log_sender.take_over(taken)
+    primary.log_sender.turned(primary.roster)
     while len(backup.got) < 4:
-        assert primary.shipping.has_all is None, "it would be called in sync, and risen to primary"
+        assert primary.log_sender.has_all is None, (
+            "it would be called in sync, and risen to primary"
+        )
         await asyncio.sleep(0)
-    while not primary.shipping.has_all:
+    while not primary.log_sender.has_all:
         await asyncio.sleep(0)
     assert len(backup.got) == 5 and primary.host.progress.is_settled
     await primary.end()
@@ -371,24 +373,24 @@ async def test_what_a_peer_has_copies_of_goes_to_its_backup_once_while_their_pri
     await primary.begin()
     copy = Entry(Store("q", Definition({"s": ["tokens"]}), 1))
     put(copy.store, ["a"])
-    primary.shipping.pass_on(copy.store)
-    primary.shipping.turned(primary.roster)
-    assert primary.shipping.has_all is None
-    while not backup.got[-1].shipments:  # the dump is on its way
+    primary.log_sender.pass_on(copy.store)
+    primary.log_sender.turned(primary.roster)
+    assert primary.log_sender.has_all is None
+    while not backup.got[-1].partitions:  # the dump is on its way
         await asyncio.sleep(0)
-    primary.shipping.happened(copy.store, Seal("q", 1, True))
+    primary.log_sender.happened(copy.store, Seal("q", 1, True))
     another = Store("q", Definition({"s": ["tokens"]}), 1)
-    primary.shipping.happened(another, Seal("q", 1, True))  # which was not passed on
+    primary.log_sender.happened(another, Seal("q", 1, True))  # which was not passed on
     await primary.until_confirmed()
-    assert primary.shipping.has_all
-    shipped = [one for body in backup.got for one in body.shipments]
-    assert {one.partition for one in shipped} == {"q"} and shipped[0].ops[0] == BEGUN
-    assert shipped[-1].ops[-1] == encoded(encode(Seal("q", 1, True)))
+    assert primary.log_sender.has_all
+    shipped = [one for body in backup.got for one in body.partitions]
+    assert {one.partition for one in shipped} == {"q"} and shipped[0].records[0] == BEGUN
+    assert shipped[-1].records[-1] == encoded(encode(Seal("q", 1, True)))
     primary.host.entries["q"] = copy
-    primary.shipping.take_over(copy)
-    assert primary.shipping.has_all and not primary.shipping.passed_on
+    primary.log_sender.take_over(copy)
+    assert primary.log_sender.has_all and not primary.log_sender.passed_on
     put(copy.store, ["b"])
-    assert primary.shipping._end == sum(len(one.ops) for one in shipped) + 1
+    assert primary.log_sender._end == sum(len(one.records) for one in shipped) + 1
     await primary.end()
 
 
@@ -399,16 +401,16 @@ async def test_of_two_copies_the_backup_ends_with_the_one_that_is_served() -> No
     await primary.begin()
     one, other = (Entry(Store("q", Definition({"s": ["tokens"]}), 1)) for _ in "ab")
     put(one.store, ["a"])
-    primary.shipping.pass_on(one.store)
+    primary.log_sender.pass_on(one.store)
     put(other.store, ["a", "b"])
     primary.host.entries["q"] = other
-    primary.shipping.take_over(other)
-    primary.shipping.turned(primary.roster)
-    while not primary.shipping.has_all:
+    primary.log_sender.take_over(other)
+    primary.log_sender.turned(primary.roster)
+    while not primary.log_sender.has_all:
         await asyncio.sleep(0)
-    shipped = [one for body in backup.got[1:] for one in body.shipments]
-    assert [one.ops[0] == BEGUN for one in shipped] == [True, True]
-    assert shipped[0].ops[-1] == encoded(encode(Ended()))
+    shipped = [one for body in backup.got[1:] for one in body.partitions]
+    assert [one.records[0] == BEGUN for one in shipped] == [True, True]
+    assert shipped[0].records[-1] == encoded(encode(Ended()))
     await primary.end()
 
 
@@ -418,39 +420,39 @@ async def test_a_new_backup_gets_what_is_passed_on_as_well(ended: bool) -> None:
     backup = Backup()
     primary = Primary(backup)
     copy = Entry(Store("q", Definition({"s": ["tokens"]}), 1))
-    primary.shipping.pass_on(copy.store)
+    primary.log_sender.pass_on(copy.store)
     if ended:
-        primary.shipping.happened(copy.store, Ended())
+        primary.log_sender.happened(copy.store, Ended())
     await primary.begin()
-    assert [one.partition for one in backup.got[0].shipments] == ["q"] * (not ended)
+    assert [one.partition for one in backup.got[0].partitions] == ["q"] * (not ended)
     await primary.end()
 
 
-async def test_a_dump_goes_in_pieces_and_what_happens_meanwhile_follows_it_once(
+async def test_a_snapshot_goes_in_pieces_and_what_happens_meanwhile_follows_it_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(appends, "MESSAGE_BYTES", 400)
-    monkeypatch.setattr(appends, "DUMPED_BYTES", 800)
+    monkeypatch.setattr(log_sender, "MESSAGE_BYTES", 400)
+    monkeypatch.setattr(log_sender, "SNAPSHOT_BYTES", 800)
     monkeypatch.setattr(journal, "PIECE_ROWS", 4)
     backup = Backup()
     primary = Primary(backup)
     entry, other = primary.declare(), Entry(Store("q", Definition({"s": ["tokens"]}), 1))
     primary.host.entries["q"] = other
-    primary.shipping.watch(other)
+    primary.log_sender.watch(other)
     for n in range(50):
         put(entry.store, [f"before {n} {row}" for row in range(10)])
-    primary.shipping.turned(primary.roster)
+    primary.log_sender.turned(primary.roster)
     changes, most, turns = 0, 0, 0
-    while not primary.shipping.synced:
+    while not primary.log_sender.synced:
         turns += 1
-        most = max(most, primary.shipping._queued_bytes)
+        most = max(most, primary.log_sender._queued_bytes)
         if turns % 10 == 0 and changes < 20:
             put(entry.store, [f"meanwhile {changes}"])
             put(other.store, [f"elsewhere {changes}"])
             dropped = [f"before {n} {changes % 10}" for n in (7, 35)]
             entry.store.drop(named(dropped[changes // 10 :]))
             changes += 1
-        assert primary.shipping.carry(primary.roster.owners[1], b"1") is None
+        assert primary.log_sender.carry(primary.roster.owners[1], b"1") is None
         await asyncio.sleep(0)
     assert changes == 20 and len(backup.got) > 20 and most < 8_000
     await primary.until_confirmed()
@@ -465,14 +467,14 @@ async def test_a_dump_goes_in_pieces_and_what_happens_meanwhile_follows_it_once(
     await primary.end()
 
 
-async def test_a_partition_that_ends_before_its_dump_is_told_as_ended() -> None:
+async def test_a_partition_that_ends_before_its_snapshot_is_told_as_ended() -> None:
     backup = Backup()
     primary = Primary(backup)
     entry = primary.declare()
     put(entry.store, ["a"])
-    primary.shipping.turned(primary.roster)
+    primary.log_sender.turned(primary.roster)
     entry.store.clear()
-    primary.shipping.happened(entry.store, Ended())
+    primary.log_sender.happened(entry.store, Ended())
     entry.store.emit(Ended())  # type: ignore[misc]
     await primary.begin()
     assert list(backup.ops_of("p")) == [Begun(entry.store.declared), Ended()]
@@ -483,15 +485,15 @@ async def test_whose_backup_may_be_called_in_sync_answers_nothing_that_it_does_n
     """The authority calls it so before the primary hears of that."""
     backup = Backup()
     primary = Primary(backup)
-    primary.shipping.turned(primary.roster)
+    primary.log_sender.turned(primary.roster)
     while not backup.got:
         await asyncio.sleep(0)
     early = primary.declare()  # its callers did not wait: the stream had not been taken yet
-    while primary.shipping.has_all is False:
+    while primary.log_sender.has_all is False:
         assert not primary.host.progress.required
         await asyncio.sleep(0)
-    assert primary.shipping.has_all is None
-    while not primary.shipping.has_all:
+    assert primary.log_sender.has_all is None
+    while not primary.log_sender.has_all:
         await asyncio.sleep(0)
     assert primary.host.progress.is_settled
     put(early.store, ["a"])
@@ -514,17 +516,17 @@ async def test_nor_while_the_roster_may_be_on_its_way_that_calls_it_in_sync() ->
     backup.refusals = [ProtocolError("broken")] * 2
     primary.declare()
     told = primary.host.progress.reached(time.monotonic() + 30)
-    while primary.shipping.has_all:
+    while primary.log_sender.has_all:
         await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert not told.done()
     in_sync = dataclasses.replace(primary.roster, in_sync=np.ones_like(primary.roster.in_sync))
     primary.host.roster = in_sync
-    primary.shipping.turned(in_sync)
+    primary.log_sender.turned(in_sync)
     comes.set()
     for _ in range(10):
         await asyncio.sleep(0)
-    assert not told.done() and primary.shipping.has_all is False
+    assert not told.done() and primary.log_sender.has_all is False
     await primary.end()
 
 
@@ -532,30 +534,30 @@ async def test_nobody_hears_of_what_is_at_no_backup_while_one_that_begins_anew_m
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Another roster comes meanwhile, because somebody joins."""
-    monkeypatch.setattr(appends, "RETRY_S", 0.0)
+    monkeypatch.setattr(log_sender, "RETRY_S", 0.0)
     backup = Backup()
     primary = Primary(backup)
     await primary.begin()
     in_sync = dataclasses.replace(primary.roster, in_sync=np.ones_like(primary.roster.in_sync))
     primary.host.roster = in_sync
-    primary.shipping.turned(in_sync)
+    primary.log_sender.turned(in_sync)
     backup.refusals = [ProtocolError("broken")] * 2
     primary.declare()
     told = primary.host.progress.reached(time.monotonic() + 30)
-    while primary.shipping.synced or len(backup.tasks) < 3:
+    while primary.log_sender.synced or len(backup.tasks) < 3:
         await asyncio.sleep(0)
     for _ in range(10):
         await asyncio.sleep(0)
-        primary.shipping.turned(dataclasses.replace(in_sync))
+        primary.log_sender.turned(dataclasses.replace(in_sync))
     assert len(backup.got) == 3 and not told.done()
     primary.host.roster = primary.roster
-    primary.shipping.turned(primary.roster)
+    primary.log_sender.turned(primary.roster)
     await asyncio.sleep(0)
     assert backup.told and not told.done()  # until it knows that it is called so no more
     backup.hears.set()
     await told
     assert told.done()  # who dies now loses the partition, and that is told
-    while not primary.shipping.synced:
+    while not primary.log_sender.synced:
         await asyncio.sleep(0)
     assert primary.host.progress.is_settled
     await primary.end()
@@ -591,17 +593,17 @@ class Parting:
 
     def follow(self, roster: Roster) -> None:
         self.primary.host.roster = roster
-        self.primary.shipping.turned(roster)
+        self.primary.log_sender.turned(roster)
 
 
 async def test_nothing_leaves_before_a_backup_that_was_in_sync_knows_that_it_is_none() -> None:
     """Had it and a new keeper known of none but the roster before, it had taken over what it has,
     and what was told since was undone."""
     parting = Parting()
-    shipping, there = parting.primary.shipping, parting.primary.roster.owners[1]
+    sender, there = parting.primary.log_sender, parting.primary.roster.owners[1]
     told = await parting.turn()
     assert parting.backup.told == [(there, Rostered(parting.primary.host.roster.table))]
-    assert not told.done() and shipping.has_all is False and shipping.carry(there, b"1") is None
+    assert not told.done() and sender.has_all is False and sender.carry(there, b"1") is None
     parting.backup.hears.set()
     await told
     await parting.primary.end()
@@ -624,7 +626,7 @@ async def test_who_is_the_backup_again_before_it_knew_hears_that_it_is_not_in_sy
     assert len(parting.backup.told) == 2 and not told.done()
     parting.backup.hears.set()
     await told
-    while not parting.primary.shipping.has_all:
+    while not parting.primary.log_sender.has_all:
         await asyncio.sleep(0)
     assert len(streams) == 1 and parting.backup.got[-1].stream not in streams
     await parting.primary.end()
@@ -637,11 +639,11 @@ async def test_a_late_backup_gets_the_rest_of_the_stream_when_it_knows_that_it_i
     """It got everything again. confirms: it has the late record before it knows."""
     parting = Parting()
     backup, primary = parting.backup, parting.primary
-    shipping, progress = primary.shipping, primary.host.progress
+    sender, progress = primary.log_sender, primary.host.progress
     await primary.begin()
     parting.follow(parting.before)
     entry = primary.declare()
-    shipping._go_on()
+    sender._go_on()
     while not progress.is_settled:
         await asyncio.sleep(0)
     replies, call = asyncio.Event(), backup.call
@@ -654,7 +656,7 @@ async def test_a_late_backup_gets_the_rest_of_the_stream_when_it_knows_that_it_i
     put(entry.store, ["a"])
     reply = progress.reached(time.monotonic() + 30)
     await asyncio.sleep(0)
-    shipping.demote()
+    sender.demote()
     parting.follow(parting.turned_to())
     put(entry.store, ["b"])
     if confirms:
@@ -663,17 +665,17 @@ async def test_a_late_backup_gets_the_rest_of_the_stream_when_it_knows_that_it_i
     later = progress.reached(time.monotonic() + 30) if not confirms else None
     for _ in range(10):
         await asyncio.sleep(0)
-    assert shipping.has_all is False and reply.done() == confirms
+    assert sender.has_all is False and reply.done() == confirms
     backup.hears.set()
     await reply
     if later is not None:
         await later
     replies.set()
     await primary.until_confirmed()
-    while not shipping.has_all:
+    while not sender.has_all:
         await asyncio.sleep(0)
     assert len({one.stream for one in backup.got}) == 1
-    assert sum(len(one.ops) for body in backup.got for one in body.shipments) == 3
+    assert sum(len(one.records) for body in backup.got for one in body.partitions) == 3
     await primary.end()
 
 

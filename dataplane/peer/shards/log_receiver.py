@@ -1,4 +1,4 @@
-"""The backup's side of replication: replays the operations of other peers' stores into copies.
+"""The backup's side of the log: replays the log records of other peers' stores into copies.
 
 When the roster assigns the shards of another peer to this one, this peer serves the copies as
 its own. It tells the owners of values what those shards reference.
@@ -19,18 +19,18 @@ import numpy as np
 from dataplane.errors import ProtocolError, StaleEpoch, counted
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.journal import apply
-from dataplane.metadata.shard.second_copies import Copies, Named, named_by
+from dataplane.metadata.shard.replicas import Named, Replicas, named_by
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import CallContext, Caller, Host, call_context
 from dataplane.peer.net.mesh import Mesh
-from dataplane.peer.shards.appends import PIECE_S, Shipping
+from dataplane.peer.shards.log_sender import PIECE_S, LogSender
 from dataplane.peer.shards.partitions import Partitions
 from dataplane.peer.shards.references import References
-from dataplane.peer.shards.replication import AHEAD_S, BATCH_BYTES
-from dataplane.wire.journal import Begun, Ended, Op, Relocated
+from dataplane.peer.shards.value_replicas import AHEAD_S, BATCH_BYTES
+from dataplane.wire.journal import Begun, Ended, LogRecord, Relocated
 from dataplane.wire.messages import Body, Done, Dropped
-from dataplane.wire.peering import Append, Confirm, Duplicate, Inherited, Shipment
-from dataplane.wire.records import RANGE, U4, U8, Array, column, ids_of
+from dataplane.wire.packed import RANGE, U4, U8, Array, column, ids_of
+from dataplane.wire.peering import Append, Confirm, Duplicate, Inherited, PartitionLog
 from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
@@ -40,10 +40,10 @@ Key = tuple[str, int]
 
 @dataclass(slots=True)
 class _Copy:
-    """of one partition. values: second copies of what the primary wrote, with replicas=2"""
+    """of one partition. values: replicas of what the primary wrote, with replicas=2"""
 
     store: Store
-    values: Copies | None = None
+    values: Replicas | None = None
 
 
 @dataclass(slots=True)
@@ -54,22 +54,22 @@ class _Origin:
     next: int = 0
     copies: dict[Key, _Copy] = field(default_factory=dict)
     valued: int = 0
-    """of the copies, those of which second copies of values are kept here"""
+    """of the copies, those of which replicas of values are kept here"""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     ahead: dict[tuple[Key, bytes], contextlib.ExitStack] = field(default_factory=dict)
     """what has copies that no row names yet, by partition and ranges"""
 
 
 @dataclass(eq=False, repr=False)
-class Replicas:
+class LogReceiver:
     host: Host
     mesh: Mesh
     partitions: Partitions
-    shipping: Shipping
+    log_sender: LogSender
     references: References
 
     def __post_init__(self) -> None:
-        self.copying = self.shipping.copying
+        self.value_replicas = self.log_sender.value_replicas
         self._origins: dict[Owner, _Origin] = {}
         self._confirmed: dict[Owner, float] = {}
         """when this peer confirmed last that it takes over from nobody whom it backs up"""
@@ -81,11 +81,11 @@ class Replicas:
         return sum(len(c.store) for o in self._origins.values() for c in o.copies.values())
 
     def has(self, address: str) -> tuple[int, int] | None:
-        """Return the stream of a peer's operations and how many of them are here. None if that is
+        """Return the stream of a peer's records and how many of them are here. None if that is
         unknown.
 
-        It is unknown if the operations need replicas whose bytes are not all here, or if this
-        peer must ship the operations to its own backup.
+        It is unknown if the records need replicas whose bytes are not all here, or if this
+        peer must ship the records to its own backup.
         """
         for owner, origin in self._origins.items():
             if owner.peer == address and not origin.valued and not self._passes_on(address):
@@ -107,7 +107,7 @@ class Replicas:
     # replaying
 
     def append(self, caller: Caller, body: Append) -> Body | Awaitable[Body]:
-        """Append operations to the sender's copies. Raise StaleEpoch if this peer is not the
+        """Append records to the sender's copies. Raise StaleEpoch if this peer is not the
         sender's backup, and ProtocolError if the copy has a gap and needs a new snapshot."""
         if self.host.roster.backup_of(caller.address)[0] != self.host.address:
             raise StaleEpoch(
@@ -125,35 +125,35 @@ class Replicas:
         if origin is None:
             raise ProtocolError(
                 f"gap in the replication log from the peer at {caller.address}: expected "
-                f"operation 0 of a new stream, got operation {body.first}. The primary must send "
+                f"record 0 of a new stream, got record {body.first}. The primary must send "
                 "a new snapshot"
             )
         # Of what comes before it, some may be under way.
         waits = origin.lock.locked() or body.first > origin.next
         if waits or _brings_values(origin, body):
             return self._append_in_turns(caller, origin, body)
-        if self._replay(caller.owner, origin, _new(origin, body).shipments):
+        if self._replay(caller.owner, origin, _new(origin, body).partitions):
             return self._append_in_turns(caller, origin, body)
         return Done()
 
     async def _append_in_turns(self, caller: Caller, origin: _Origin, body: Append) -> Body:
         """Replay the message in pieces. If the sender stops waiting, its next attempt begins behind
-        the operations that were replayed. Bringing the values of one operation may take longer than
+        the records that were replayed. Bringing the values of one record may take longer than
         an attempt and would begin from the start, so this goes on without the sender."""
         call_context.set(CallContext())
         async with origin.lock:
-            for shipment in _new(origin, body).shipments:
-                copy = origin.copies.get((shipment.partition, shipment.generation))
+            for part in _new(origin, body).partitions:
+                copy = origin.copies.get((part.partition, part.generation))
                 if copy is None or copy.values is None:  # nobody was promised what only begins
-                    await self._replay_in_turns(caller.owner, origin, shipment)
+                    await self._replay_in_turns(caller.owner, origin, part)
                     continue
-                for piece, named in _pieces(shipment, caller.owner):
+                for piece, named in _pieces(part, caller.owner):
                     async with self._beforehand(caller.owner, origin, copy.values, named):
                         await self._replay_in_turns(caller.owner, origin, piece)
             if not self.host.roster.backup_of(caller.address)[1]:
                 for copy in list(origin.copies.values()):  # it is no backup before it has them all
                     if copy.values is not None:
-                        await self.copying.copy_here(copy.values, caller.owner)
+                        await self.value_replicas.copy_here(copy.values, caller.owner)
         return Done()
 
     async def duplicate(self, caller: Caller, body: Duplicate) -> Body:
@@ -166,9 +166,9 @@ class Replicas:
         if origin is None or copy is None or copy.values is None:
             return Done()  # of a partition that only begins here, it is no copy yet
         held = contextlib.ExitStack()
-        held.enter_context(self.copying.held(copy.values, [(caller.owner, ranges, nbytes)]))
+        held.enter_context(self.value_replicas.held(copy.values, [(caller.owner, ranges, nbytes)]))
         try:
-            await self.copying.copy_here(copy.values, caller.owner, ranges)
+            await self.value_replicas.copy_here(copy.values, caller.owner, ranges)
         except BaseException:
             held.close()
             raise
@@ -182,25 +182,25 @@ class Replicas:
             await self._copy_to_own_backup(caller.owner, copy.store, copy.values)
         return Done()
 
-    async def _copy_to_own_backup(self, owner: Owner, store: Store, values: Copies) -> None:
+    async def _copy_to_own_backup(self, owner: Owner, store: Store, values: Replicas) -> None:
         """What lies at a peer that leaves and here is at this peer's backup before the rows name
         this one alone: it might be lost as soon as it has them."""
-        await self.copying.copy_here(values, owner)
+        await self.value_replicas.copy_here(values, owner)
         await self.host.progress.reached(call_context.get().until)
-        entry = self.shipping.passed_on.get((store.partition, store.generation))
+        entry = self.log_sender.passed_on.get((store.partition, store.generation))
         if entry is None:  # it was dropped meanwhile
             return
-        await self.copying.copy_held_to_backup(entry, values, owner)
-        await self.copying.copy_to_backup(entry, *store.named(self.host.owner))
+        await self.value_replicas.copy_held_to_backup(entry, values, owner)
+        await self.value_replicas.copy_to_backup(entry, *store.named(self.host.owner))
 
     @contextlib.asynccontextmanager
     async def _beforehand(
-        self, owner: Owner, origin: _Origin, values: Copies, named: list[Named]
+        self, owner: Owner, origin: _Origin, values: Replicas, named: list[Named]
     ) -> AsyncIterator[None]:
-        """Second copies of what the primary wrote are here before its operations are replayed."""
-        with self.copying.held(values, named):
+        """Bring replicas of what the primary wrote here before its records are replayed."""
+        with self.value_replicas.held(values, named):
             if named:
-                await self.copying.copy_here(
+                await self.value_replicas.copy_here(
                     values, owner, np.concatenate([one[1] for one in named])
                 )
             self._check_backs_up(owner, origin)
@@ -217,22 +217,24 @@ class Replicas:
                 f"{owner.peer}: repeat the call"
             )
 
-    async def _replay_in_turns(self, owner: Owner, origin: _Origin, shipment: Shipment) -> None:
-        rest = [shipment]
+    async def _replay_in_turns(self, owner: Owner, origin: _Origin, part: PartitionLog) -> None:
+        rest = [part]
         while rest:
             await asyncio.sleep(0)
             self._check_backs_up(owner, origin)
             rest = self._replay(owner, origin, rest)
 
-    def _replay(self, owner: Owner, origin: _Origin, shipments: list[Shipment]) -> list[Shipment]:
-        """Replay operations for `PIECE_S`. Returns those that are left."""
+    def _replay(
+        self, owner: Owner, origin: _Origin, parts: list[PartitionLog]
+    ) -> list[PartitionLog]:
+        """Replay records for `PIECE_S`. Returns those that are left."""
         until = self.host.now() + PIECE_S
-        rest: list[Shipment] = []
+        rest: list[PartitionLog] = []
         try:
-            for shipment in shipments:
-                left = shipment.ops if rest else self._carry_out(owner, origin, shipment, until)
+            for part in parts:
+                left = part.records if rest else self._carry_out(owner, origin, part, until)
                 if left:
-                    rest.append(Shipment(shipment.partition, shipment.generation, left))
+                    rest.append(PartitionLog(part.partition, part.generation, left))
         except Exception:  # of whatever kind: what it was about may be changed by half
             self._forget(owner)
             raise
@@ -249,59 +251,59 @@ class Replicas:
         since."""
         home = self.host.roster.home
         for key, copy in origin.copies.items() if self._passes_on(owner.peer) else ():
-            if key not in self.shipping.passed_on and home(key[0]) == owner.peer:
-                self.shipping.pass_on(copy.store)
+            if key not in self.log_sender.passed_on and home(key[0]) == owner.peer:
+                self.log_sender.pass_on(copy.store)
 
     def _carry_out(
-        self, owner: Owner, origin: _Origin, shipment: Shipment, until: float
-    ) -> list[Op]:
-        """Carry out the first operations, until a time (monotonic). Returns those that are left."""
-        name, generation = key = shipment.partition, shipment.generation
+        self, owner: Owner, origin: _Origin, part: PartitionLog, until: float
+    ) -> list[LogRecord]:
+        """Carry out the first records, until a time (monotonic). Returns those that are left."""
+        name, generation = key = part.partition, part.generation
         copy = origin.copies.get(key)
-        for done, op in enumerate(shipment.ops, 1):
-            if isinstance(op, Begun):
+        for done, record in enumerate(part.records, 1):
+            if isinstance(record, Begun):
                 self.partitions.heard(name, generation)
-                store = Store(name, op.definition, generation, self.host.numbers)
-                values = Copies() if op.definition.replicas == 2 else None
+                store = Store(name, record.definition, generation, self.host.numbers)
+                values = Replicas() if record.definition.replicas == 2 else None
                 copy = origin.copies[key] = _Copy(store, values)
                 origin.valued += values is not None
             elif copy is None:
                 raise ProtocolError(
-                    f"unexpected operation for partition {name!r} (generation "
+                    f"unexpected record for partition {name!r} (generation "
                     f"{generation}): expected the partition's declaration first. The primary must "
                     "send a new snapshot"
                 )
             else:
-                apply(copy.store, op, self.host.now())
-                self.shipping.happened(copy.store, op)
-                self._follow(owner, origin, copy, op)
-                if isinstance(op, Ended):
-                    self.partitions.ended(op.change, Dropped(op.rows, op.bytes))
+                apply(copy.store, record, self.host.now())
+                self.log_sender.happened(copy.store, record)
+                self._follow(owner, origin, copy, record)
+                if isinstance(record, Ended):
+                    self.partitions.ended(record.change, Dropped(record.rows, record.bytes))
                     del origin.copies[key]
                     origin.valued -= copy.values is not None
             origin.next += 1
             if self.host.now() > until:
-                return shipment.ops[done:]
+                return part.records[done:]
         return []
 
-    def _follow(self, owner: Owner, origin: _Origin, copy: _Copy, op: Op) -> None:
-        """Values that the primary wrote get second copies here, for as long as rows name them. So
+    def _follow(self, owner: Owner, origin: _Origin, copy: _Copy, record: LogRecord) -> None:
+        """Values that the primary wrote get replicas here, for as long as rows name them. So
         do those that it got from an owner that is gone, or has of rows that it passes on: nobody
         waits for these."""
         freed = copy.store.freed()
         if copy.values is None:
             return
-        named = [one[1:] for one in named_by(op) if one[0] == owner]
-        if isinstance(op, Relocated) and op.to_owner == owner:
-            named.append(_those(copy.store, owner, column(op.to_ranges, RANGE)))
+        named = [one[1:] for one in named_by(record) if one[0] == owner]
+        if isinstance(record, Relocated) and record.to_owner == owner:
+            named.append(_those(copy.store, owner, column(record.to_ranges, RANGE)))
         there = [copy.values.note(owner, *one) for one in named]
         for ranges, _ in named:
             _named(origin, ((copy.store.partition, copy.store.generation), ranges.tobytes()))
         if not all(there) and self.host.roster.backup_of(owner.peer)[1]:
             here = functools.partial(self._backs_up, owner, origin)
-            self.copying.copy_here_later(copy.values, copy.store.partition, owner, here)
+            self.value_replicas.copy_here_later(copy.values, copy.store.partition, owner, here)
         for gone in freed:
-            self.copying.room.release(copy.values.freed(*gone))
+            self.value_replicas.room.release(copy.values.freed(*gone))
 
     def _forget(self, owner: Owner) -> None:
         origin = self._origins.pop(owner, None)
@@ -309,13 +311,13 @@ class Replicas:
             self._drop(copy)
 
     def _drop(self, copy: _Copy) -> None:
-        self.shipping.happened(copy.store, Ended())
+        self.log_sender.happened(copy.store, Ended())
         self._release(copy)
 
     def _release(self, copy: _Copy) -> None:
-        """Second copies of values that are not needed, or not whole."""
+        """Release replicas of values that are not needed, or not whole."""
         if copy.values is not None:
-            self.copying.room.release(copy.values.clear())
+            self.value_replicas.room.release(copy.values.clear())
 
     # taking over
 
@@ -396,11 +398,11 @@ class Replicas:
             entry = self.partitions.serve(copy.store)
             entry.inherited = set(copy.store.answers)
             self._named |= copy.store.answers.callers
-            self.shipping.take_over(entry)
+            self.log_sender.take_over(entry)
             if copy.values is not None:
-                self.copying.succeed(entry, copy.values, owner)
+                self.value_replicas.succeed(entry, copy.values, owner)
                 self._release(copy)
-                self.copying.note_all(entry)
+                self.value_replicas.note_all(entry)
             members = self.host.roster.owners
             for holder in entry.store.lessees:
                 if not any(one.has_session(holder) for one in members):
@@ -446,37 +448,37 @@ def _new(origin: _Origin, body: Append) -> Append:
     """Without what was carried out before. ProtocolError where some are missing before it."""
     if body.first > origin.next:
         raise ProtocolError(
-            f"gap in the replication log: expected operation {origin.next}, got operation "
+            f"gap in the replication log: expected record {origin.next}, got record "
             f"{body.first}. The primary must send a new snapshot"
         )
     passed, rest = origin.next - body.first, []
-    for one in body.shipments:
-        if passed < len(one.ops):
-            rest.append(Shipment(one.partition, one.generation, one.ops[passed:]))
-        passed = max(0, passed - len(one.ops))
+    for one in body.partitions:
+        if passed < len(one.records):
+            rest.append(PartitionLog(one.partition, one.generation, one.records[passed:]))
+        passed = max(0, passed - len(one.records))
     return Append(body.stream, origin.next, rest)
 
 
-def _pieces(one: Shipment, owner: Owner) -> Iterator[tuple[Shipment, list[Named]]]:
-    """Of a partition that is here already: in order, operations that write few bytes of the owner,
+def _pieces(one: PartitionLog, owner: Owner) -> Iterator[tuple[PartitionLog, list[Named]]]:
+    """Of a partition that is here already: in order, records that write few bytes of the owner,
     and what those name."""
-    ops: list[Op] = []
+    records: list[LogRecord] = []
     named: list[Named] = []
     written = 0
-    for op in one.ops:
-        mine = [found for found in named_by(op) if found[0] == owner]
+    for record in one.records:
+        mine = [found for found in named_by(record) if found[0] == owner]
         more = sum(int(nbytes.sum()) for *_, nbytes in mine)
-        if ops and written + more > BATCH_BYTES:
-            yield Shipment(one.partition, one.generation, ops), named
-            ops, named, written = [], [], 0
-        ops.append(op)
+        if records and written + more > BATCH_BYTES:
+            yield PartitionLog(one.partition, one.generation, records), named
+            records, named, written = [], [], 0
+        records.append(record)
         named += mine
         written += more
-    yield Shipment(one.partition, one.generation, ops), named
+    yield PartitionLog(one.partition, one.generation, records), named
 
 
 def _brings_values(origin: _Origin, body: Append) -> bool:
-    """Whether second copies of values may have to be made."""
-    first = [one.ops[0] for one in body.shipments if one.ops]
-    begun = [op.definition for op in first if isinstance(op, Begun)]
+    """Whether replicas of values may have to be made."""
+    first = [one.records[0] for one in body.partitions if one.records]
+    begun = [record.definition for record in first if isinstance(record, Begun)]
     return origin.valued > 0 or any(one.replicas == 2 for one in begun)

@@ -13,9 +13,9 @@ import numpy as np
 
 from dataplane.metadata.tables.incoming import check_owners
 from dataplane.wire.checkpoint import Restore
-from dataplane.wire.journal import Given, Op
+from dataplane.wire.journal import Given, LogRecord
 from dataplane.wire.messages import Finish, Put
-from dataplane.wire.records import RANGE, U8, Array, ids_of, ranges_of
+from dataplane.wire.packed import RANGE, U8, Array, ids_of, ranges_of
 from dataplane.wire.tables import INLINE, Chunk, Owner
 
 
@@ -26,7 +26,7 @@ class _Copy:
     local: tuple[int, int] | None = None
 
 
-class Copies:
+class Replicas:
     """The replicas of one partition. Local ranges are RANGE records with one reference each."""
 
     def __init__(self) -> None:
@@ -120,14 +120,14 @@ Named = tuple[Owner, Array, Array]
 """Chunks of an owner: RANGE, u8 their bytes."""
 
 
-def named_by(op: Op) -> list[Named]:
-    """The chunks that an operation or a message names. It holds one reference to each."""
-    if not isinstance(op, Given | Finish | Restore | Put):
+def named_by(record: LogRecord) -> list[Named]:
+    """The chunks that a record or a message names. It holds one reference to each."""
+    if not isinstance(record, Given | Finish | Restore | Put):
         return []
-    check_owners(op.values)
+    check_owners(record.values)
     by_owner: dict[Owner, list[Chunk]] = {}
-    for chunk in op.values.chunks:
-        by_owner.setdefault(op.values.owners[chunk.owner], []).append(chunk)
+    for chunk in record.values.chunks:
+        by_owner.setdefault(record.values.owners[chunk.owner], []).append(chunk)
     by_owner.pop(INLINE, None)
     return [
         (

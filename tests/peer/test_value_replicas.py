@@ -1,4 +1,4 @@
-"""Second copies of another peer's values: how many transfers, and what one attempt leaves."""
+"""Replicas of another peer's values: how many transfers, and what one attempt leaves."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ from dataplane.memory.space import PULLER, Space
 from dataplane.metadata.roster.authority import Authority
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.reasons import Notices
-from dataplane.metadata.shard.second_copies import Copies
+from dataplane.metadata.shard.replicas import Replicas
 from dataplane.peer.host import CallContext, Caller, Entry, call_context
 from dataplane.peer.pull.pulls import Pulls
 from dataplane.peer.room.admission import Room
-from dataplane.peer.shards import backup as backups
-from dataplane.peer.shards import replication
-from dataplane.peer.shards.appends import ATTEMPT_S
-from dataplane.peer.shards.backup import Replicas
-from dataplane.peer.shards.replication import BATCH_BYTES, Copying
+from dataplane.peer.shards import log_receiver, value_replicas
+from dataplane.peer.shards.log_receiver import LogReceiver
+from dataplane.peer.shards.log_sender import ATTEMPT_S
+from dataplane.peer.shards.value_replicas import BATCH_BYTES, ValueReplicas
 from dataplane.transport.registry import TCP
 from dataplane.transport.seam import ReadOutcome, Records, Remote
-from dataplane.wire.journal import Begun, Op
+from dataplane.wire.journal import Begun, LogRecord
 from dataplane.wire.messages import Done, Put
-from dataplane.wire.peering import Append, Beat, CanFree, Duplicate, Pull, Pulled, Shipment
-from dataplane.wire.records import RANGE, U8
+from dataplane.wire.packed import RANGE, U8
+from dataplane.wire.peering import Append, Beat, CanFree, Duplicate, PartitionLog, Pull, Pulled
 from dataplane.wire.tables import Owner
 from tests.metadata import stores
 
@@ -119,7 +118,7 @@ class Peer:
         room = Room(self.host, self.mesh)
         pulls = Pulls(self.host, self.mesh, room, None)  # type: ignore[arg-type]
         pulls.use(engine)
-        self.copying = Copying(self.host, self.mesh, pulls, room)
+        self.value_replicas = ValueReplicas(self.host, self.mesh, pulls, room)
 
     async def _another_roster(self, *of: Any) -> bool:
         await self.turned.wait()
@@ -141,7 +140,7 @@ def number(n: int) -> int:
 
 
 def test_of_an_empty_chunk_a_copy_is_needed_too() -> None:
-    copies, one = Copies(), np.zeros(1, RANGE)
+    copies, one = Replicas(), np.zeros(1, RANGE)
     one["generation"] = 1
     assert not copies.note(THERE, one, np.zeros(1, U8))
     ranges, nbytes = copies.missing(THERE)
@@ -153,10 +152,10 @@ async def test_what_was_freed_meanwhile_costs_no_transfer_of_its_own() -> None:
     not get in sync while its primary was busy."""
     engine = Engine(set(range(1, VALUES, 2)))
     peer = Peer(engine)
-    copies, ranges = Copies(), np.zeros(VALUES, RANGE)
+    copies, ranges = Replicas(), np.zeros(VALUES, RANGE)
     ranges["range"], ranges["generation"] = np.arange(VALUES), 1
     copies.note(THERE, ranges, np.full(VALUES, VALUE_BYTES, U8))
-    await peer.copying.copy_here(copies, THERE)
+    await peer.value_replicas.copy_here(copies, THERE)
     assert len(engine.reads) == 1
     missing, _ = copies.missing(THERE)
     assert missing["range"].tolist() == list(range(1, VALUES, 2))
@@ -171,37 +170,37 @@ async def test_what_was_freed_meanwhile_costs_no_transfer_of_its_own() -> None:
 async def test_what_was_freed_meanwhile_needs_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a backup's arena was full, it waited for room for values whose rows had been dropped,
     and did not come to the drop, behind them in the stream, which would have made some."""
-    monkeypatch.setattr(replication, "PATIENCE_S", 0.05)
-    peer, copies, ranges = Peer(Engine(set())), Copies(), np.zeros(VALUES, RANGE)
+    monkeypatch.setattr(value_replicas, "PATIENCE_S", 0.05)
+    peer, copies, ranges = Peer(Engine(set())), Replicas(), np.zeros(VALUES, RANGE)
     ranges["range"], ranges["generation"] = np.arange(VALUES), 1
     copies.note(THERE, ranges, np.full(VALUES, VALUE_BYTES, U8))
     left = peer.space.stats()["classes"]["open"]["room_bytes"]
-    await peer.copying.room.reserve(PULLER, Admission.OPEN, [np.array([left], U8)], 1.0)
+    await peer.value_replicas.room.reserve(PULLER, Admission.OPEN, [np.array([left], U8)], 1.0)
     freed = bytearray(VALUES)
 
     peer.mesh.call = says_which_are_gone(freed)
     with pytest.raises(BackPressure):
-        await peer.copying.copy_here(copies, THERE)
+        await peer.value_replicas.copy_here(copies, THERE)
     freed[:] = b"\1" * VALUES
-    await peer.copying.copy_here(copies, THERE)
+    await peer.value_replicas.copy_here(copies, THERE)
 
 
 async def test_a_write_that_finds_no_room_for_them_ends_before_its_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A message that waited until then held its caller's floor, and acks waited behind it."""
-    monkeypatch.setattr(replication, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(value_replicas, "PATIENCE_S", 0.05)
     peer = Peer(Engine(set()))
     left = peer.space.stats()["classes"]["open"]["room_bytes"]
-    await peer.copying.room.reserve(PULLER, Admission.OPEN, [np.array([left], U8)], 1.0)
+    await peer.value_replicas.room.reserve(PULLER, Admission.OPEN, [np.array([left], U8)], 1.0)
 
     peer.mesh.call = says_which_are_gone(bytes(1))
-    entry: Any = SimpleNamespace(copies=Copies(), name="p", generation=1)
+    entry: Any = SimpleNamespace(replicas=Replicas(), name="p", generation=1)
     body = put_of("k", THERE, [0])
     call_context.set(CallContext(peer.host.now() + 60.0))
     began = peer.host.now()
     with pytest.raises(BackPressure):
-        async with peer.copying.beforehand(entry, body):
+        async with peer.value_replicas.beforehand(entry, body):
             raise AssertionError("there is no room")
     assert peer.host.now() - began < 20.0
 
@@ -209,10 +208,10 @@ async def test_a_write_that_finds_no_room_for_them_ends_before_its_deadline(
 async def test_those_of_rows_that_a_dead_peer_had_come_later_and_whoever_has_room_first() -> None:
     """An heir answered nobody before it had made all of them anew: where there was no room nobody
     could make any."""
-    peer, copies, ranges = Peer(Engine(set())), Copies(), np.zeros(VALUES, RANGE)
+    peer, copies, ranges = Peer(Engine(set())), Replicas(), np.zeros(VALUES, RANGE)
     ranges["range"], ranges["generation"] = np.arange(VALUES), 1
     left = peer.space.stats()["classes"]["open"]["room_bytes"]
-    count, taken = await peer.copying.room.reserve(
+    count, taken = await peer.value_replicas.room.reserve(
         PULLER, Admission.OPEN, [np.array([left], U8)], 1.0
     )
     spawned: list[asyncio.Task[None]] = []
@@ -222,12 +221,12 @@ async def test_those_of_rows_that_a_dead_peer_had_come_later_and_whoever_has_roo
     half = ranges[: VALUES // 2], ranges[VALUES // 2 :]
     for some in half:
         assert not copies.note(THERE, some, np.full(len(some), VALUE_BYTES, U8))
-        peer.copying.copy_here_later(copies, "step-1", THERE, lambda: True)
+        peer.value_replicas.copy_here_later(copies, "step-1", THERE, lambda: True)
     assert len(spawned) == 1, "one task makes all copies of an owner's"
     await asyncio.sleep(0.01)
     assert len(copies.missing(THERE)[0]) == VALUES
     peer.space.give_back(PULLER, taken)
-    peer.copying.room.pump()
+    peer.value_replicas.room.pump()
     await spawned[0]
     assert not len(copies.missing(THERE)[0])
     assert copies.note(THERE, ranges, np.full(VALUES, VALUE_BYTES, U8))
@@ -236,13 +235,13 @@ async def test_those_of_rows_that_a_dead_peer_had_come_later_and_whoever_has_roo
 async def test_a_backup_makes_them_before_rows_name_them_and_lets_go_of_what_none_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(backups, "AHEAD_S", 0.0)
+    monkeypatch.setattr(log_receiver, "AHEAD_S", 0.0)
     peer = Peer(engine := Engine(set()))
     append, replicas = backup(peer)
     caller = Caller(THERE.peer, THERE.incarnation)
-    shard, ops = stores.store(replicas=2), list[Op]()
+    shard, ops = stores.store(replicas=2), list[LogRecord]()
     shard.emit = ops.append
-    await append(caller, Append(5, 0, [Shipment("step-1", 1, [Begun(shard.definition)])]))
+    await append(caller, Append(5, 0, [PartitionLog("step-1", 1, [Begun(shard.definition)])]))
     ranges = np.zeros(2, RANGE)
     ranges["range"], ranges["generation"] = np.arange(2), 1
     sizes = np.full(2, VALUE_BYTES, U8).tobytes()
@@ -253,7 +252,7 @@ async def test_a_backup_makes_them_before_rows_name_them_and_lets_go_of_what_non
     for _ in range(2):
         assert await replicas.duplicate(caller, alone) == Done()
     shard.put(put_of("k0", THERE, [0]))
-    await append(caller, Append(5, 1, [Shipment("step-1", 1, ops)]))
+    await append(caller, Append(5, 1, [PartitionLog("step-1", 1, ops)]))
     assert engine.reads == [[0, 1]], "it was there"
     assert [len(one.ahead) for one in replicas._origins.values()] == [1]
     await asyncio.sleep(0.01)
@@ -268,11 +267,11 @@ async def test_a_backup_in_sync_makes_copies_of_what_came_with_a_partition_in_th
     peer.mesh.spawn = lambda work: spawned.append(asyncio.ensure_future(work))
     roster = peer.host.roster
     peer.host.roster = dataclasses.replace(roster, in_sync=np.ones_like(roster.in_sync))
-    shard, ops = stores.store(replicas=2), list[Op]()
+    shard, ops = stores.store(replicas=2), list[LogRecord]()
     shard.emit = ops.append
     shard.put(put_of("k0", THERE, [0]))
     caller = Caller(THERE.peer, THERE.incarnation)
-    await append(caller, Append(5, 0, [Shipment("step-1", 1, [Begun(shard.definition), *ops])]))
+    await append(caller, Append(5, 0, [PartitionLog("step-1", 1, [Begun(shard.definition), *ops])]))
     assert not engine.reads
     await asyncio.gather(*spawned)
     assert engine.reads == [[0]]
@@ -282,12 +281,12 @@ async def test_what_lies_at_one_that_leaves_and_its_heir_gets_copies_at_the_heir
     """The heir would be the only one that has it, as soon as it has the shards."""
     peer = Peer(engine := Engine(set()))
     append, replicas = backup(peer)
-    shard, ops = stores.store(replicas=2), list[Op]()
+    shard, ops = stores.store(replicas=2), list[LogRecord]()
     shard.emit = ops.append
     shard.put(put_of("k0", THERE, [7]))
     shard.put(put_of("k1", HERE, [8]))
     caller = Caller(THERE.peer, THERE.incarnation)
-    await append(caller, Append(5, 0, [Shipment("step-1", 1, [Begun(shard.definition), *ops])]))
+    await append(caller, Append(5, 0, [PartitionLog("step-1", 1, [Begun(shard.definition), *ops])]))
 
     told: list[Any] = []
 
@@ -301,7 +300,7 @@ async def test_what_lies_at_one_that_leaves_and_its_heir_gets_copies_at_the_heir
     peer.mesh.call = call
     peer.host.progress = SimpleNamespace(required=True, reached=reached)
     peer.host.roster = dataclasses.replace(peer.host.roster, leaving=frozenset([THERE.peer]))
-    replicas.shipping.passed_on = {("step-1", 1): Entry(shard)}
+    replicas.log_sender.passed_on = {("step-1", 1): Entry(shard)}
     body = Duplicate("step-1", 1, b"", b"")
     assert await replicas.duplicate(caller, body) == Done()
     assert engine.reads == [[7]]
@@ -317,7 +316,7 @@ async def test_what_waited_for_them_changes_nothing_at_a_peer_that_is_about_to_h
     peer = Peer(engine := Engine(set()))
     entry = Entry(stores.store(replicas=2))
     body = put_of("k", THERE, [0])
-    async with peer.copying.beforehand(entry, body):
+    async with peer.value_replicas.beforehand(entry, body):
         assert engine.reads == [[0]]
 
     def speak() -> None:
@@ -325,9 +324,9 @@ async def test_what_waited_for_them_changes_nothing_at_a_peer_that_is_about_to_h
 
     peer.host.speak = speak
     with pytest.raises(StaleEpoch):
-        async with peer.copying.beforehand(entry, body):
+        async with peer.value_replicas.beforehand(entry, body):
             raise AssertionError("it is entered")
-    assert not len(entry.copies or ())
+    assert not len(entry.replicas or ())
 
 
 async def test_copies_become_the_values_when_who_is_the_backup_by_then_has_its_own() -> None:
@@ -338,10 +337,10 @@ async def test_copies_become_the_values_when_who_is_the_backup_by_then_has_its_o
     peer.host.roster = roster = Roster.from_seeds(seeds, keeps=False)
     leaves, _ = roster.backup_of(HERE.peer)
     [follows] = {*seeds} - {HERE.peer, leaves}
-    copies, ranges = Copies(), np.zeros(1, RANGE)
+    copies, ranges = Replicas(), np.zeros(1, RANGE)
     ranges["generation"] = 1
     copies.note(THERE, ranges, np.full(1, VALUE_BYTES, U8))
-    await peer.copying.copy_here(copies, THERE)
+    await peer.value_replicas.copy_here(copies, THERE)
     local, _ = copies.held(THERE)
     told: list[tuple[str, bytes]] = []
 
@@ -353,16 +352,18 @@ async def test_copies_become_the_values_when_who_is_the_backup_by_then_has_its_o
 
     peer.mesh.call = call
     entry = Entry(stores.store(replicas=2))
-    await peer.copying.copy_held_to_backup(entry, copies, THERE)
+    await peer.value_replicas.copy_held_to_backup(entry, copies, THERE)
     assert told == [(leaves, local.tobytes()), (follows, local.tobytes())]
 
 
-def backup(peer: Peer) -> tuple[Any, Replicas]:
+def backup(peer: Peer) -> tuple[Any, LogReceiver]:
     """What takes messages of its primary there."""
     partitions: Any = SimpleNamespace(heard=lambda *generation: None)
-    shipping: Any = SimpleNamespace(copying=peer.copying, happened=lambda store, op: None)
+    sender: Any = SimpleNamespace(
+        value_replicas=peer.value_replicas, happened=lambda store, op: None
+    )
     references: Any = SimpleNamespace(inherited=None)
-    replicas = Replicas(peer.host, peer.mesh, partitions, shipping, references)
+    replicas = LogReceiver(peer.host, peer.mesh, partitions, sender, references)
     return replicas.append, replicas
 
 
@@ -373,13 +374,13 @@ async def test_what_one_attempt_brought_the_next_does_not_bring_again() -> None:
     append, replicas = backup(peer)
     caller = Caller(THERE.peer, THERE.incarnation)
 
-    shard, ops = stores.store(replicas=2), list[Op]()
+    shard, ops = stores.store(replicas=2), list[LogRecord]()
     shard.emit = ops.append
     for n in range(12):
         shard.put(put_of(f"k{n}", THERE, [n], BATCH_BYTES // 4))
-    begun = append(caller, Append(5, 0, [Shipment("step-1", 1, [Begun(shard.definition)])]))
+    begun = append(caller, Append(5, 0, [PartitionLog("step-1", 1, [Begun(shard.definition)])]))
     assert await begun == Done()
-    told = Append(5, 1, [Shipment("step-1", 1, ops)])
+    told = Append(5, 1, [PartitionLog("step-1", 1, ops)])
     answer: Awaitable[Any] | None = None
     for _ in range(3):
         answer = append(caller, told)
@@ -396,12 +397,12 @@ async def test_the_values_of_one_operation_may_take_longer_than_its_sender_waits
     peer = Peer(engine := Engine(set(), takes_s=ATTEMPT_S + 5))
     append, replicas = backup(peer)
     caller = Caller(THERE.peer, THERE.incarnation)
-    shard, ops = stores.store(replicas=2), list[Op]()
+    shard, ops = stores.store(replicas=2), list[LogRecord]()
     shard.emit = ops.append
     shard.put(put_of("k0", THERE, range(3), BATCH_BYTES))
-    await append(caller, Append(5, 0, [Shipment("step-1", 1, [Begun(shard.definition)])]))
+    await append(caller, Append(5, 0, [PartitionLog("step-1", 1, [Begun(shard.definition)])]))
     call_context.set(CallContext(peer.host.now() + ATTEMPT_S))
-    told = Append(5, 1, [Shipment("step-1", 1, ops)])
+    told = Append(5, 1, [PartitionLog("step-1", 1, ops)])
     first = asyncio.ensure_future(append(caller, told))
     again = asyncio.ensure_future(append(caller, told))
     assert await first == await again == Done()
@@ -424,7 +425,7 @@ async def test_a_new_roster_ends_the_wait_for_a_backup_that_stands_still(
         return Done()
 
     peer.mesh.call = call
-    making = asyncio.ensure_future(peer.copying.have_copied(Entry(stores.store(replicas=2))))
+    making = asyncio.ensure_future(peer.value_replicas.have_copied(Entry(stores.store(replicas=2))))
     await asyncio.wait([making], timeout=0.05)
     assert asked == [THERE.peer] and not making.done()
     progress.required = stays_in_sync

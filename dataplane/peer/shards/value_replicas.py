@@ -23,24 +23,24 @@ from dataplane.memory.admission import Admission
 from dataplane.memory.extents import padded
 from dataplane.memory.space import PULLER
 from dataplane.metadata.roster.roster import Roster
-from dataplane.metadata.shard.second_copies import Copies, Named, named_by
+from dataplane.metadata.shard.replicas import Named, Replicas, named_by
 from dataplane.peer.host import Entry, Host, call_context, call_end
 from dataplane.peer.net.mesh import RETRY_S, Mesh
 from dataplane.peer.pull.pulls import Pulls
 from dataplane.peer.room.admission import Room
 from dataplane.peer.tasks import first_of
 from dataplane.wire.checkpoint import Restore
-from dataplane.wire.journal import Op
+from dataplane.wire.journal import LogRecord
 from dataplane.wire.messages import Finish, Put
+from dataplane.wire.packed import U4, U8, Array
 from dataplane.wire.peering import Duplicate
-from dataplane.wire.records import U4, U8, Array
 from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
 
 BATCH_BYTES = 16 << 20
 """What is brought at once, and no more than an eighth of the arena. It has to arrive while a
-primary waits for its backup (`appends.ATTEMPT_S`), also on a link with a few MB/s left."""
+primary waits for its backup (`log_sender.ATTEMPT_S`), also on a link with a few MB/s left."""
 MAX_RANGES = 4096
 """So many are brought at once, or a backup is asked to copy."""
 PATIENCE_S = 4.0
@@ -50,7 +50,7 @@ AHEAD_S = 30.0
 """For so long a backup keeps copies that no row names: what names them is on its way."""
 
 
-class Copying:
+class ValueReplicas:
     def __init__(self, host: Host, mesh: Mesh, pulls: Pulls, room: Room) -> None:
         self.host = host
         self.mesh = mesh
@@ -61,10 +61,10 @@ class Copying:
 
     # at the peer whose shard has the rows
 
-    def note(self, entry: Entry, op: Op) -> None:
-        """Note references to values that another peer wrote. If the operation came from a peer
+    def note(self, entry: Entry, record: LogRecord) -> None:
+        """Note references to values that another peer wrote. If the record came from a peer
         that died, replicas are still to be created."""
-        for named in named_by(op):
+        for named in named_by(record):
             self._note(entry, *named)
 
     def note_all(self, entry: Entry) -> None:
@@ -73,10 +73,10 @@ class Copying:
             self._note(entry, owner, *entry.store.named(owner))
 
     def _note(self, entry: Entry, owner: Owner, ranges: Array, nbytes: Array) -> None:
-        assert entry.copies is not None
-        if owner != self.host.owner and not entry.copies.note(owner, ranges, nbytes):
+        assert entry.replicas is not None
+        if owner != self.host.owner and not entry.replicas.note(owner, ranges, nbytes):
             here = functools.partial(self._serves, entry)
-            self.copy_here_later(entry.copies, entry.name, owner, here)
+            self.copy_here_later(entry.replicas, entry.name, owner, here)
 
     def _serves(self, entry: Entry) -> bool:
         return self.host.entries.get(entry.name) is entry
@@ -88,7 +88,7 @@ class Copying:
         Raises BackPressure or RowsLost, and StaleEpoch if the roster changes meanwhile or this
         peer is leaving, because its successor may already have the shards.
         """
-        copies, roster = entry.copies, self.host.roster
+        copies, roster = entry.replicas, self.host.roster
         named = named_by(body) if copies is not None else []
         if copies is None or not named:
             yield
@@ -108,7 +108,7 @@ class Copying:
             self.host.speak()
             yield
 
-    async def copy_held_to_backup(self, entry: Entry, copies: Copies, owner: Owner) -> None:
+    async def copy_held_to_backup(self, entry: Entry, copies: Replicas, owner: Owner) -> None:
         """Have the backup copy this peer's copies of an owner's values before they become the
         only ones that rows reference. If the backup is replaced meanwhile, use the new one."""
         told = None
@@ -118,7 +118,7 @@ class Copying:
 
     async def copy_to_backup(self, entry: Entry, ranges: Array, nbytes: Array) -> None:
         """Have the backup copy these values before it receives rows that reference them.
-        Otherwise all other operations of this peer would wait behind the copies."""
+        Otherwise all other records of this peer would wait behind the copies."""
         for at in range(0, len(ranges), MAX_RANGES):
             part = slice(at, at + MAX_RANGES)
             await self.have_copied(entry, ranges[part].tobytes(), nbytes[part].tobytes())
@@ -152,19 +152,19 @@ class Copying:
 
     def freed(self, entry: Entry, owner: Owner, ranges: Array, counts: Array) -> None:
         """Release replicas when references of this partition's rows end."""
-        if entry.copies is not None:
-            self.room.release(entry.copies.freed(owner, ranges, counts))
+        if entry.replicas is not None:
+            self.room.release(entry.replicas.freed(owner, ranges, counts))
 
     def owner_gone(self, entry: Entry, owner: Owner) -> None:
         """Make the rows reference the copies here instead of those of the lost owner."""
-        if entry.copies is not None:
-            self.succeed(entry, entry.copies, owner)
+        if entry.replicas is not None:
+            self.succeed(entry, entry.replicas, owner)
 
     # at either
 
     @contextlib.contextmanager
-    def held(self, copies: Copies, named: list[Named]) -> Iterator[None]:
-        """Count references of an operation as needed, before a row has them and whether or not
+    def held(self, copies: Replicas, named: list[Named]) -> Iterator[None]:
+        """Count references of a record as needed, before a row has them and whether or not
         one will."""
         for one in named:
             copies.note(*one)
@@ -175,7 +175,7 @@ class Copying:
                 self.room.release(copies.freed(owner, ranges, np.ones(len(ranges), U4)))
 
     def copy_here_later(
-        self, copies: Copies, name: str, owner: Owner, needed: Callable[[], bool]
+        self, copies: Replicas, name: str, owner: Owner, needed: Callable[[], bool]
     ) -> None:
         """Copy the missing values of an owner, while they are needed and the owner lives."""
         key = id(copies), owner
@@ -184,7 +184,7 @@ class Copying:
         self._coming[key] = True
 
     async def _copy_here_in_the_end(
-        self, key: tuple[int, Owner], copies: Copies, name: str, needed: Callable[[], bool]
+        self, key: tuple[int, Owner], copies: Replicas, name: str, needed: Callable[[], bool]
     ) -> None:
         owner = key[1]
         try:
@@ -201,7 +201,7 @@ class Copying:
         finally:
             del self._coming[key]
 
-    def succeed(self, entry: Entry, copies: Copies, owner: Owner) -> None:
+    def succeed(self, entry: Entry, copies: Replicas, owner: Owner) -> None:
         """Make rows reference the copies here, because their owner is gone. Other values are
         lost here: another peer has their replica."""
         ranges, local = copies.take(owner)
@@ -220,7 +220,7 @@ class Copying:
             int(moved.sum()),
         )
 
-    async def copy_here(self, copies: Copies, owner: Owner, among: Array | None = None) -> None:
+    async def copy_here(self, copies: Replicas, owner: Owner, among: Array | None = None) -> None:
         """Copy the missing values of an owner, all of them or those in `among`. Skip values that
         the owner has freed. Raise BackPressure if the arena is full."""
         ranges, nbytes = copies.missing(owner, among)

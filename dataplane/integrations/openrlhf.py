@@ -27,9 +27,9 @@ __all__ = ["Empty", "Full", "Queue"]
 Empty, Full = queue.Empty, queue.Full
 _GET, _ITEM, _HOST = "get", "item", "host"
 _IN_ARENA = np.zeros(INLINE_ROW_BYTES, np.uint8)
-"""Too large to go inline. An item that goes inline is local to no host, so larger items of its host
-would overtake it. With this value in its row, it is local to its host like the others. Stored once
-a host.
+"""A value that is too large to be inline. An inline item is local to no host, so larger items of
+its host would overtake it. With this value in its row, the item is local to its host. Stored once
+per host.
 """
 _CLASS = "\0class"
 

@@ -157,7 +157,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.done = 0
-        """operations of this peer's shards so far"""
+        """log records of this peer's shards so far"""
         self.confirmed = 0
         """of them, those that the backup has"""
         self.required = False
@@ -165,7 +165,7 @@ class Progress:
         self._held_by: asyncio.Future[None] | None = None
         self._held_why = ""
         self._waiting = OrderedDict[asyncio.Future[None], int]()
-        """with the number of operations that each waits for, which only grows"""
+        """with the number of records that each waits for, which only grows"""
         self.on_awaited: Callable[[], None] = lambda: None
         """called when somebody begins to wait for the backup"""
         self.is_slow: Callable[[], bool] = lambda: True
@@ -178,7 +178,7 @@ class Progress:
         return self._may_go(self.done)
 
     def _may_go(self, done: int) -> bool:
-        """Whether what depends on the first `done` operations may leave."""
+        """Whether what depends on the first `done` records may leave."""
         return self._held_by is None and (not self.required or self.confirmed >= done)
 
     @property
@@ -187,7 +187,7 @@ class Progress:
         return bool(self._waiting)
 
     def move(self, confirmed: int) -> None:
-        """Note how many operations the backup has confirmed."""
+        """Note how many records the backup has confirmed."""
         self.confirmed = confirmed
         self.wake()
 
@@ -210,7 +210,7 @@ class Progress:
                 reached.set_result(None)
 
     def reached(self, until: float) -> asyncio.Future[None]:
-        """Return a future that is done when the backup has all operations up to now. It fails
+        """Return a future that is done when the backup has all records up to now. It fails
         with Unavailable at `until` (monotonic)."""
         reached: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self.is_settled:

@@ -289,9 +289,8 @@ class Peer:
 
     def turned(self, old: Roster, new: Roster) -> None:
         """Apply a newer roster."""
-        self.log_receiver.turned(
-            old, new
-        )  # first: what was taken over is this peer's own from here on
+        # First, because what was taken over is this peer's own from here on.
+        self.log_receiver.turned(old, new)
         self.leaving.turned(old, new)
         self.partitions.turned()
         self.log_sender.turned(new)

@@ -14,7 +14,7 @@ MAX_MEMBERS = 4_096
 MAX_FRAME_BYTES = 64 << 20
 MAX_ROWS_PER_MESSAGE = 65_536
 MAX_LOG_RECORDS = 65_536
-"""Log records for a backup in one message."""
+"""Log records of one partition in one message to its backup."""
 MAX_LOST_PER_MESSAGE = 4_096
 """Keys of lost rows in one message."""
 MAX_CHANGES_ABOVE_FLOOR = 1_024

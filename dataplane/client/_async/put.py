@@ -352,8 +352,8 @@ class Putting(msgspec.Struct, eq=False):
         index: Index | None,
         ahead: list[int],
     ) -> None:
-        """The message of the rows at `index`; once more where the shard has no space for what is
-        inline. first: which row of the units is its first."""
+        """Send the rows at `index`. If the shard has no space for their inline values, store those
+        in the arena and send the rows again. first: which row of the units is their first."""
         try:
             await self._tell(pieces, first, pin, index, ahead)
         except ShardFull as full:
@@ -373,8 +373,8 @@ class Putting(msgspec.Struct, eq=False):
         index: Index | None,
         ahead: list[int],
     ) -> None:
-        """The message of the rows at `index`, and what its answer grants. ahead: bytes that are
-        asked for, by memory."""
+        """Send the rows at `index`, and keep the space that the reply grants. ahead: bytes to
+        reserve, by memory."""
         session, chunks, call = self.handle.session, chunks_of(pieces), None
         try:
             values = values_of(session.owner, pieces, first)

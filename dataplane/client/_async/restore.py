@@ -104,7 +104,7 @@ async def _partition(
     handle: Handle, note: PartitionNote, path: Path, deadline: Deadline, bar: Bar
 ) -> None:
     await define(handle, note.definition, within(deadline, _RESTORING))
-    with ExitStack() as opened:  # also where this is cancelled as it opens the file
+    with ExitStack() as opened:  # closes the file even if opening it is cancelled
         reader: RecordReader = await filing(
             lambda: opened.enter_context(closing(RecordReader(path)))
         )
@@ -130,7 +130,7 @@ async def _put(
     at: int,
     deadline: Deadline,
 ) -> None:
-    """Read the chunks of a record, which start at `at`, into the arena, and say where they are."""
+    """Read the chunks of a record, which start at byte `at`, into the arena. Send the record."""
     session = handle.session
     generation = await attach(handle, deadline)
     if chunks:

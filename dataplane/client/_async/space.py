@@ -153,8 +153,9 @@ async def room_for(
 ) -> tuple[int, list[NewChunk], int]:
     """Find space for the chunks of the first of these units (at least one) in a slab, or reserve
     it. Chunks that the peer already has are shared instead. Return the number of these units, the
-    chunks that have space now, and the pin of the shared ones. units: the chunks of each, some
-    perhaps in several. memory: the number of a device, whose values may also go to the host arena.
+    chunks that have space now, and the pin of the shared ones. units: the chunks of each unit;
+    units may share chunks. memory: the number of a device, whose values may also go to the host
+    arena.
     """
     session = handle.session
     slabs = session.slabs[memory]

@@ -124,7 +124,7 @@ class Doubt(msgspec.Struct, eq=False):
     parts: list[Added] = []
     """the values that it stores"""
     chunks: list[NewChunk] = []
-    """those that the peer knows by this message"""
+    """the chunks that the message names to the peer"""
 
 
 class Lease:
@@ -586,9 +586,9 @@ class Lease:
             session.keep(self._unsent())
 
     def _unsent(self) -> list[Extent]:
-        """Take the space of added values that no message has named, when the lease ends. If a
-        finalizer does the same in another thread, each value goes to one of them: `pop` is
-        atomic."""
+        """Take and return the space of added values that no message has named, when the lease
+        ends. If a finalizer does the same in another thread, each value goes to one of the two,
+        because `pop` is atomic."""
         added, doubt = list[Added](), self._doubt
         with contextlib.suppress(IndexError):
             while True:
@@ -618,8 +618,8 @@ class Lease:
 
     def abandon(self, forgotten: tuple[str, str] | None = None) -> None:
         """Return the rows to their stage from a finalizer, without waiting. A loop may end while
-        another thread or task uses the batch. The space that a message in flight names stays that
-        message's. forgotten: as in `Abandoned`."""
+        another thread or task uses the batch. A message in flight keeps the space that it names.
+        forgotten: as in `Abandoned`."""
         if self.state == "leased":
             rows = self.open_rows
             self.state, self._abandoned = "released", True

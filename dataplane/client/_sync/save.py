@@ -37,8 +37,8 @@ from dataplane.wire.packed import KEY
 T = TypeVar("T")
 
 SAVE_BYTES = 8 << 20
-"""Bytes of values per request, and at most a quarter of the quota for pulls. A restore reserves as
-many at once, perhaps in a smaller arena: see docs/checkpoint.md."""
+"""Bytes of values per request, at most a quarter of the quota for pulls. A restore reserves as many
+at once, perhaps in a smaller arena (docs/checkpoint.md)."""
 MAX_UNITS = 4096
 """Groups, or rows without a group, per request."""
 _FILE_WORK = 1 << 62
@@ -106,9 +106,9 @@ class _Checkpoint:
         return within(self.deadline, "the checkpoint")
 
     def _partition(self, name: str, generation: int) -> None:
-        """One that was dropped meanwhile is left out."""
+        """Save a partition. If it was dropped meanwhile, it is left out."""
         archive, handle, number = self.archive, Handle(self.session, name), len(self.notes)
-        with ExitStack() as opened:  # also where this is cancelled as it opens the file
+        with ExitStack() as opened:  # closes the file even if opening it is cancelled
             file: SummedFile = filing(lambda: opened.enter_context(closing(archive.file(number))))
             try:
                 body = Define(name, None, generation=generation)
@@ -139,7 +139,7 @@ class _Checkpoint:
                 if tries > _TRIES:
                     raise
                 continue
-            if found.lost != before.lost:  # which groups are lost, and which are done? Start over
+            if found.lost != before.lost:  # the counts may include lost groups: start over
                 filing(file.clear)
                 return self._rows(handle, file)
             self._write(handle, file, found, closed + found.ended_groups)
@@ -148,7 +148,7 @@ class _Checkpoint:
             self.bar.at(self.number + at / max(1, total), f"partition {handle.name!r}")
 
     def _survey(self, handle: Handle) -> SurveyDone:
-        """All pages as one. What is gone is counted by the first."""
+        """Return all pages of the survey as one, with the counts of the first page."""
         pages, cursor = list[SurveyDone](), 0
         while cursor or not pages:
             body = Survey(handle.name, handle.generation, cursor)

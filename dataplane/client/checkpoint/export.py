@@ -40,7 +40,7 @@ from dataplane.wire.packed import U8
 from dataplane.wire.tables import Table
 
 WRITE_BYTES = 32 << 20
-"""Bytes of values that are written at once, where a single row does not have more."""
+"""Bytes of values that are written at once, unless a single row has more."""
 _READS = 2
 _NAMES = "key", "group"
 _MAX_FILE_NAME = 200
@@ -182,7 +182,7 @@ class _Part:
                 self._bar.advance(len(memory), f"partition {self.name!r}")
 
     def _opened(self, record: Restore, chunks: list[NewChunk], memory: Memory) -> _RowsOfPart:
-        """A record, whose chunks are in `memory`."""
+        """Return the rows of a record whose chunks are in `memory`."""
         starts = accumulate([one.space for one in chunks], initial=0)
         places = [(at, one.nbytes) for at, one in zip(starts, chunks, strict=False)]
         named = [replace(one, number=1) for one in record.values.chunks]  # they are not inline
@@ -283,7 +283,8 @@ class _RowsOfPart:
 
 
 def _split(rows: _RowsOfPart) -> Iterator[_RowsOfPart]:
-    """Rows that share a value have it once in a record, and once each in a Parquet file."""
+    """Yield the rows in parts of at most WRITE_BYTES, or of one row. A value that rows share is
+    stored once in a record, but once per row in a Parquet file."""
     half = len(rows.names["key"]) // 2
     if half and sum(values.nbytes for values in rows.fields.values()) > WRITE_BYTES:
         yield from _split(rows.part(slice(0, half)))

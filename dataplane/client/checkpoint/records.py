@@ -1,7 +1,7 @@
 """The file of a partition in a checkpoint: `Restore` messages, each with the bytes of its chunks.
 
 A chunk takes as much space in the file as in an arena, so neighbouring chunks are read in one go.
-The file has been verified before it is read: one that contradicts itself raises CheckpointCorrupt.
+The file is verified before it is read. A file that contradicts itself raises CheckpointCorrupt.
 """
 
 from __future__ import annotations
@@ -115,5 +115,5 @@ class RecordReader:
 
 
 def _space(nbytes: int) -> int:
-    """What a chunk takes in an arena, and in the file."""
+    """Return the bytes that a chunk takes in an arena, and in the file."""
     return max(aligned(nbytes), ALIGNMENT_BYTES)

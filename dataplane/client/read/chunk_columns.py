@@ -22,8 +22,8 @@ from dataplane.wire.limits import ALIGNMENT_BYTES
 
 Memory = npt.NDArray[np.uint8]
 Refused = Callable[["ChunkColumn", int, int, str], ValueCorrupt]
-"""Makes the error of neighbouring rows, from the first up to, but not including, the last, one of
-which does not fit its layout, and why."""
+"""Makes the error for neighbouring rows of a column, one of which does not fit its layout. Takes
+the first row, the row after the last, and the reason."""
 _width = attrgetter("width")
 _UP, _DOWN = ALIGNMENT_BYTES - 1, -ALIGNMENT_BYTES
 """`n + _UP & _DOWN` is `layouts.aligned(n)`, without a call for each column."""
@@ -88,8 +88,8 @@ class ChunkColumn(msgspec.Struct, eq=False):
             raise ValueCorrupt(f"a value cannot have the shape {shape}: {exc}") from exc
 
     def values(self, first: int, last: int, refused: Refused | None = None) -> Iterable[Any]:
-        """The values of neighbouring rows of any kind. Raise ValueCorrupt if one does not fit its
-        layout. Objects are decoded as the caller comes to them: `refused` makes their errors."""
+        """Return the values of neighbouring rows. Raise ValueCorrupt if one does not fit its
+        layout. Objects are decoded as the caller iterates; `refused` makes their errors."""
         if self.spec.kind == "array":
             return self.arrays(first, last)
         if self.spec.dtype:
@@ -167,10 +167,10 @@ class ChunkForm:
             raise ValueCorrupt(f"its chunk cannot have {rows} rows: {exc}") from exc
 
     def columns(self, memory: Memory | bytes, lengths: bytes | None = None) -> list[ChunkColumn]:
-        """The columns of a chunk.
+        """Return the columns of a chunk. Raise ValueCorrupt if specs, lengths and bytes do not
+        match.
 
-        lengths: if they are not stored before the values, as for a chunk on a device. ValueCorrupt
-        if specs, lengths and bytes do not match.
+        lengths: if they are not stored before the values, as for a chunk on a device.
         """
         head, rows = self._head, self._rows
         found = []
@@ -201,7 +201,7 @@ class ChunkForm:
 
 @lru_cache(1024)
 def form_of(layout: bytes, rows: int) -> ChunkForm:
-    """The form of chunks of a layout. ValueCorrupt for an invalid layout."""
+    """Return the form of chunks of a layout. Raise ValueCorrupt for an invalid layout."""
     return ChunkForm(layouts.decode(layout), rows)
 
 

@@ -61,7 +61,7 @@ class ColumnView(Sequence[Any]):
         name_of: NameOf | None = None,
         owner_of: OwnerOf = lambda column: INLINE,
     ) -> None:
-        """runs: none is empty. name_of, owner_of: for messages."""
+        """runs: none of them is empty. name_of, owner_of: for error messages."""
         self.field = field
         self.runs = runs
         self.name_of = name_of
@@ -186,7 +186,7 @@ class ColumnView(Sequence[Any]):
         )
 
     def _corrupt(self, column: ChunkColumn, first: int, last: int, reason: str) -> ValueCorrupt:
-        """The error for the first of these rows of a chunk that cannot be read."""
+        """Return the error for the first of these rows of a chunk that cannot be read."""
         at = next((at for at in range(first, last) if _is_corrupt(column, at)), first)
         runs = zip(self.runs, self._ends, strict=True)
         row = next(end - b + at for (one, a, b), end in runs if one is column and a <= at < b)

@@ -1,9 +1,9 @@
 """The values of a table that arrived: which rows of which chunk each field has.
 
-A chunk is opened when a field in it is first used, once for all fields and selections of rows. What
-a peer said is checked on the way: ProtocolError for a chunk outside the arena, or a piece that does
-not fit its chunk or the rows. So is what a writer stored: ValueCorrupt for a chunk that does not
-fit its layout.
+A chunk is opened when a field in it is first used, once for all fields and selections of rows. The
+reader then checks what the peer sent: a chunk outside the arena, or a piece that does not fit its
+chunk or the rows, raises ProtocolError. It checks what the writer stored: a chunk that does not fit
+its layout raises ValueCorrupt.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from dataplane.wire.tables import INLINE, Name, Owner, Rows, Table, Values
 NOWHERE = np.zeros(0, np.uint8)
 """The arena of rows of which nothing is pinned there."""
 SHARED_RUNS = 512
-"""Runs that a shape keeps, of all its fields together. Further ones are computed for each call."""
+"""The most runs that a shape caches, of all its fields. Others are computed for each call."""
 ChunkRun: TypeAlias = tuple[int, int, int, int]
 """Consecutive rows of a table: a chunk, or -1 for rows that lack the field; a column of it; and its
 rows, from the first up to, but not including, the last."""
@@ -96,7 +96,7 @@ class TableReader:
         return part
 
     def view(self, field: str, name_of: NameOf | None = None) -> ColumnView:
-        """A field of the rows. name_of: what a row is called in messages."""
+        """Return a field of the rows. name_of: what a row is called in messages."""
         runs = self._all_runs(field)
         if self._rows is not None:
             runs = cut(runs, self._chosen)
@@ -150,7 +150,7 @@ class TableReader:
         return form.columns(memory, chunk.inline if beside else None)
 
     def _memory(self, number: int, expected: int) -> Memory:
-        """The bytes of a chunk that is not inline. expected: its size."""
+        """Return the bytes of a chunk that is not inline. expected: its size."""
         offset, nbytes = self._places[number]
         if nbytes != expected:
             raise mixed_releases(
@@ -182,7 +182,7 @@ class TableShape:
     __slots__ = ("_free_runs", "_pieces", "_rows", "_runs", "_used", "columns", "shares")
 
     def __init__(self, form: MessageForm) -> None:
-        """ProtocolError or InvalidRows for pieces that fit neither the chunks nor the rows."""
+        """Raise ProtocolError or InvalidRows if pieces do not fit the chunks or the rows."""
         shape, self._used = shape_in(form)
         self._pieces, self._rows = shape.pieces, form.rows
         self.columns: dict[int, int] = {}
@@ -213,8 +213,8 @@ class TableShape:
 
 
 def shape_of_values(values: Values, rows: int) -> TableShape:
-    """Return the shape of a table of this many rows. ProtocolError or InvalidRows for pieces that
-    fit neither its chunks nor its rows."""
+    """Return the shape of a table of this many rows. Raise ProtocolError or InvalidRows if pieces
+    do not fit its chunks or its rows."""
     form = message_form(values, rows)
     return _shared_shape(form) if form.is_small else TableShape(form)
 
@@ -224,7 +224,7 @@ _shared_shape = lru_cache(1_024)(TableShape)
 
 def _runs_of(piece: Piece[int]) -> Iterator[tuple[int, int, int]]:
     """Yield the runs of a piece: its first row of the table, its first row of the chunk, and the
-    row of the chunk behind its last."""
+    row of the chunk after its last."""
     rows, first, base = rows_of(piece.given), piece.first, piece.base
     if piece.at is None and isinstance(rows, range):
         yield base + rows.start, first, first + len(rows)

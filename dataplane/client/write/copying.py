@@ -119,7 +119,7 @@ def is_stored(chunk: NewChunk, stored: ByteArray) -> bool:
 
 
 def carry_out(copies: Iterable[Copy], nbytes: int) -> None:
-    """Do all of them, `nbytes` in sum."""
+    """Carry out these copies, which have `nbytes` in total."""
     threads = _threads(nbytes)
     if threads < 2:
         for target, source in copies:
@@ -129,7 +129,7 @@ def carry_out(copies: Iterable[Copy], nbytes: int) -> None:
 
 
 def populate(writes: WriteMaps, spaces: Iterable[Extent], nbytes: int) -> None:
-    """Bring in the pages of these spaces, which have `nbytes` in sum."""
+    """Bring in the pages of these spaces, which have `nbytes` in total."""
     if nbytes < POPULATE_BYTES:
         return
     threads = _threads(nbytes)
@@ -146,13 +146,13 @@ def populate(writes: WriteMaps, spaces: Iterable[Extent], nbytes: int) -> None:
 
 
 def _threads(nbytes: int) -> int:
-    """One for every 16 MiB, four at most, and no more than this process may use cores."""
+    """Return the number of threads: one per 16 MiB, at most MAX_THREADS or one per usable core."""
     wanted = min(MAX_THREADS, nbytes // _THREAD_BYTES)
     return wanted if wanted < 2 else min(wanted, len(os.sched_getaffinity(0)))
 
 
 def _share(threads: int, do: Callable[[_Item], Any], items: Iterator[_Item]) -> None:
-    """All of the threads have ended when this returns or raises: nobody writes any more."""
+    """Do all items in this thread and others. The others have ended when this returns or raises."""
     turn = threading.Lock()
 
     def work() -> None:
@@ -165,12 +165,12 @@ def _share(threads: int, do: Callable[[_Item], Any], items: Iterator[_Item]) -> 
                     return
                 do(item)
         except BaseException:
-            items = iter(())  # nobody begins another
+            items = iter(())  # no thread begins another item
             raise
 
     with ThreadPoolExecutor(threads - 1, "dataplane-copy") as pool:
         others = []
-        with contextlib.suppress(RuntimeError):  # no thread is to be had: a limit, or the exit
+        with contextlib.suppress(RuntimeError):  # no thread can start: a limit, or the exit
             for _ in range(threads - 1):
                 others.append(pool.submit(work))
         work()
@@ -179,8 +179,8 @@ def _share(threads: int, do: Callable[[_Item], Any], items: Iterator[_Item]) -> 
 
 
 def _pieces(copies: Iterable[Copy], most: int) -> Iterator[Copy]:
-    """Cut so that no thread is left with a long one at the end. Long runs are worth keeping: from
-    some length on (the C library's choice) they bypass the caches."""
+    """Cut the copies, so that no thread has a long one left at the end. Pieces stay long, because a
+    copy above a certain length (the C library's choice) bypasses the caches."""
     for target, source in copies:
         while len(target) == 1 and target.ndim > 1:
             target, source = target[0], source[0]  # noqa: PLW2901

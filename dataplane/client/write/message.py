@@ -43,7 +43,7 @@ def values_of(owner: Owner, pieces: Sequence[NewPiece], base: int = 0) -> Values
     uses = tuple(zip(map(chunks.__getitem__, map(_chunk, pieces)), map(_use, pieces), strict=True))
     try:
         used = _shared_pieces(uses, base) if len(uses) <= SHARED_PIECES else _pieces(uses, base)
-    except TypeError:  # lists of rows have no hash, and hardly repeat
+    except TypeError:  # lists of rows have no hash, and rarely repeat
         used = _pieces(uses, base)
     fields, wire_pieces = used
     wire_chunks = [
@@ -69,8 +69,8 @@ def _numbered(items: Iterable[_Item]) -> dict[_Item, int]:
 
 
 def _pieces(uses: tuple[_Use, ...], base: int) -> tuple[list[str], list[Piece]]:
-    """Return the fields and the pieces of a message. uses: which rows use which chunk, a piece
-    each."""
+    """Return the fields and the pieces of a message. uses: which rows use which chunk, one
+    entry per piece."""
     fields: dict[str, int] = {}
     pieces: list[Piece] = []
     for number, (of_columns, rows, first, at) in uses:
@@ -98,7 +98,7 @@ def unnamed(pieces: Iterable[NewPiece]) -> list[NewChunk]:
 
 def committed(chunks: Iterable[NewChunk], ranges: Records | None = None) -> None:
     """Note that a message names these chunks, which were `unnamed`, so the peer owns their space.
-    ranges: its RANGE records of them, if it keeps them for a later message."""
+    ranges: the peer's RANGE records of them, if the peer keeps them for a later message."""
     for chunk in chunks:
         chunk.offset = -1
     if ranges is not None:

@@ -33,7 +33,7 @@ class BeforeImages:
     def __init__(self, last: int) -> None:
         self._last = last
         self._block_told = self._group_told = 0
-        """numbers up to which the snapshot has told them"""
+        """numbers up to which the snapshot has sent blocks and groups"""
         self._blocks: dict[int, Block] = {}
         self._groups: dict[int, Group] = {}
         self._queues: dict[ReadyQueue, list[Entry]] = {}
@@ -92,8 +92,8 @@ class BeforeImages:
         return self._groups.pop(group.number, group)
 
     def queue(self, queue: ReadyQueue, many: int) -> Iterator[list[tuple[Any, int]]]:
-        """The units that were ready, with the rows of each, from at most `many` entries at a
-        time."""
+        """Yield the units that were ready, with the rows of each, from at most `many` entries at
+        a time."""
         self.keep_queue(queue)
         entries = self._queues[queue]
         for at in range(0, len(entries), many):

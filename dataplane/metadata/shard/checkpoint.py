@@ -41,7 +41,7 @@ from dataplane.wire.packed import column
 MAX_UNITS_PER_SURVEY = 1 << 20
 """Keys of so many groups and rows are told at once: 16 MiB."""
 MAX_ROWS_PER_SAVE = 4096
-"""A larger group goes alone."""
+"""A larger group is saved alone."""
 
 _BYTE = np.dtype("u1")
 
@@ -183,7 +183,7 @@ def _enter_rows(
 
 
 def _checked(state: State, op: Restore) -> tuple[RowsIn | None, ValuesIn]:
-    """Everything that could be wrong, before anything changes."""
+    """Check everything that could be wrong, before anything changes."""
     told = op.progress
     keys = _new(state.index, op.rows.keys, "row", state.partition)
     group_keys = _new(state.groups, op.rows.group_keys, "group", state.partition)

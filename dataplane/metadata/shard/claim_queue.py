@@ -1,11 +1,11 @@
 """The claims of one stage that wait at its partition's shard, and which of them is granted next.
 
 Sans-I/O: claims come in, and ready rows are read from the store and leased there. Claims are
-tried in order of age. One for which too few units are ready is *short*: it keeps its place and
-blocks nobody. Only after KEEP_AFTER_S, units that it wants are kept from younger claims, until
-it is met. Every claim that waits is short, because all others are met as soon as rows come: so
-it has been short for as long as it has waited, at whichever peers. Calls that ask for a part in
-the stage's plan wait beside the others: all rows that are left must be ready for that.
+tried in order of age. A claim for which too few units are ready is *short*: it keeps its place and
+blocks no other claim. After KEEP_AFTER_S, units that it wants are kept from younger claims until it
+is granted. A claim that is not short is granted as soon as rows come, so a waiting claim counts as
+short since it was made, at any peer. Claims of a part in the stage's plan wait apart, because they
+need all remaining rows to be ready.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from dataplane.wire.messages import Claim, Claimed, Finish, Want
 KEEP_AFTER_S = 1.0
 """Units are kept for a claim that has been short for longer than this."""
 MAX_BROKEN = 16
-"""Claims that may fail before the others are not served either."""
+"""Up to this many claims may fail because of a bug. One more failure also stops the others."""
 
 
 class WaitingClaim:
@@ -68,7 +68,8 @@ class WaitingClaim:
 
     @property
     def terms(self) -> bytes:
-        """Where a claim is short, so are younger ones of equal terms that need as many units."""
+        """The key of claims that are short together: if a claim is short, so are younger claims of
+        equal terms that need as many units."""
         want = self.want
         of_budget = (want.budget_tag, want.budget, want.count, self.credit)
         by_count = want.budget_tag is None
@@ -97,7 +98,8 @@ class _Line:
         most: float = math.inf,
         after: tuple[float, int] = (-math.inf, 0),
     ) -> WaitingClaim | None:
-        """The oldest claim that needs at most so many units, among those that came later."""
+        """Return the oldest claim that is younger than `after`, needs at most `most` units and is
+        not in `without`."""
         if not self._leasts or self._leasts[0] > most:
             return None
         for at in range(bisect_right(self.claims, after, key=by_age), len(self.claims)):
@@ -119,7 +121,7 @@ class ClaimQueue:
         """by terms"""
         self._claims: dict[int, WaitingClaim] = {}
         self._joining: dict[int, WaitingClaim] = {}
-        """of them, those who ask for a part in the plan"""
+        """the claims among them that ask for a part in the plan"""
 
     def __repr__(self) -> str:
         return f"<ClaimQueue of {self.stage!r}: {len(self)} claims>"
@@ -198,7 +200,8 @@ class ClaimQueue:
         return True
 
     def before(self, number: int, made_before: float = math.inf) -> int:
-        """How many older claims wait that may want the same units as a waiting claim."""
+        """Return how many older claims wait that may want the same units as a waiting claim.
+        made_before: count only claims that were made before this time."""
         claim = self._claims.get(number)
         if claim is None or claim.asked.plan is not None:
             return 0
@@ -256,7 +259,7 @@ class ClaimQueue:
         yield from self._joined(now, unjoined) if self._joining else []
         broken: dict[int, Exception] = {}
         goes_on = True
-        while goes_on:  # rows taken singly may have been the end of an older claim of groups
+        while goes_on:  # rows taken singly may end an older claim of groups
             goes_on = False
             for outcome in self._pass(now, keep, broken):
                 goes_on = True
@@ -265,7 +268,7 @@ class ClaimQueue:
             raise failure
 
     def _pass(self, now: float, keep: bool, broken: dict[int, Exception]) -> Iterator[Outcome]:
-        """Try claims in order of age, but for those that are short because others are."""
+        """Try claims in order of age. Skip those that are short because others in line are."""
         kept: list[Reservation] = []
         firsts = [(line.first(broken), line) for line in self._lines.values()]
         heads = [(*by_age(claim), claim, line) for claim, line in firsts if claim is not None]
@@ -318,7 +321,7 @@ class ClaimQueue:
     def _try(
         self, claim: WaitingClaim, counts: Counts, now: float, kept: list[Reservation]
     ) -> Outcome | None:
-        """What becomes of a claim; None: it is short. counts: of its units."""
+        """Return what becomes of a claim; None if it is short. counts: of its units."""
         want, sealed = claim.want, self.store.sealed
         if sealed and not counts.to_come:
             return self._ended(claim)
@@ -337,7 +340,7 @@ class ClaimQueue:
             taken = self.store.take(
                 self.stage, want, claim.holder, now, claim.number, claim.credit, last, kept
             )
-        except DataplaneError as exc:  # it would at every turn, and whoever put something be told
+        except DataplaneError as exc:  # it would fail at every turn, for any caller
             return self._over(claim, exc)
         if taken.lease is not None:
             assert taken.rows is not None and taken.values is not None

@@ -1,5 +1,5 @@
-"""Questions about a store for people: why is nothing ready, how large is it. Whatever scans the
-blocks does so in pieces, so that a peer can serve other calls in between."""
+"""Answers for people about a store: why nothing is ready, and how large it is. Scans of the blocks
+run in pieces, so that a peer can serve other calls in between."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from dataplane.wire.messages import Done
 from dataplane.wire.tables import Name, Scalar, Where
 
 PIECE = 8_192
-"""Blocks that are looked at before a peer serves other calls: some 10 ms."""
+"""Blocks that are scanned before a peer serves other calls: about 10 ms."""
 SHOWN_RANKS = 16
 SHOWN_GROUPS = 3
 SHOWN_TAGS = 3
@@ -46,8 +46,8 @@ None: never)."""
 
 
 class Look:
-    """What keeps the pending rows of a stage from a call, found a piece of the blocks at a time, so
-    that a peer can serve other calls in between. Rows that change meanwhile may count or not."""
+    """A search for what keeps the pending rows of a stage from a call. It scans PIECE blocks at a
+    time. Rows that change during the search may or may not count."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Look:
         self._left = iter(list(state.blocks.values()))
 
     def go_on(self) -> bool:
-        """Look at the next PIECE blocks. Return whether there are more."""
+        """Scan the next PIECE blocks. Return whether there may be more."""
         blocks = list(itertools.islice(self._left, PIECE))
         live = [block for block in blocks if block.live]
         self.alone += sum([block.live.bit_count() for block in live if not block.group])
@@ -100,7 +100,7 @@ class Look:
 
 
 def missing(look: Look, now: float) -> dict[str, Any]:
-    """Why units are not ready: parts of `reasons.Facts` by name. look: which has seen all blocks.
+    """Return why units are not ready: parts of `reasons.Facts`, by name. look: a complete search.
 
     leases: [(holder, stage, rows, seconds)] of clients that lease rows which this stage has yet
     to get, the longest first. producers: [(session, rows, seconds)] of clients that put rows.
@@ -141,8 +141,8 @@ def missing(look: Look, now: float) -> dict[str, Any]:
 
 
 def _lacking(stage: Stage, pending: Sequence[tuple[Block, int]]) -> Counter[str]:
-    """Per field of a stage, how many of its pending rows lack it. No entry for a field that all
-    have."""
+    """Return, per field of a stage, how many of its pending rows lack it. A field that all of them
+    have has no entry."""
     found = Counter[str]()
     for field in stage.fields:
         need = [field]
@@ -195,8 +195,8 @@ def unknown_tags(state: State, where: Where | None) -> dict[str, list[str]]:
 
 def _unknown_values(look: Look) -> list[tuple[str, str, list[str], int]]:
     """The filter's comparisons with values that no row has: (tag, wanted values, up to SHOWN_TAGS
-    existing values with the most similar first, number of further values). None of a tag with over
-    MAX_COMPARED values."""
+    existing values with the most similar first, number of further values). Tags with over
+    MAX_COMPARED values are left out."""
     found = []
     for tag, values in wanted_values(look.where) if look.where is not None else ():
         there = look.tag_values.get(tag, set())

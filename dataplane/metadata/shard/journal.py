@@ -1,8 +1,8 @@
-"""The operations of a log: applied to a store as on the primary, and a store as the operations that
-rebuild it, for a new backup, a promotion or a drain.
+"""Log records: applied to a store as on the primary, and made of a store as a snapshot that
+rebuilds it, for a new backup, a promotion or a drain.
 
-Nothing here waits or searches: each operation names its rows. An operation that does not fit the
-store raises a typed error, and the store must not be used any more.
+Nothing here waits or searches: each record names its rows. A record that does not fit the store
+raises a typed error, and the store must not be used any more.
 
 Applied to an empty store, a snapshot makes an equal one. A snapshot contains the store as it was
 when the snapshot started. It is sent in pieces while the store changes; later records follow the
@@ -78,7 +78,7 @@ from dataplane.wire.packed import RANGE, U8, column
 from dataplane.wire.tables import PlanRows
 
 MAX_OP_BYTES = 8 << 20
-"""More about rows than this is told in several operations; a message takes `MAX_FRAME_BYTES`."""
+"""A snapshot splits records that are larger than this. A message holds `MAX_FRAME_BYTES`."""
 
 _TOLD_STATES = {PENDING, LEASED, ACKED, SPLIT}
 _BYTE, _F8 = np.dtype("u1"), np.dtype("<f8")
@@ -89,8 +89,8 @@ class _Mismatch(Exception):
 
 
 def apply(store: Store, record: LogRecord, now: float = 0.0) -> None:
-    """Apply a record to a copy of its partition's store, which writes none itself. Leases start at
-    `now`.
+    """Apply a record to a copy of its partition's store, which emits no records itself. Leases
+    start at `now`.
 
     Raises ProtocolError if the store does not fit the record. The copy is then broken and must
     begin again from a snapshot. A copy collects freed references, too: drain `freed` and discard
@@ -214,7 +214,7 @@ def _paced(store: Store, record: Pacing, now: float) -> None:
         permits.trained[version] = permits.trained.get(version, 0) + groups
 
 
-# what a snapshot adds
+# records that only a snapshot has
 
 
 def _groups(store: Store, record: Groups, now: float) -> None:
@@ -461,16 +461,16 @@ def _new_lease(store: Store, number: int) -> None:
 
 
 PIECE_ROWS = 4096
-"""An operation of a snapshot is about so many rows, groups or keys: some 10 ms of work."""
+"""A record of a snapshot has at most this many rows, groups or keys: about 10 ms of work."""
 
 
 def snapshot(store: Store, many: int | None = None) -> Generator[LogRecord, None, None]:
-    """The operations that make an equal store, each about at most `many` rows (or one block),
-    groups or keys; `PIECE_ROWS` by default. A lease is one operation, and starts anew where it is
-    applied, with its full time.
+    """Yield the records that make an equal store. Each has at most `many` rows (or one block),
+    groups or keys; `PIECE_ROWS` by default. A lease is one record, and starts again with its full
+    time where it is applied.
 
-    They describe the store at the first `next()`, whatever happens to it before the last one.
-    The first step references what exists, and copies only which rows are left of leases.
+    The records describe the store at the first `next()`, whatever happens to it before the last
+    one. The first step references what exists, and copies only which rows are left of leases.
     """
     many = many or PIECE_ROWS
     assert many <= MAX_ROWS_PER_MESSAGE
@@ -484,7 +484,7 @@ def snapshot(store: Store, many: int | None = None) -> Generator[LogRecord, None
 
 
 def _told(store: Store, images: BeforeImages, many: int) -> Iterator[LogRecord]:
-    # All that is noted comes before the first operation.
+    # Everything is noted before the first record is yielded.
     stages = list(store.stages.values())
     first: list[LogRecord] = [Declared(one.name, list(one.fields)) for one in stages]
     first += _permits_told(store)
@@ -573,7 +573,7 @@ def _group_told(group: Group, stages: int) -> OneGroup:
 
 
 def _some_blocks(of: Sequence[Block], images: BeforeImages, many: int) -> Iterator[list[Block]]:
-    """Blocks that are told together, as they were."""
+    """Yield the blocks of each record, as they were when the snapshot started."""
     some, rows, nbytes = list[Block](), 0, 0
     for block in of:
         image = images.block(block)
@@ -598,9 +598,9 @@ def _block_told(block: Block, stages: int) -> OneBlock:
 
 
 def _values_told(blocks: Sequence[Block], images: BeforeImages) -> Iterator[Given]:
-    """Their values, and what stages gave back of them; in more operations where that would be too
-    large for a message, or would describe too many chunks. A copy has an inline chunk once for each
-    operation that describes it."""
+    """Yield the values of these blocks, with what stages stored when they released rows: several
+    records if one would be too large for a message or describe too many chunks. A copy of the store
+    has an inline chunk once for each record that describes it."""
     some, pieces, nbytes = dict[int, Pieces](), 0, 0
     for block in blocks:
         for parts in _pieces(block.values.parts, MAX_CHUNKS_PER_MESSAGE):
@@ -624,8 +624,8 @@ def _given_told(values: Mapping[int, Pieces], images: BeforeImages) -> Given:
 
 
 def _tags_told(partition: str, generation: int, rows: Rows) -> Iterator[Tag]:
-    """In one operation where all have the same, in more where that would be too large for a
-    message."""
+    """Yield the tags of these rows: one record for the tags that all rows have, and one for each
+    other tag. If they are too large for a message, each half of the rows has records of its own."""
     tags = tags_held(rows)
     nbytes = sum([len(v) for values in tags.values() for v in values if isinstance(v, str)])
     if len(rows) > 1 and nbytes > MAX_OP_BYTES:

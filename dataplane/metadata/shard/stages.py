@@ -66,10 +66,10 @@ class ReadyQueue:
         self._spent = 0
         """entries of which nothing is left"""
         self.images: BeforeImages | None = None
-        """of a snapshot under way, which has not told this queue yet"""
+        """of a running snapshot, which has not sent this queue yet"""
         self.count = 0
         self.shorts: list[Short] = []
-        """why claims by budget are not met by all that is here"""
+        """the budgets that all units here cannot fill"""
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -90,7 +90,7 @@ class ReadyQueue:
         return bits
 
     def matching(self, unit: Unit, bits: int) -> int:
-        """Which of these pass the queue's filter now, ready or not."""
+        """Return which of these pass the queue's filter now, ready or not."""
         return bits if self._matches is None else self._matches(unit, bits)
 
     def enter(self, unit: Unit, bits: int, front: bool = False) -> None:
@@ -194,7 +194,7 @@ class Units:
         self.plain = ReadyQueue()
         self._filtered: OrderedDict[bytes, ReadyQueue] = OrderedDict()  # the one used last is last
         self._wanted: Counter[bytes] = Counter()
-        """filters of calls that wait, whose queues are kept however many there are"""
+        """filters of waiting calls; their queues are never dropped"""
         self.changed = True
 
     def add(self, count: int) -> None:
@@ -254,7 +254,7 @@ class Units:
             self._evict()
 
     def _evict(self) -> None:
-        """Of queues that no call waits for, the one used last stays longest."""
+        """Drop queues that no call waits for, the least recently used first."""
         while len(self._filtered) - len(self._wanted) > MAX_FILTERED_QUEUES:
             name, queue = self._filtered.popitem(last=False)
             if name in self._wanted:
@@ -292,7 +292,7 @@ class Stage:
         self.claimed_at: float | None = None
         """when somebody last asked for its rows, as far as this copy knows"""
         self.images: BeforeImages | None = None
-        """of a snapshot under way, which tells this stage"""
+        """of a running snapshot"""
 
     def units(self, unit: str) -> Units:
         return self.rows if unit == "rows" else self.groups

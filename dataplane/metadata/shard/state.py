@@ -138,7 +138,7 @@ class State:
         self.last_number = 0
         """that a block or group has got; at every copy they have the same"""
         self.images: BeforeImages | None = None
-        """of a snapshot under way"""
+        """of a running snapshot"""
         for name, fields in definition.stages.items():
             self.check_stage_room(name, fields)
             self.add_stage(name, fields)

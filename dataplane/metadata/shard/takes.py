@@ -30,11 +30,11 @@ from dataplane.wire.messages import Want
 from dataplane.wire.tables import INLINE, Where
 
 LOCAL_UNITS = 64
-"""Among so many ready units, those that are local to the claimant go first."""
+"""Of this many ready units, those that are local to the claim's peer go first."""
 GRANTED_BYTES = MAX_FRAME_BYTES * 3 // 4
-"""Of records of values, and of values that live here, in one grant; names and tags come beside."""
+"""The most bytes of inline values and of records of values in one grant, without names and tags."""
 MAX_SHORTS = 64
-"""Claims by budget of which a `ReadyQueue` remembers that they are short, the latest ones."""
+"""A `ReadyQueue` remembers at most this many short claims by budget, the latest ones."""
 
 Reservation = tuple[str, Where | None]
 """Unit and filter of an older claim, for which the units that it wants are kept."""
@@ -69,8 +69,8 @@ class Taken(msgspec.Struct):
 
 
 class _Offer(msgspec.Struct, eq=False):
-    """What a claim may have, in the order in which it is to have it. full: it need not wait for
-    more."""
+    """The units that a claim may get, in the order in which it gets them. full: the claim need not
+    wait for more."""
 
     units: Picked
     full: bool = True
@@ -162,8 +162,8 @@ def take(
 
 
 def _note_reader(state: State, rows: Rows, credit: PullCredit) -> None:
-    """The claim's peer now pulls these rows, so they are local to it for the next stage. Not if it
-    pulls only small fields: a reward must not take the place of the stage that reads images."""
+    """The claim's peer now pulls these rows, so they are local to it for the next stage. Do
+    nothing if it pulls only small fields: a reward stage must not replace one that reads images."""
     state.peers.add(credit.address)
     if len(state.peers) > 1:
         fields = None if credit.fields is None else frozenset(credit.fields)
@@ -187,7 +187,7 @@ def _nbytes_of(parts: Sequence[Piece[Chunk]]) -> int:
 def _not_kept(
     state: State, stage: Stage, unit: str, queue: ReadyQueue, kept: Sequence[Reservation]
 ) -> Iterator[Part]:
-    """Without units that are, or have rows in common with what is, kept for an older claim."""
+    """Yield the ready units that are not kept for an older claim, and share no rows with those."""
     others = [(of, stage.units(of).queue(where)) for of, where in kept]
     for one, bits in queue:
         for of, other in others:
@@ -196,7 +196,7 @@ def _not_kept(
             elif unit == "groups":
                 bits = 0 if any([other.holds(block) for block in one.blocks]) else bits
             elif group := state.groups.get(one.group):
-                # Also of a group that is not complete: a row taken singly would split it.
+                # The group need not be complete: a row taken singly would split it.
                 whole = group.states[stage.number] != SPLIT
                 bits = 0 if whole and other.matching(group, 1) else bits
         if bits:
@@ -278,7 +278,7 @@ def _share(credit: PullCredit, values: OutgoingValues) -> float:
 
 
 def _note_short(queue: ReadyQueue, want: Want, credit: PullCredit, values: OutgoingValues) -> None:
-    """All of a queue, with these values, is too little for a budget."""
+    """Note that a whole queue, with these values, is too little for a budget."""
     assert want.budget_tag is not None
 
     def share(unit: Block | Group) -> float:

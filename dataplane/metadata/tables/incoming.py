@@ -49,8 +49,9 @@ Known = Mapping[Owner, Mapping[int, Chunk]]
 _NOTHING: Mapping[int, Chunk] = {}
 _listed = attrgetter("fields", "given", "at")
 SHARED_BYTES, SHARED_CHUNKS, SHARED_ROWS = 1_024, 64, 1_024
-"""A form is small if its rows, its chunks and its pieces are no more, and neither are the names of
-its fields with what its pieces list. Larger ones hardly repeat, and would fill the memory."""
+"""A form is small if it has at most SHARED_ROWS rows, SHARED_CHUNKS chunks and as many pieces, and
+if its field names and the lists in its pieces have at most SHARED_BYTES items. Larger forms rarely
+repeat, and would fill the memory."""
 
 
 @lru_cache(4_096)

@@ -189,9 +189,9 @@ class Leaving:
         return heir, None if heir is None else roster.backup_of(heir)[0]
 
     def _knows_who_lives(self, until: float) -> bool:
-        """Whether no member may have died unnoticed. What lies here of one may be all that is left:
-        second copies, which this peer's heir would make anew from the dead, and the copy of its
-        shards. When it is called lost they become values and shards, which move out."""
+        """Whether no member may have died unnoticed. What is stored here of one may be all that is
+        left: replicas of its values, which this peer's heir cannot make again, and the copy of its
+        shards. When that member is declared lost, they become values and shards, which move out."""
         others = [one for one in self.host.roster.owners if one != self.host.owner]
         return self.host.now() >= until or all(map(self.mesh.is_linked, others))
 

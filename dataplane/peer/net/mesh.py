@@ -130,8 +130,8 @@ class Mesh:
         if address == self.host.address:
             outcome = self.here(who, body, epoch)
             return outcome if isinstance(outcome, Body) else await outcome
-        # Send once the backup has what the request may tell of. Send again on a new connection if
-        # the one before broke, until the peer is no longer a member.
+        # Send once the backup has every record that the request may depend on. If the connection
+        # breaks, send again on a new one, until the peer is no longer a member.
         asked, kind = _Call(address, body, who, to, epoch), type(body)
         until = call_end(self.host.now(), timeout_s)
         if OPERATIONS[kind].held and not self.host.progress.is_settled:
@@ -157,8 +157,8 @@ class Mesh:
             except StaleEpoch:
                 if broken is None:
                     raise
-                # Refused now, and perhaps carried out before: whoever asks must not take it for
-                # refused.
+                # This attempt was refused, but an earlier one may have been carried out. So the
+                # caller must not take the request for refused.
                 raise Unavailable(broken.message, **broken.details) from broken
 
     def ask(self, address: str, body: Body, *, timeout_s: float, to: int) -> asyncio.Future[Any]:

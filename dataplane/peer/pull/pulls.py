@@ -60,7 +60,7 @@ CONTROL = "control"
 FOLLOWS_S = 3600.0
 AT_ONCE = 128
 """Small pulls that one owner is asked for at once. More wait here: behind them on the link are
-appends and life signs."""
+log records and heartbeats."""
 BEHIND_S = 0.3
 """How long a roster is awaited that has the owner of values which were just named."""
 AGAIN_S = 0.5

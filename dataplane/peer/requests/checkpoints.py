@@ -33,8 +33,8 @@ from dataplane.wire.limits import MAX_CHUNKS_PER_RESTORE
 from dataplane.wire.messages import Body, PutDone, Request
 
 FREED_S = 0.1
-"""How long a page whose values were freed is asked for again: the client then asks for fewer rows,
-whose values arrive sooner."""
+"""How long to ask again for a page whose values were freed. After that the client asks for fewer
+rows, whose values arrive sooner."""
 
 
 class Checkpoints:

@@ -41,7 +41,7 @@ from dataplane.wire.messages import Body, Claim, Claimed, Request
 log = logging.getLogger(__name__)
 
 TOLD_FROM = 8
-"""The log says how often rows that a claim was granted were gone, from this time on."""
+"""From this many attempts on, the log says how often the rows granted to a claim were gone."""
 
 
 class _Claiming(msgspec.Struct, eq=False):
@@ -95,9 +95,9 @@ class Claims:
     # asked
 
     async def claim(self, session: Session, request: Request, body: Claim) -> Body:
-        """Claim rows. Does not wait if the shard is here and has enough rows whose values are
-        here. Claims again, until the claim's end, if granted rows are gone before they are here:
-        the stage has the others of them back."""
+        """Claim rows. Do not wait if the shard and the values of enough rows are local. If granted
+        rows are gone before their values arrive, return the others to the stage and claim again,
+        until the claim's deadline."""
         now = self.host.now()
         one = _Claiming(next(self.host.numbers), session, body, now, request.op)
         first: Any = None
@@ -169,7 +169,7 @@ class Claims:
                 self._withdraw(one)
 
     def _asked(self, one: _Claiming, now: float) -> Claim:
-        """As the shard is asked, for the time that is left."""
+        """Return the claim as the shard gets it, with the time that is left."""
         body, waited_ms = one.body, int(1000 * (now - one.began))
         return msgspec.structs.replace(
             body,
@@ -191,7 +191,7 @@ class Claims:
     # handed out
 
     async def _hand_out(self, one: _Claiming, granted: Claimed) -> Body:
-        """The lease becomes the session's; its bytes are brought here if they are elsewhere."""
+        """Give the lease to the session, and pull its values if they are remote."""
         body, table, session = one.body, granted.table, one.session
         lease = Lease(
             granted.lease,

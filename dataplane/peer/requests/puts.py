@@ -69,9 +69,9 @@ from dataplane.wire.packed import (
 from dataplane.wire.tables import INLINE, Chunk, Owner, Values
 
 Carried = Put | Finish | Restore
-"""What brings values to a shard."""
+"""The messages that bring values to a shard."""
 Work = Callable[[Entry, Caller, Any], PutDone]
-"""Applies one at the shard. `run_effects` follows."""
+"""Applies one of them at the shard. The caller runs the effects after that."""
 _HASH_BYTES = DIGEST["hash"].itemsize
 NOT_SENT: dict[str, Any] = {
     "pin": 0,
@@ -313,7 +313,7 @@ class Writing:
     run_effects: Callable[[Entry], None]
 
     async def put(self, session: Session, request: Request, body: Put) -> Body:
-        """Put rows. Does not wait if the shard is here and has space, and no replicas are made."""
+        """Put rows. Do not wait if the shard is local and has space, and no replicas are made."""
         kind = Admission.CONTINUE if body.continuing else Admission.OPEN
         try:
             committed = self.grants.commit(session, body.values, kind)
@@ -338,8 +338,8 @@ class Writing:
         work: Work,
         keep: Callable[[BaseException], None] | None = None,
     ) -> PutDone:
-        """Apply a message that brings values at its partition's shard, wherever that is. Does not
-        wait if the shard is here, makes no replicas and has space.
+        """Apply a message that brings values at its partition's shard, wherever that is. Do not
+        wait if the shard is local, makes no replicas and has space.
 
         Repeat the message as another change while the shard is full: a waiting put must not block
         the acks that free space. keep: keeps the values of a call that failed, because its caller
@@ -388,7 +388,7 @@ class Writing:
     def apply(
         self, entry: Entry, caller: Caller, body: Carried, work: Work
     ) -> Body | Awaitable[Body]:
-        """Apply a change that names values, once, whoever repeats it. Applied at once unless
+        """Apply a change that names values, once, even if it is repeated. Do not wait unless
         replicas of the values must be made first."""
         if entry.replicas is None or not body.values.chunks or entry.store.knows(body.change):
             return self._once(entry, caller, body, work)

@@ -44,8 +44,8 @@ PAGE_BYTES = MAX_FRAME_BYTES // 2
 """A page of rows has no more, with what comes with it: names and tags need room in its message."""
 
 PAUSES_S = 0.01, 1.0
-"""A shard that named values which are gone is asked again after the first of these, then after
-twice as long each time, up to the second, and at once under a new roster."""
+"""The first and the longest pause before a shard that named values which are gone is asked again.
+Pauses double. A new roster ends a pause."""
 
 _NONE_IN_ARENAS: tuple[list[Owner], ...] = ([], [INLINE])
 Resolved = tuple[Table, int]
@@ -147,11 +147,11 @@ class Reading:
         in_place: bool = True,
         freed_s: float = math.inf,
     ) -> Any:
-        """What the shard answers, with places here in its table, and pinned. A place is a hint:
-        the shard is asked again, until the deadline, if values are gone before they are here. It
+        """Return the shard's reply, with the places of its values in local memory, where they are
+        pinned. If values are gone before they arrive, ask the shard again, until the deadline: it
         then names other values of these rows, or leaves the rows out.
 
-        freed_s: how long it is asked again if values were freed, and not lost.
+        freed_s: how long to ask again if values were freed, and not lost.
         """
         failed, until = 0, call_end(began := self.host.now())
         while True:

@@ -4,8 +4,8 @@ must fail.
 Every peer reports which of its clients could still free space. A peer with waiting producers
 asks them all. A deadlock must be found several times in a row with no change in between, because
 a claim that is just being granted looks the same. A peer that does not answer may be busy, so
-its silence ends no wait. The shards of waiting producers are asked whatever is found, because
-they keep rows for a claim that waits while no producer does.
+its silence ends no wait. The shards of waiting producers are always asked, because shards keep rows
+for waiting claims only while they know of no waiting producer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOOK_AGAIN_S = 2.0
 """After somebody was seen who may free something."""
 ASK_S = 2.0
 TELL_EVERY_S = 2.0
-"""While puts wait for space here, shards elsewhere are told so: well within
+"""How often remote shards are told that puts wait for space here: well within
 `waiting_calls.YIELD_S`."""
 
 
@@ -105,7 +105,7 @@ class Standstill:
 
     async def _told(self, homes: list[str]) -> None:
         calls = [self.mesh.call(home, CanFree(), timeout_s=ASK_S) for home in homes]
-        await asyncio.gather(*calls, return_exceptions=True)  # who did not hear is told again soon
+        await asyncio.gather(*calls, return_exceptions=True)  # told again soon
 
     async def _look(self) -> None:
         answers: list[Activity] = []

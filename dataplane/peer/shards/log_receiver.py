@@ -40,7 +40,7 @@ Key = tuple[str, int]
 
 @dataclass(slots=True)
 class _Copy:
-    """of one partition. values: replicas of what the primary wrote, with replicas=2"""
+    """A copy of a partition. values: replicas of what the primary wrote, with replicas=2."""
 
     store: Store
     values: Replicas | None = None
@@ -48,16 +48,16 @@ class _Copy:
 
 @dataclass(slots=True)
 class _Origin:
-    """All that a primary shipped in one stream."""
+    """All that a primary has sent in one stream."""
 
     stream: int
     next: int = 0
     copies: dict[Key, _Copy] = field(default_factory=dict)
     valued: int = 0
-    """of the copies, those of which replicas of values are kept here"""
+    """how many of the copies have replicas of values here"""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     ahead: dict[tuple[Key, bytes], contextlib.ExitStack] = field(default_factory=dict)
-    """what has copies that no row names yet, by partition and ranges"""
+    """replicas of values that no row references yet, by partition and ranges"""
 
 
 @dataclass(eq=False, repr=False)
@@ -72,9 +72,9 @@ class LogReceiver:
         self.value_replicas = self.log_sender.value_replicas
         self._origins: dict[Owner, _Origin] = {}
         self._confirmed: dict[Owner, float] = {}
-        """when this peer confirmed last that it takes over from nobody whom it backs up"""
+        """by primary, when this peer last confirmed that it is the backup"""
         self._named: set[Owner] = set()
-        """peers whose values or changes the shards know that were taken over just now"""
+        """peers whose values or changes are known to the shards that were just taken over"""
 
     def __len__(self) -> int:
         """Rows that are kept for other peers."""
@@ -85,7 +85,7 @@ class LogReceiver:
         unknown.
 
         It is unknown if the records need replicas whose bytes are not all here, or if this
-        peer must ship the records to its own backup.
+        peer must pass the records on to its own backup.
         """
         for owner, origin in self._origins.items():
             if owner.peer == address and not origin.valued and not self._passes_on(address):
@@ -107,8 +107,9 @@ class LogReceiver:
     # replaying
 
     def append(self, caller: Caller, body: Append) -> Body | Awaitable[Body]:
-        """Append records to the sender's copies. Raise StaleEpoch if this peer is not the
-        sender's backup, and ProtocolError if the copy has a gap and needs a new snapshot."""
+        """Replay records into the copies of the sender's stores. Raise StaleEpoch if this peer is
+        not the sender's backup, and ProtocolError if records are missing, so that the sender must
+        send a new snapshot."""
         if self.host.roster.backup_of(caller.address)[0] != self.host.address:
             raise StaleEpoch(
                 f"the peer at {self.host.address} is not the backup of the peer at "
@@ -128,7 +129,7 @@ class LogReceiver:
                 f"record 0 of a new stream, got record {body.first}. The primary must send "
                 "a new snapshot"
             )
-        # Of what comes before it, some may be under way.
+        # Earlier records may still be in flight, or be replayed in another turn.
         waits = origin.lock.locked() or body.first > origin.next
         if waits or _brings_values(origin, body):
             return self._append_in_turns(caller, origin, body)
@@ -137,21 +138,21 @@ class LogReceiver:
         return Done()
 
     async def _append_in_turns(self, caller: Caller, origin: _Origin, body: Append) -> Body:
-        """Replay the message in pieces. If the sender stops waiting, its next attempt begins behind
-        the records that were replayed. Bringing the values of one record may take longer than
-        an attempt and would begin from the start, so this goes on without the sender."""
+        """Replay the message in pieces. If the sender stops waiting, its next attempt begins
+        after the records that were replayed. Copying the values of one record may take longer than
+        an attempt and would start over each time, so this continues without the sender."""
         call_context.set(CallContext())
         async with origin.lock:
             for part in _new(origin, body).partitions:
                 copy = origin.copies.get((part.partition, part.generation))
-                if copy is None or copy.values is None:  # nobody was promised what only begins
+                if copy is None or copy.values is None:  # no reply depends on a new copy
                     await self._replay_in_turns(caller.owner, origin, part)
                     continue
                 for piece, named in _pieces(part, caller.owner):
                     async with self._beforehand(caller.owner, origin, copy.values, named):
                         await self._replay_in_turns(caller.owner, origin, piece)
             if not self.host.roster.backup_of(caller.address)[1]:
-                for copy in list(origin.copies.values()):  # it is no backup before it has them all
+                for copy in list(origin.copies.values()):  # a backup must have them all
                     if copy.values is not None:
                         await self.value_replicas.copy_here(copy.values, caller.owner)
         return Done()
@@ -164,7 +165,7 @@ class LogReceiver:
         key, origin = (body.partition, body.generation), self._origins.get(caller.owner)
         copy = origin.copies.get(key) if origin is not None else None
         if origin is None or copy is None or copy.values is None:
-            return Done()  # of a partition that only begins here, it is no copy yet
+            return Done()  # the copy of this partition has yet to begin
         held = contextlib.ExitStack()
         held.enter_context(self.value_replicas.held(copy.values, [(caller.owner, ranges, nbytes)]))
         try:
@@ -183,8 +184,8 @@ class LogReceiver:
         return Done()
 
     async def _copy_to_own_backup(self, owner: Owner, store: Store, values: Replicas) -> None:
-        """What lies at a peer that leaves and here is at this peer's backup before the rows name
-        this one alone: it might be lost as soon as it has them."""
+        """Copy values that a leaving peer and this peer store to this peer's backup. Rows may
+        reference this peer alone only after that, because this peer may be lost at any time."""
         await self.value_replicas.copy_here(values, owner)
         await self.host.progress.reached(call_context.get().until)
         entry = self.log_sender.passed_on.get((store.partition, store.generation))
@@ -197,7 +198,7 @@ class LogReceiver:
     async def _beforehand(
         self, owner: Owner, origin: _Origin, values: Replicas, named: list[Named]
     ) -> AsyncIterator[None]:
-        """Bring replicas of what the primary wrote here before its records are replayed."""
+        """Make replicas of what the primary wrote, before its records are replayed here."""
         with self.value_replicas.held(values, named):
             if named:
                 await self.value_replicas.copy_here(
@@ -210,7 +211,7 @@ class LogReceiver:
         return self._origins.get(owner) is origin
 
     def _check_backs_up(self, owner: Owner, origin: _Origin) -> None:
-        """StaleEpoch where its shards were taken over meanwhile."""
+        """Raise StaleEpoch if the owner's shards were taken over meanwhile."""
         if not self._backs_up(owner, origin):
             raise StaleEpoch(
                 f"the peer at {self.host.address} is no longer the backup of the peer at "
@@ -227,7 +228,7 @@ class LogReceiver:
     def _replay(
         self, owner: Owner, origin: _Origin, parts: list[PartitionLog]
     ) -> list[PartitionLog]:
-        """Replay records for `PIECE_S`. Returns those that are left."""
+        """Replay records for at most `PIECE_S`. Return those that are left."""
         until = self.host.now() + PIECE_S
         rest: list[PartitionLog] = []
         try:
@@ -235,20 +236,20 @@ class LogReceiver:
                 left = part.records if rest else self._carry_out(owner, origin, part, until)
                 if left:
                     rest.append(PartitionLog(part.partition, part.generation, left))
-        except Exception:  # of whatever kind: what it was about may be changed by half
+        except Exception:  # of any kind: a copy may be half changed
             self._forget(owner)
             raise
         self._pass_on(owner, origin)
         return rest
 
     def _passes_on(self, address: str) -> bool:
-        """Whether the shards of that peer are this one's soon: it leaves."""
+        """Whether that peer is leaving, so that its shards will be this peer's."""
         leaving = self.host.roster.leaving
         return address in leaving and self.host.address not in leaving
 
     def _pass_on(self, owner: Owner, origin: _Origin) -> None:
-        """What it serves, and not what was passed on to it: of that another peer may have had more
-        since."""
+        """Pass the copies of what the owner serves on to this peer's backup. Leave out what was
+        passed on to the owner, because another peer may have newer records of that."""
         home = self.host.roster.home
         for key, copy in origin.copies.items() if self._passes_on(owner.peer) else ():
             if key not in self.log_sender.passed_on and home(key[0]) == owner.peer:
@@ -257,7 +258,7 @@ class LogReceiver:
     def _carry_out(
         self, owner: Owner, origin: _Origin, part: PartitionLog, until: float
     ) -> list[LogRecord]:
-        """Carry out the first records, until a time (monotonic). Returns those that are left."""
+        """Replay records until a time (monotonic). Return those that are left."""
         name, generation = key = part.partition, part.generation
         copy = origin.copies.get(key)
         for done, record in enumerate(part.records, 1):
@@ -287,9 +288,9 @@ class LogReceiver:
         return []
 
     def _follow(self, owner: Owner, origin: _Origin, copy: _Copy, record: LogRecord) -> None:
-        """Values that the primary wrote get replicas here, for as long as rows name them. So
-        do those that it got from an owner that is gone, or has of rows that it passes on: nobody
-        waits for these."""
+        """Keep replicas of values that the primary wrote, for as long as rows reference them.
+        Do the same for values that it took over from a lost owner or passes on. Nothing waits for
+        these."""
         freed = copy.store.freed()
         if copy.values is None:
             return
@@ -315,7 +316,7 @@ class LogReceiver:
         self._release(copy)
 
     def _release(self, copy: _Copy) -> None:
-        """Release replicas of values that are not needed, or not whole."""
+        """Release replicas that are not needed, or not complete."""
         if copy.values is not None:
             self.value_replicas.room.release(copy.values.clear())
 
@@ -460,8 +461,8 @@ def _new(origin: _Origin, body: Append) -> Append:
 
 
 def _pieces(one: PartitionLog, owner: Owner) -> Iterator[tuple[PartitionLog, list[Named]]]:
-    """Of a partition that is here already: in order, records that write few bytes of the owner,
-    and what those name."""
+    """Yield the records of a partition that has a copy here: in order, in parts that write few
+    bytes of the owner, each with the chunks that it names."""
     records: list[LogRecord] = []
     named: list[Named] = []
     written = 0

@@ -15,8 +15,8 @@ backup has every record up to then. A caller that has seen a change therefore fi
 after this peer dies. If the backup leaves the in-sync set, nothing leaves this peer before the
 backup knows that, unless the backup confirms nothing (`confirming`): a new roster keeper may only
 know the roster in which the backup was in sync, and promote it. When another primary leaves, its
-shards move here, so this peer also ships its copies of them. This peer's backup then has them
-already.
+shards move here, so this peer also passes its copies of them on. This peer's backup then has
+them already.
 
 A reply to the backup itself does not wait. It carries the records that the backup lacks. The
 backup states its position in each request. If another caller waits for that position, this peer
@@ -65,15 +65,15 @@ CARRIED_BYTES = 256 << 10
 """A reply carries at most this many bytes of records. Larger ones go in a message of their own:
 the backup confirms carried records later than `QUIET_S`, so large ones would be sent twice."""
 QUIET_S = 0.05
-"""What nobody waits for goes to the backup after so long, and it is asked about what it got with an
-answer and has said nothing of."""
+"""Records that no reply waits for are sent after this long. So are records that a reply carried, if
+the backup has not confirmed them by then."""
 MAX_PENDING_BYTES = 512 << 20
-"""When records of more bytes than this wait for a backup, it is too slow, and begins again. A
+"""If records of more bytes than this wait for a backup, it is too slow, and a new stream begins. A
 snapshot adds at most `SNAPSHOT_BYTES` and one record to them."""
 SNAPSHOT_BYTES = 2 * MESSAGE_BYTES
-"""A snapshot goes on while fewer bytes than this wait to be confirmed."""
+"""A snapshot continues while at most this many bytes wait to be confirmed."""
 PIECE_S = 0.02
-"""A snapshot lets others have their turn after so long."""
+"""After this long, a snapshot or a replay lets other calls run."""
 ATTEMPT_S, MOST_ATTEMPT_S = 10.0, 80.0
 """How long the backup may take to reply, besides the time for the bytes. Each attempt that times
 out doubles it. A slow link delivers a message late, and another copy of it later still."""
@@ -88,20 +88,21 @@ FORGET_S = 900.0
 """After this long without a removal, the next one counts as the first. After a first removal, the
 backup rejoins as soon as it has every record."""
 RETRY_S, MOST_RETRY_S = 0.5, 30.0
-"""So soon a backup is asked again, or gets everything anew: later each time that is in vain."""
+"""The first and the longest pause before a message or a stream is sent to a backup again. Pauses
+between streams double."""
 
 
 @dataclass(slots=True, eq=False)
 class _Snapshot:
-    """A store that the backup gets whole. It is noted as it stands when its turn comes."""
+    """A queued snapshot of a store. It contains the store as it is when its turn comes."""
 
     entry: Entry
     has_ended: bool = False
-    """it was dropped before its turn"""
+    """the store was dropped before its turn"""
 
 
 def _ended() -> Generator[LogRecord, None, None]:
-    """What a backup is told of a store that was dropped before its snapshot began."""
+    """Yield the records of a store that was dropped before its snapshot began."""
     yield Ended()
 
 
@@ -113,16 +114,16 @@ class LogSender:
         self.progress = host.progress
         self.backup: Owner | None = None
         self.synced = False
-        """the backup of the present stream has had everything, at least once"""
+        """the backup has had every record of the present stream, at least once"""
         self._whole = 0
-        """so many records of `progress` the backup must have, to be called in sync"""
+        """how many records of `progress` the backup must have, to be listed as in sync"""
         self._in_vain = 0
-        """so many streams in a row came to nothing: this backup has not been in sync since"""
+        """how many streams failed since this backup was last in sync"""
         self._stream = 0
         self._queue: deque[tuple[Entry, bytes, int, bool]] = deque()
-        """what the backup is not known to have, for how much of `progress` each counts, and whether
-        the backup may have to copy values for it; the first one's number in the stream is
-        `_first`"""
+        """records that the backup has not confirmed; how many records of `progress` each counts
+        for, and whether the backup may have to copy values for it. `_first` is the number of the
+        first one in the stream."""
         self._first = 0
         self._queued_bytes = 0
         self._later: deque[_Snapshot | tuple[Entry, bytes, bool]] = deque()
@@ -132,28 +133,28 @@ class LogSender:
         """snapshots in `_later`, by the id of their store"""
         self._snapshotting: asyncio.Task[object] | None = None
         self._has_begun = False
-        """the backup gets what is queued"""
+        """the stream has begun, so the backup gets what is queued"""
         self._has_room = asyncio.Event()
         self._under_way, self._sends = True, False
-        """a message to the backup is not answered yet, or the stream has not begun; one goes when
-        this turn of the loop is over"""
+        """a message to the backup is in flight, or the stream has not begun; a message will be sent
+        at the end of this turn of the loop"""
         self._sent_at = self._takes_s = 0.0
         """when the message in flight was built, and how long its bytes may take, in seconds"""
         self._copies_values = False
         """the backup may have to copy values before it confirms the message in flight"""
         self._carried, self._carrier = 0, b""
-        """up to which number all went along with answers, the last of them on which connection"""
+        """the number after the last record that a reply carried, and that reply's connection"""
         self._with_values = 0
-        """before this number lies the last record of a partition with replicas=2. The backup
-        confirms these only in the reply to their message, so no answer carries them."""
+        """the number after the last record of a partition with replicas=2. The backup confirms
+        such records only in the reply to their message, so no other reply carries them."""
         self._is_asked = self._looks = False
-        """a message goes to the backup although nobody waits; that is looked at in a moment"""
+        """a message is due although no reply waits for it; `_look` is scheduled"""
         self._task: asyncio.Task[object] | None = None
         self._parting: asyncio.Task[object] | None = None
-        """the backup, which was in sync, is told that it is not any more"""
+        """tells the backup that it is no longer in sync"""
         self._keeps_stream = False
-        """all rosters since then name this backup, so it has kept its copies. It gets the rest of
-        the stream as a learner: a new stream might take a slow link long"""
+        """all rosters since then name this backup, so it has kept its copies. It follows the
+        rest of the stream, because a new stream could take long on a slow link."""
         self._is_overdue = False
         """the backup has confirmed nothing for a while"""
         self._removed_at, self._rest_s = -math.inf, 0.0
@@ -161,15 +162,15 @@ class LogSender:
         self._awaited: tuple[str, float] | None = None
         """the backup that answers wait for, and since when"""
         self.passed_on: dict[tuple[str, int], Entry] = {}
-        """copies of partitions that are this peer's soon"""
+        """copies of partitions that this peer will serve soon"""
         self.on_whole: Callable[[], None] = lambda: None
-        """called when the backup has what it must to be called in sync"""
+        """called when the backup has what it must have to be listed as in sync"""
         self.progress.on_awaited = self._send_soon
 
     # what the stores do
 
     def watch(self, entry: Entry) -> None:
-        """Ship the records of a new partition from now on."""
+        """Send the records of a new partition from now on."""
         self._record(entry)
         self._queue_record(entry, Begun(entry.store.declared))
 
@@ -178,7 +179,7 @@ class LogSender:
             entry.store.emit = functools.partial(self._emit, entry)
 
     def _queue_snapshot(self, entry: Entry) -> None:
-        """With all its rows, when its turn comes."""
+        """Queue a snapshot of a store."""
         if self.backup is None:
             return
         snapshot = self._to_snapshot[id(entry.store)] = _Snapshot(entry)
@@ -197,14 +198,14 @@ class LogSender:
         self._record(entry)
 
     def pass_on(self, store: Store) -> None:
-        """Ship a store that this peer will serve soon."""
+        """Send a store that this peer will serve soon to the backup."""
         entry = Entry(store)
         self.passed_on[entry.key] = entry
         self._queue_snapshot(entry)
 
     def happened(self, store: Store, record: LogRecord) -> None:
-        """Ship a record on a copy here that this peer may have shipped. The record may
-        end that copy, or another copy of the partition from a peer that leaves."""
+        """Queue a record that was replayed into a copy here, if that copy is passed on. Another
+        copy of the partition, from another peer that leaves, is not."""
         entry = self.passed_on.get((store.partition, store.generation))
         if entry is not None and entry.store is store:
             self._queue_record(entry, record)
@@ -220,7 +221,7 @@ class LogSender:
         if self.backup is None:
             return
         snapshot = self._to_snapshot.get(id(entry.store))
-        if snapshot is not None:  # which will have it
+        if snapshot is not None:  # which will contain it
             snapshot.has_ended |= isinstance(record, Ended)
             return
         self.progress.done += 1
@@ -260,7 +261,7 @@ class LogSender:
             self._snapshotting = self.mesh.spawn(self._snapshot())
 
     async def _snapshot(self) -> None:
-        """Queue what is in `_later`, as the backup takes it."""
+        """Queue what is in `_later`, as fast as the backup confirms it."""
         while self._later:
             one = self._later.popleft()
             if isinstance(one, _Snapshot):
@@ -274,7 +275,7 @@ class LogSender:
         self._go_on()
 
     async def _snapshot_one(self, one: _Snapshot) -> None:
-        """The last record counts for all of them."""
+        """Queue the records of a snapshot. The last one counts for all of them in `progress`."""
         entry = one.entry
         last = encode(Begun(entry.store.declared))
         began = self.host.now()
@@ -293,7 +294,7 @@ class LogSender:
         self._enqueue(entry, last)
 
     def _go_on(self) -> None:
-        """Send what is queued, also where nobody waits for it."""
+        """Send what is queued, even if no reply waits for it."""
         self._is_asked = True
         self._send_soon()
 
@@ -308,7 +309,7 @@ class LogSender:
             parted.cancel()
         required = self.progress.required
         stays = owner == before and parted is None and (self.synced or in_sync or not required)
-        stays |= owner == before and self._is_overdue  # it goes on from where it was, as a learner
+        stays |= owner == before and self._is_overdue  # it continues as a follower
         is_told = before is not None and required and new.has(before) and not self._is_overdue
         if before is not None and is_told and not stays:
             self._keeps_stream = owner == before and (parted is None or self._keeps_stream)
@@ -321,13 +322,13 @@ class LogSender:
             self.forgive()
 
     async def _part(self, before: Owner) -> None:
-        """Until it knows, or another roster comes."""
+        """Tell a former backup that it is not in sync, until it confirms or the roster changes."""
         told = False
         while not told:
             try:
                 await self.mesh.tell(before, Rostered(self.host.roster.table))
                 told = True
-            except Exception:  # nothing may leave, whatever it was
+            except Exception:  # any failure: no reply may leave before the backup knows
                 log.exception(
                     "backup %s: could not notify the backup that it was removed from the in-sync "
                     "set, retrying",
@@ -422,8 +423,8 @@ class LogSender:
         return None if self.synced and self.progress.confirmed < self._whole else self.synced
 
     def _require(self) -> None:
-        """Nothing leaves before the backup has it where that may be called in sync, or is: it is
-        so at the authority before this peer hears of it."""
+        """Let replies wait for a backup that is, or may be, listed as in sync: the roster keeper
+        lists it before this peer learns of that."""
         has_it = self.synced or self._is_listed() or self._parting is not None
         self.progress.required = self.backup is not None and has_it
         self._note_backup()
@@ -474,7 +475,7 @@ class LogSender:
         self._under_way, self._sends, self._is_asked = True, False, False
 
     def _begin(self) -> None:
-        """A new stream: everything there is, then everything that happens."""
+        """Begin a new stream: a snapshot of every store, then each new record."""
         if self._task is not None:
             return
         self._clear()
@@ -492,19 +493,19 @@ class LogSender:
 
     async def _send_stream(self, backup: Owner) -> None:
         while self.progress.required:
-            # A backup that begins anew drops what it has: not while it may still be promoted. Nor
-            # does anybody hear meanwhile of what it has not.
+            # A backup drops its copies when a new stream begins. It must not while it may still be
+            # promoted. Meanwhile no reply leaves that depends on what it lacks.
             await self.host.another_roster(self.host.roster, self.host.now() + RETRY_S)
         waiting = sum([counts for _, _, counts, _ in self._queue]) + len(self._later)
         self.progress.confirmed = self.progress.done - waiting
         self._has_begun = True
         self._snapshot_later()
         await asyncio.sleep(0)  # the first pieces are queued
-        # Also of nothing: the backup may have kept what there was in a stream before this one.
+        # Even if nothing is queued: the backup may still have copies from an earlier stream.
         await self._insist(backup, *self._next())
 
     def _send_soon(self) -> None:
-        """What follows at once, as a lease does a put, goes along."""
+        """Send at the end of the loop's turn, so that one message has all records of the turn."""
         if not self._sends and not self._under_way and self._parting is None:
             self._sends = True
             asyncio.get_running_loop().call_soon(self._send)
@@ -553,14 +554,14 @@ class LogSender:
         self._taken(end)
 
     async def _begin_anew(self, backup: Owner, roster: Roster, why: DataplaneError) -> None:
-        """What the backup has is no copy. Where it cannot have one, as by a bug, it is told so all
-        the same, later and later, and people are."""
+        """Begin a new stream after a pause, because the backup's copy is broken. If a bug breaks
+        each copy, the pauses grow, and the log says so each time."""
         pause_s = min(RETRY_S * 2.0 ** min(self._in_vain, 10), MOST_RETRY_S)
         level = logging.ERROR if self._in_vain else logging.WARNING
         log.log(level, "backup %s: resyncing in %g s: %s", backup.peer, pause_s, why)
         self._in_vain += 1
         self.synced = False
-        # A roster that calls it in sync may be on its way: nobody hears of more.
+        # A roster that lists it as in sync may be in flight, so no reply leaves meanwhile.
         await self.host.another_roster(roster, self.host.now() + pause_s)
         self._task = None
         self._stop()
@@ -578,7 +579,7 @@ class LogSender:
         if self._is_due:
             self._send()
         elif not (self.synced or self._later or self._snapshotting is not None or self._rests()):
-            # What was answered up to now did not wait for it.
+            # Replies up to now did not wait for the backup.
             self.synced, self._whole, self._in_vain = True, self.progress.done, 0
             self._require()
             if not self._queue:
@@ -603,7 +604,7 @@ class LogSender:
         return bool(self._queue) and (self._is_asked or self.progress.is_awaited)
 
     def _next(self) -> tuple[Append, int]:
-        """With what went along with answers: this message may overtake them."""
+        """Include records that replies carried, because this message may overtake those replies."""
         body, end, nbytes = self._message(self._first, MESSAGE_BYTES, least=1)
         self._sent_at, self._takes_s = self.host.now(), nbytes / LEAST_BYTES_S
         records = islice(self._queue, end - self._first)
@@ -629,7 +630,7 @@ class LogSender:
         return Append(self._stream, first, parts), first + count, nbytes
 
     def _confirmed(self, end: int) -> None:
-        """The backup has what comes before this number."""
+        """Note that the backup has every record before this number."""
         if end <= self._first:
             return
         before = confirmed = self.progress.confirmed
@@ -644,7 +645,7 @@ class LogSender:
         if self.synced and before < self._whole <= confirmed:
             self.on_whole()
 
-    # along with answers
+    # records that replies carry
 
     def carry(self, to: Owner, connection: bytes) -> Append | None:
         """Return the records to send along with a reply to the backup on this connection. They
@@ -672,7 +673,7 @@ class LogSender:
         if by == self.backup and stream == self._stream and end <= self._end:
             self._confirmed(end)
 
-    # what nobody waits for
+    # records that no reply waits for
 
     def _look_later(self) -> None:
         self._looks = True

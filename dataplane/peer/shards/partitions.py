@@ -155,7 +155,7 @@ class Partitions:
         log.info("partition %r: dropped, %d rows and %d bytes freed", partition, rows, nbytes)
         del self.host.entries[partition]
         self.declared.pop(partition, None)
-        self.on_drop(entry)  # first: that no row is left is not why who waits gets none
+        self.on_drop(entry)  # first: waiting calls fail because of the drop
         self.run_effects(entry)
         self.host.meter_stages(entry, self.host.now())
         self.host.space.digests.drop(partition)
@@ -168,8 +168,8 @@ class Partitions:
             self._ended[change.caller, change.number] = dropped
         return dropped
 
-    # lost rows: their names are kept at the shard (`tables.remembered`), and who subscribes
-    # waits there, in turns (`WaitingCalls.losses`)
+    # lost rows: the shard stores their names (`tables.remembered`), and callers of `losses` wait
+    # there, one turn at a time (`WaitingCalls.losses`)
 
     async def losses(self, session: Session, request: Request, body: Losses) -> LossesDone:
         """Wait for lost rows after the number that a client of this host has, and return them.

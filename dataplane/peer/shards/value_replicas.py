@@ -39,15 +39,15 @@ from dataplane.wire.tables import Owner
 log = logging.getLogger(__name__)
 
 BATCH_BYTES = 16 << 20
-"""What is brought at once, and no more than an eighth of the arena. It has to arrive while a
-primary waits for its backup (`log_sender.ATTEMPT_S`), also on a link with a few MB/s left."""
+"""The most bytes copied at once, and at most an eighth of the arena. They have to arrive while a
+primary waits for its backup (`log_sender.ATTEMPT_S`), even on a link with a few MB/s left."""
 MAX_RANGES = 4096
-"""So many are brought at once, or a backup is asked to copy."""
+"""The most ranges copied at once, here or at a backup."""
 PATIENCE_S = 4.0
-"""How long room for copies is awaited before the asker is told. It asks again, as another change:
-one that waits longer would hold its caller's floor, and so the acks that make room."""
+"""How long a change waits for space for replicas before it fails. Its caller repeats it as another
+change: a longer wait would hold the caller's floor, and so the acks that free space."""
 AHEAD_S = 30.0
-"""For so long a backup keeps copies that no row names: what names them is on its way."""
+"""How long a backup keeps replicas that no row references yet: their record is in flight."""
 
 
 class ValueReplicas:
@@ -57,7 +57,7 @@ class ValueReplicas:
         self.pulls = pulls
         self.room = room
         self._coming: dict[tuple[int, Owner], bool] = {}
-        """copies that are made while nobody waits; whether more are missing since that began"""
+        """copies in progress that nothing waits for; whether more are missing since each began"""
 
     # at the peer whose shard has the rows
 

@@ -67,10 +67,10 @@ MAX_WAITING = 32_768
 MAX_PAST = 16_384
 """Calls that are over and known by number; the oldest are forgotten."""
 LOOK_SHARE = 50.0
-"""What is missing is not looked for again for so many times as long as that took: it may scan."""
+"""Back off: wait LOOK_SHARE times the duration of the last search before searching again."""
 YIELD_S = TURN_S + 1.0
-"""Who came first keeps nothing from others for so long after a producer was seen to wait: who waits
-at a shard asks again before that."""
+"""After a producer was seen to wait, no rows are kept for older claims for this long. A producer
+that waits at a shard asks again before that."""
 SHOWN_SLOW = 3
 """Groups of which `admit` says what they wait for."""
 ADMISSION = None
@@ -94,9 +94,9 @@ class _Stage:
     queue: ClaimQueue | AdmitQueue
     waits: dict[asyncio.Future[Body], Wait | Losses] = field(default_factory=dict)
     looked: dict[Form, tuple[float, dict[str, Any]]] = field(default_factory=dict)
-    """what was found to be missing, and until when that is taken for true"""
+    """until when the result of a search is reused, and the result"""
     looking: dict[Form, asyncio.Task[dict[str, Any]]] = field(default_factory=dict)
-    """the looks that are under way"""
+    """the searches in progress"""
 
 
 @dataclass(eq=False, repr=False)
@@ -209,7 +209,7 @@ class WaitingCalls:
     def _answer_to(
         self, stage: _Stage, caller: Caller, body: Claim | Admit, late: Late
     ) -> Body | Answer:
-        """What becomes of a call that is in its queue now; most often that is yet to come."""
+        """Return the reply to a call that is now in its queue, or a future if it must wait."""
         if body.number in self._answers:
             self._answer(
                 body.number,
@@ -294,8 +294,8 @@ class WaitingCalls:
         )
 
     def _gives_up(self, stage: _Stage, number: int) -> None:
-        """A call that does not wait has had its answer. Others may get now what it kept from them
-        while the reason was looked for."""
+        """End a call that does not wait, after its reply. Serve the others, which may now get what
+        was kept for it while its reason was looked for."""
         self._end(stage, number)
         self._serve(stage)
 
@@ -442,7 +442,7 @@ class WaitingCalls:
             why: Exception
             try:
                 why = await late()
-            except Exception as exc:  # a bug: whoever waits is told, and not left to wait
+            except Exception as exc:  # a bug: the caller gets the error and waits no longer
                 why = exc
             if not answer.done():
                 fail(answer, why)
@@ -462,7 +462,7 @@ class WaitingCalls:
                 f"invalid position {body.after} in the list of lost rows: expected 0 or more"
             )
         entry = self.host.shard(body.partition, body.generation)
-        stage = self._stage(entry, ADMISSION)  # which is looked at with every change
+        stage = self._stage(entry, ADMISSION)  # this queue is checked after every change
         answer: Answer = asyncio.get_running_loop().create_future()
         stage.waits[answer] = body
         answer.add_done_callback(stage.waits.pop)
@@ -477,7 +477,7 @@ class WaitingCalls:
         )
 
     async def _no_key(self, stage: _Stage, body: Wait) -> ClaimTimeout:
-        """With what it waits for: `reasons.Facts` by name, and `near`."""
+        """Return the error of a timed-out wait for a key, with `reasons.Facts` and `near`."""
         assert body.key is not None
         told = inspection.around_key(stage.entry.store, body.key, self.host.now())
         return ClaimTimeout(
@@ -485,7 +485,7 @@ class WaitingCalls:
         )
 
     async def _late(self, stage: _Stage, want: Want | Wait, claim: int = 0) -> ClaimTimeout:
-        """With what it waits for: `reasons.Facts` by name."""
+        """Return the error of a timed-out claim or wait, with `reasons.Facts` by name."""
         missing = await self._missing(stage, want)
         assert isinstance(stage.queue, ClaimQueue)
         now = self.host.now()
@@ -503,8 +503,8 @@ class WaitingCalls:
         )
 
     async def _missing(self, stage: _Stage, want: Want | Wait) -> dict[str, Any]:
-        """What keeps rows from a call, as of now or of shortly before. Calls of one form share a
-        look."""
+        """Return what keeps rows from a call, now or shortly before. Calls of one form share a
+        search."""
         form = want.unit, str(want.where), want.budget_tag if isinstance(want, Want) else None
         until, missing = stage.looked.get(form, (0.0, {}))
         if self.host.now() < until:
@@ -536,7 +536,7 @@ class WaitingCalls:
         return missing
 
     async def _not_admitted(self, stage: _Stage, one: WaitingAdmit) -> ClaimTimeout:
-        """With what it waits for."""
+        """Return the error of a timed-out `admit`, with what the call waits for."""
         store = stage.entry.store
         told = store.permits.stats(store) | {"before": stage.queue.before(one.number)}
         # The partition has its limits from the first call that was granted.
@@ -619,7 +619,7 @@ def _give(answer: Answer, outcome: Body | DataplaneError) -> None:
 
 
 def _met(entry: Entry, body: Wait | Losses) -> Body | DataplaneError | None:
-    """What a wait is answered now; None: it goes on."""
+    """Return the reply to a wait; None if the wait continues."""
     if isinstance(body, Losses):
         names, number, missed = entry.store.losses.after(body.after)
         over = not (names or missed) and _over(entry)
@@ -645,7 +645,7 @@ def _met(entry: Entry, body: Wait | Losses) -> Body | DataplaneError | None:
 
 
 def _over(entry: Entry) -> bool:
-    """Whether every stage has had every row that is left."""
+    """Whether the partition is sealed and no stage has outstanding rows."""
     stages = entry.store.stages
     return (
         entry.store.sealed

@@ -26,8 +26,8 @@ TICK_S = 0.2
 STALL_S = 0.25
 """A peer that wakes up so late had no processor time, or was stopped."""
 SAMPLE_S = 1.0
-"""How often rates are sampled. Also how often at most the use of the arena is recorded, where it
-has changed by `SAMPLE_SHARE`."""
+"""How often rates are sampled, and at most how often the use of the arena is recorded. It is
+recorded if it has changed by `SAMPLE_SHARE`."""
 SAMPLE_SHARE = 0.01
 PREFAULT_AHEAD_BYTES = 256 << 20
 ARRIVAL_S = 5.0

@@ -312,4 +312,4 @@ def encoded(data: bytes) -> LogRecord:
 
 def decode(data: bytes | memoryview) -> LogRecord:
     """Decode a record. Raise ProtocolError for invalid bytes."""
-    return decoded(_decoder, data, "an operation")
+    return decoded(_decoder, data, "a log record")

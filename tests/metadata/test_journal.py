@@ -11,7 +11,7 @@ import pytest
 
 from dataplane.errors import DataplaneError, FieldExists, InvalidRows, LeaseExpired, ProtocolError
 from dataplane.metadata.shard import rows_out
-from dataplane.metadata.shard.journal import MAX_OP_BYTES, apply, snapshot
+from dataplane.metadata.shard.journal import MAX_RECORD_BYTES, apply, snapshot
 from dataplane.metadata.shard.store import Store
 from dataplane.wire import peering
 from dataplane.wire.journal import (
@@ -327,7 +327,7 @@ def test_rows_that_are_too_large_for_one_operation_are_told_in_several() -> None
     put(s, list(range(5)), fields=("tokens", "reward"), note=["x" * (3 << 20)] * 5)
     tagged = [op for op in snapshot(s, 5) if isinstance(op, Tag)]
     assert [len(op.rows.keys) // 16 for op in tagged] == [2, 1, 2]
-    assert all(len(encode(op)) <= MAX_OP_BYTES for op in snapshot(s, 5))
+    assert all(len(encode(op)) <= MAX_RECORD_BYTES for op in snapshot(s, 5))
     other = copy_of(s, 5)
     assert observed(other) == observed(s)
 

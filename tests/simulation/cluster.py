@@ -130,7 +130,7 @@ class Cluster:
                 (log_sender, "PIECE_S", -1.0),
                 (log_receiver, "PIECE_S", -1.0),
                 (journal, "PIECE_ROWS", 16),
-                (journal, "MAX_OP_BYTES", 2 << 10),
+                (journal, "MAX_RECORD_BYTES", 2 << 10),
                 (value_replicas, "BATCH_BYTES", 32 << 10),
                 (log_receiver, "BATCH_BYTES", 32 << 10),
             ):

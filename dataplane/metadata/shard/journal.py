@@ -77,7 +77,7 @@ from dataplane.wire.messages import Finish, Put, Tag, Withdraw
 from dataplane.wire.packed import RANGE, U8, column
 from dataplane.wire.tables import PlanRows
 
-MAX_OP_BYTES = 8 << 20
+MAX_RECORD_BYTES = 8 << 20
 """A snapshot splits records that are larger than this. A message holds `MAX_FRAME_BYTES`."""
 
 _TOLD_STATES = {PENDING, LEASED, ACKED, SPLIT}
@@ -579,7 +579,7 @@ def _some_blocks(of: Sequence[Block], images: BeforeImages, many: int) -> Iterat
         image = images.block(block)
         size = image.nbytes + sum([len(one.inline) for one in image.values.chunks])
         rows, nbytes = rows + block.count, nbytes + size
-        if some and (rows > many or nbytes > MAX_OP_BYTES):
+        if some and (rows > many or nbytes > MAX_RECORD_BYTES):
             yield images.blocks(some)
             some, rows, nbytes = [], block.count, size
         some.append(block)
@@ -606,7 +606,7 @@ def _values_told(blocks: Sequence[Block], images: BeforeImages) -> Iterator[Give
         for parts in _pieces(block.values.parts, MAX_CHUNKS_PER_MESSAGE):
             mine = pieces_of(block.count, parts)
             size = OutgoingValues([(mine, all_of(mine.count))]).nbytes
-            full = pieces + len(parts) > MAX_CHUNKS_PER_MESSAGE or nbytes + size > MAX_OP_BYTES
+            full = pieces + len(parts) > MAX_CHUNKS_PER_MESSAGE or nbytes + size > MAX_RECORD_BYTES
             if some and full:
                 yield _given_told(some, images)
                 some, pieces, nbytes = {}, 0, 0
@@ -628,7 +628,7 @@ def _tags_told(partition: str, generation: int, rows: Rows) -> Iterator[Tag]:
     other tag. If they are too large for a message, each half of the rows has records of its own."""
     tags = tags_held(rows)
     nbytes = sum([len(v) for values in tags.values() for v in values if isinstance(v, str)])
-    if len(rows) > 1 and nbytes > MAX_OP_BYTES:
+    if len(rows) > 1 and nbytes > MAX_RECORD_BYTES:
         each, middle = list(rows), len(rows) + 1 >> 1
         for half in (each[:middle], each[middle:]):
             yield from _tags_told(partition, generation, Rows.of(half))

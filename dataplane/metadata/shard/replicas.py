@@ -36,7 +36,7 @@ class Replicas:
         return sum(map(len, self._known.values()))
 
     def __repr__(self) -> str:
-        return f"<Copies of {len(self)} chunks of {len(self._known)} peers>"
+        return f"<Replicas of {len(self)} chunks of {len(self._known)} peers>"
 
     def note(self, owner: Owner, ranges: Array, nbytes: Array) -> bool:
         """Add a reference to each of these chunks of an owner, with these sizes (u8). Return

@@ -106,7 +106,7 @@ def test_a_limit_begins_when_a_claim_is_met_and_not_while_it_waits(
         waits = pool.submit(part.claim, "s", budget={"length": 10}, lease=2, timeout=30)
         until(lambda: plane.stats()["waiting_claims"] == 1, "it waits")
         with pytest.raises(dataplane.ClaimTimeout):  # longer than the limit
-            part.claim("s", rows=1, timeout=2.5)
+            part.claim("s", rows=2, timeout=2.5)
         part.put({"x": [2, 3]}, key=["l", "m"], tags={"length": [4, 4]})
         batch = waits.result(30)
     assert sorted(batch.keys) == ["k", "l"]

@@ -40,7 +40,7 @@ class _Stage:
         return taken
 
     def wake(self) -> None:
-        """Whoever has waited longest: a group has come."""
+        """Wake the claim that has waited longest, because a group is ready."""
         if self.waiting:
             self.waiting.popleft().succeed()
 

@@ -157,7 +157,7 @@ class Run:
     def _observed(self) -> Iterator[None]:
         """The authority's decisions, and what stores report as lost."""
         remove, lost, relocate = Authority._remove, Store.lost, Store.relocate
-        moved, astray = Authority._moved, Authority._is_astray
+        moved, astray = Authority._with_shards_at, Authority._is_stray
         opened = KeeperRole.open
         strays: set[Owner] = set()
         run = self
@@ -207,7 +207,7 @@ class Run:
             await opened(role, roster, ask)
             authority = role._authority
             assert authority is not None
-            told = [*authority._told.values(), authority.roster]
+            told = [*authority.reported.values(), authority.roster]
             known = [place.peer.host.roster.epoch for place in run.cluster.places if place.peer]
             if not all(any(one.follows(epoch) for one in told) for epoch in known):
                 run._forked(f"{role.host.name} keeps an older roster than others know")
@@ -240,8 +240,8 @@ class Run:
             mock.patch.object(answers, "MAX_CHANGES_ABOVE_FLOOR", self.window),
             mock.patch.object(outgoing_changes, "MAX_CHANGES_ABOVE_FLOOR", self.window),
             mock.patch.object(Authority, "_remove", removing),
-            mock.patch.object(Authority, "_moved", moving),
-            mock.patch.object(Authority, "_is_astray", straying),
+            mock.patch.object(Authority, "_with_shards_at", moving),
+            mock.patch.object(Authority, "_is_stray", straying),
             mock.patch.object(KeeperRole, "open", opening),
             mock.patch.object(Store, "lost", losing),
             mock.patch.object(Store, "relocate", relocating),

@@ -112,7 +112,7 @@ def test_an_heir_has_no_shard_alone_where_another_peer_stays_that_could_back_it_
     for one in (going,) if stays else (going, other):
         made.beat(one, made.roster.epoch, Beat(leaving=True))
     with run._observed():
-        made.roster = made._moved(going.peer, keeper.peer)  # whose backup has nothing yet
+        made.roster = made._with_shards_at(going.peer, keeper.peer)  # whose backup has nothing yet
         made.lost(keeper)
     assert any("lost with it alone" in wrong for wrong in run.violations) == stays
 

@@ -35,13 +35,13 @@ from dataplane.wire.tables import Owner, Takeover
 log = logging.getLogger(__name__)
 
 MAX_GONE = 10_000
-"""Lost processes that are remembered, so that one which was only stopped is not let in again."""
+"""How many lost processes the keeper remembers, to refuse one that was only stopped."""
 
 
 class Authority:
     """The roster keeper. `incarnation`: of the process that runs this. `roster`: the one in
-    force. keeper: the peer that hosts no shards if there are others, because no other peer could
-    take them over."""
+    force. keeper: the address of the peer that runs this. It hosts no shards if other peers can,
+    because without a keeper nobody could take them over."""
 
     def __init__(self, roster: Roster, incarnation: int, keeper: str = "") -> None:
         self.roster = roster
@@ -49,14 +49,14 @@ class Authority:
         self._incarnation = incarnation
         self._number = roster.epoch[1]
         self._gone = Latest[Owner, None](MAX_GONE)
-        self._told: dict[tuple[int, int], Roster] = {}
-        """what members knew of authorities before this one when it began"""
+        self.reported: dict[tuple[int, int], Roster] = {}
+        """rosters of earlier keepers that members reported when this keeper started, by epoch"""
         self._followers: set[Owner] = set()
         self._strays: set[Owner] = set()
-        """peers that work under rosters of which it was not told"""
-        self._said: dict[str, Beat] = {}
-        """the last that members said under the roster in force, of which nothing holds under the
-        next: what follows from that one is to be done there first, and at their backups"""
+        """peers that follow a roster which nobody had reported to this keeper"""
+        self._heartbeats: dict[str, Beat] = {}
+        """the last heartbeat of each member under the roster in force. A new roster clears them,
+        because members and their backups must apply it before they report again."""
 
     def __repr__(self) -> str:
         return f"<Authority {self._incarnation} of {self.roster!r}>"
@@ -72,16 +72,16 @@ class Authority:
     def go_on(self, told: Sequence[Roster]) -> None:
         """Continue from the rosters that members know: from the line with the most members, and
         then from its newest roster."""
-        self._told = {one.epoch: one for one in told if one.epoch[1] > FIRST}
-        if not self._told:
+        self.reported = {one.epoch: one for one in told if one.epoch[1] > FIRST}
+        if not self.reported:
             return
         votes = Counter(one.epoch for one in told)
 
         def standing(one: Roster) -> tuple[int, int]:
-            return sum(votes[e] for e in self._told if one.follows(e)), one.epoch[1]
+            return sum(votes[e] for e in self.reported if one.follows(e)), one.epoch[1]
 
-        before = max(self._told.values(), key=standing)
-        self._number = max(number for _, number in self._told)
+        before = max(self.reported.values(), key=standing)
+        self._number = max(number for _, number in self.reported)
         if before.epoch[0] != self._incarnation:
             ancestors = (*before.ancestors, before.epoch)[-MAX_ANCESTORS:]
             self._publish(dataclasses.replace(before, ancestors=ancestors))
@@ -89,39 +89,42 @@ class Authority:
     def beat(self, peer: Owner, epoch: tuple[int, int], said: Beat) -> None:
         """Note a heartbeat of a peer, under the roster of `epoch`. Raises LimitExceeded for one
         peer too many."""
-        if self._is_astray(peer, epoch):
+        if self._is_stray(peer, epoch):
             return
         if not self.roster.has(peer):
             if peer in self._gone or epoch[1] > FIRST:
-                return  # the plane went on without it: the answer says so, it returns as a new one
+                return  # it was declared lost. The answer says so, and it joins as a new process.
             if peer.peer in self.roster.members:
-                self._remove(peer.peer, ended=True)  # its successor has its port
+                self._remove(peer.peer, ended=True)  # a new process has its port
             self._join(peer)
         elif peer not in self.roster.owners:
-            self._see(peer)
+            self._note_incarnation(peer)
         if epoch == self.roster.epoch:
-            self._relieve(peer.peer)
+            self._replace_backup(peer.peer)
         backup, _ = self.roster.backup_of(peer.peer)
         if epoch == self.roster.epoch and backup is not None and said.synced is not None:
-            self._sync(peer.peer, said.synced)
+            self._note_sync(peer.peer, said.synced)
         if said.leaving and peer.peer not in self.roster.leaving:
             log.info("peer %s: asked to leave the run", peer.peer)
             going = self.roster.leaving | {peer.peer}
             self._publish(self._with_backups(dataclasses.replace(self.roster, leaving=going)))
         if epoch == self.roster.epoch:
-            self._said[peer.peer] = said
-            self._give()
-        self._retire()
+            self._heartbeats[peer.peer] = said
+            self._give_empty_shards()
+        self._advance_leaving()
 
-    def _is_astray(self, peer: Owner, epoch: tuple[int, int]) -> bool:
-        """Few that went astray are outvoted: the plane goes on without what they did, and the next
-        roster is newer than theirs."""
+    def _is_stray(self, peer: Owner, epoch: tuple[int, int]) -> bool:
+        """Return whether `peer` follows a roster that is not an ancestor of the one in force.
+
+        If most followers agree with this keeper, the strays are declared lost, and the next roster
+        is newer than theirs.
+        """
         if epoch[0] == self._incarnation and peer.peer != self._keeper:
             self._followers.add(peer)
         if self.roster.follows(epoch):
             self._strays.discard(peer)
             return False
-        if not any(one.follows(epoch) for one in self._told.values()):
+        if not any(one.follows(epoch) for one in self.reported.values()):
             self._strays.add(peer)
         if not self.is_behind:
             self._strays.discard(peer)
@@ -133,18 +136,18 @@ class Authority:
         return True
 
     def lost(self, peer: Owner, ended: bool = False) -> None:
-        """Remove a process that is dead or cut off. ended: that is proven."""
+        """Remove a process that is dead or cut off. ended: its death is proven."""
         if self.roster.has(peer):
             self._gone[peer] = None
             self._followers.discard(peer)
             self._strays.discard(peer)
             self._remove(peer.peer, ended)
-            self._retire()
+            self._advance_leaving()
 
     # what follows from them
 
-    def _see(self, peer: Owner) -> None:
-        """A seed's process shows itself for the first time."""
+    def _note_incarnation(self, peer: Owner) -> None:
+        """Note the incarnation of a seed that reports for the first time."""
         at = self.roster.members.index(peer.peer)
         incarnations = list(self.roster.incarnations)
         incarnations[at] = peer.incarnation
@@ -152,7 +155,7 @@ class Authority:
         self._publish(self._with_backups(seen))
 
     def _join(self, peer: Owner) -> None:
-        """A new member gets shards as soon as those that have them say in which nothing lives."""
+        """Add a member. It gets shards once their primaries report which of theirs are empty."""
         if len(self.roster.members) >= MAX_MEMBERS:
             raise LimitExceeded(
                 f"this run already has {MAX_MEMBERS} peers, the maximum: stop a peer "
@@ -165,10 +168,12 @@ class Authority:
         log.info("peer %s: joined", peer.peer)
         self._publish(self._with_backups(joined))
 
-    def _give(self) -> None:
-        """Once all have said which of their shards are empty, peers without any get of these."""
+    def _give_empty_shards(self) -> None:
+        """Move empty shards to members without shards, once every host reported its empty ones."""
         roster = self.roster
-        told = {host: self._said[host].spare for host in roster.hosts if host in self._said}
+        told = {
+            host: self._heartbeats[host].spare for host in roster.hosts if host in self._heartbeats
+        }
         asked = [raw for raw in told.values() if len(raw) * 8 == roster.shards]
         if len(asked) < len(roster.hosts) or not newcomers(roster, self._keeper):
             return
@@ -176,7 +181,7 @@ class Authority:
         for host, raw in told.items():
             bits = np.unpackbits(np.frombuffer(raw, np.uint8)) > 0
             spare |= bits & (roster.primaries == roster.members.index(host))
-        primaries = moved(roster, self._keeper, spare)
+        primaries = rebalanced(roster, self._keeper, spare)
         given = int((primaries != roster.primaries).sum())
         if given:
             log.info("roster: moved %s to peers that had none", counted(given, "empty shard"))
@@ -184,8 +189,8 @@ class Authority:
             after = dataclasses.replace(roster, primaries=primaries, in_sync=unsynced)
             self._publish(self._with_backups(after))
 
-    def _sync(self, address: str, synced: bool) -> None:
-        """The learner has everything, and can be promoted from now on; or it lost the thread."""
+    def _note_sync(self, address: str, synced: bool) -> None:
+        """Note whether the backup of `address` is in sync, so that it may be promoted."""
         mine = self.roster.shards_of(address)
         if (self.roster.in_sync[mine] == synced).all():
             return
@@ -196,17 +201,17 @@ class Authority:
         )
         self._publish(dataclasses.replace(self.roster, in_sync=in_sync))
 
-    def _relieve(self, address: str) -> None:
-        """Where the backup of a member that lives leaves, or need not host, the next one gets its
-        copy. One that died and was not called lost yet could give none."""
+    def _replace_backup(self, address: str) -> None:
+        """Choose another backup for `address` if its backup leaves or is the keeper. Only called
+        for a member that just reported: a dead one could not copy its shards to a new backup."""
         if self.roster.backup_of(address)[0] in self.roster.leaving | {self._keeper}:
             relieved = self._with_backups(self.roster, address)
             if (relieved.backups != self.roster.backups).any():
                 self._publish(relieved)
 
     def _remove(self, address: str, ended: bool = False) -> None:
-        """Its shards go to its backup if that is in sync, else they start empty elsewhere. ended:
-        its process is proven to have."""
+        """Remove a member. Its shards move to its backup if that is in sync, else they start empty
+        at other peers. ended: its process is proven to have ended."""
         roster = self.roster
         at = roster.members.index(address)
         rest = [i for i in range(len(roster.members)) if i != at]
@@ -215,8 +220,8 @@ class Authority:
         primaries, backups = roster.primaries.copy(), roster.backups.copy()
         mine, lost = roster.primaries == at, roster.lost.copy()
         if roster.in_sync[mine].any():
-            # Shards that are not in sync yet came from another peer just now: what has arrived of
-            # them is no whole copy, so they begin empty there.
+            # Shards that are not in sync yet just moved to the lost member. Its backup has no
+            # complete copy of them, so they start empty.
             heir = int(backups[mine][0])
             partly = int((mine & ~roster.in_sync).sum())
             log.warning(
@@ -252,20 +257,23 @@ class Authority:
             leaving=roster.leaving - {address},
             lost=lost,
         )
-        self._publish(self._with_backups(self._taken_over(address, without, ended)))
+        self._publish(self._with_backups(self._with_takeover(address, without, ended)))
 
-    def _retire(self) -> None:
-        """Whoever leaves hands its shards over when its backup is in sync, it has done itself what
-        the last roster asked of it, and the backup of its heir has all as well, which may die as
-        soon as the shards are there; it is let go when no member holds a value that lies there."""
+    def _advance_leaving(self) -> None:
+        """Move the shards of leaving members, and remove members that nobody needs.
+
+        Shards move once the backup is in sync, the leaving member has applied the roster in force,
+        and the backup's own backup is in sync, because the backup may die as soon as it has the
+        shards. A member is removed once no rows reference values there.
+        """
         for address in sorted(self.roster.leaving):
             backup, in_sync = self.roster.backup_of(address)
             if backup is not None and in_sync:
-                ready = address in self._said and self._said[address].leaving
+                ready = address in self._heartbeats and self._heartbeats[address].leaving
                 if not ready or not self._may_inherit(backup):
                     continue
                 log.info("peer %s: leaving; %s is taking over its shards", address, backup)
-                moved = self._taken_over(address, self._moved(address, backup))
+                moved = self._with_takeover(address, self._with_shards_at(address, backup))
                 self._publish(self._with_backups(moved))
             elif not len(self.roster.shards_of(address)) and self._is_clear(address):
                 log.info("peer %s: left", address)
@@ -275,10 +283,10 @@ class Authority:
         _, in_sync = self.roster.backup_of(heir)
         if not in_sync:
             return not self.roster.may_be_backed_up(heir)
-        return heir in self._said and self._said[heir].synced is True
+        return heir in self._heartbeats and self._heartbeats[heir].synced is True
 
-    def _moved(self, address: str, heir: str) -> Roster:
-        """The heir has passed on to its own backup what it has of the shards."""
+    def _with_shards_at(self, address: str, heir: str) -> Roster:
+        """Return the roster with the shards of `address` at `heir`, whose own backup has them."""
         primaries, backups = self.roster.primaries.copy(), self.roster.backups.copy()
         in_sync = self.roster.in_sync.copy()
         mine, theirs = self.roster.shards_of(address), self.roster.shards_of(heir)
@@ -289,9 +297,9 @@ class Authority:
             self.roster, primaries=primaries, backups=backups, in_sync=in_sync
         )
 
-    def _taken_over(self, address: str, then: Roster, ended: bool = True) -> Roster:
-        """It tells as well whose a member's shards are, and whether with what they hold. ended: the
-        member answers for them no more."""
+    def _with_takeover(self, address: str, then: Roster, ended: bool = True) -> Roster:
+        """Return `then` with a record of who took over the shards of `address`, and whether with
+        their rows. ended: that member answers no more requests for them."""
         owner = self.roster.owner_at(address)
         heir = then.heir_of(self.roster, owner) if owner is not None else None
         if owner is None or heir is None or heir == owner:
@@ -303,16 +311,18 @@ class Authority:
 
     def _is_clear(self, address: str) -> bool:
         others = {owner.peer for owner in self.roster.owners} - {address}
-        said = self._said
+        said = self._heartbeats
         return all(other in said and address in said[other].clear for other in others)
 
     # who hosts, who backs up
 
     def _with_backups(self, roster: Roster, heard: str = "") -> Roster:
-        """A backup for every host that has none in sync, and for the one that was `heard` under
-        this roster, where its backup leaves. Among the peers that were seen; not one that has just
-        come, where others are there: without shards it has no backup itself, and would inherit from
-        a peer that leaves what nobody else has then."""
+        """Return the roster with a backup for every host that has none in sync, and for the member
+        `heard` if its backup leaves.
+
+        Backups are peers that have reported. A peer that just joined is chosen last: without
+        shards it has no backup itself, so it would hold the only copy of a leaving peer's shards.
+        """
         hosts = hosts_of(roster, self._keeper)
         seen = [h for h in hosts if roster.incarnations[h]]
         serving = dict.fromkeys(np.unique(roster.primaries).tolist())
@@ -333,7 +343,7 @@ class Authority:
 
     def _publish(self, roster: Roster) -> None:
         self._number += 1
-        self._said.clear()
+        self._heartbeats.clear()
         self.roster = dataclasses.replace(roster, epoch=(self._incarnation, self._number))
 
 
@@ -353,7 +363,7 @@ def newcomers(roster: Roster, keeper: str) -> list[int]:
     return [h for h in hosts_of(roster, keeper) if h not in serving and roster.incarnations[h]]
 
 
-def moved(roster: Roster, keeper: str, spare: Flags) -> U2Column:
+def rebalanced(roster: Roster, keeper: str, spare: Flags) -> U2Column:
     """Return the primaries after these shards move to the newcomers that should have them."""
     hosts = hosts_of(roster, keeper)
     by_right = proposed(roster.members, hosts, roster.shards)

@@ -33,14 +33,14 @@ from dataplane.wire.tables import Owner
 log = logging.getLogger(__name__)
 
 LEAVE_S = 60.0
-"""A peer that was told to leave ends after so long, whatever it still has."""
+"""A leaving peer ends after this time, even if it still has shards or values."""
 QUIET_S = 5.0
-"""Requests that were begun before are waited for so long."""
+"""How long a leaving peer waits for requests that it is still carrying out."""
 FATE_S = 30.0
-"""It waits so long to hear whether members that it cannot reach are lost. By then the keeper of the
-roster has called them so, even one that is new or doubts itself."""
+"""How long a leaving peer waits for members that it cannot reach. Within this time the roster
+keeper declares them lost, even a keeper that is new or hears few members."""
 COPY_S = 20.0
-"""So long are copies at a backup awaited of what will lie at its primary and nowhere else."""
+"""How long to wait until values that only the primary holds are also at the backup."""
 POLL_S = 0.1
 
 
@@ -57,7 +57,7 @@ class Leaving:
     def __post_init__(self) -> None:
         self._moving: set[Owner] = set()
 
-    # at the peer that leaves
+    # at the leaving peer
 
     async def leave(self, told: asyncio.Event) -> None:
         """Leave once `told` is set, and return when nothing is left here. Return earlier if no
@@ -97,8 +97,8 @@ class Leaving:
             await asyncio.sleep(POLL_S)
 
     async def _end_as_keeper(self) -> None:
-        """Nobody calls the keeper of the roster lost. What its clients had leased would be leased
-        until it is back: their shards hear of it before it ends."""
+        """Report the leases of the keeper's clients as ended before it stops. Nobody declares a
+        keeper lost, so these rows would stay leased until it is restarted."""
         log.warning(
             "peer %r: shutting down. This peer is the roster keeper, so no peer can take over "
             "lost shards until this peer is restarted",
@@ -144,8 +144,8 @@ class Leaving:
         await self.membership.deposed.wait()
 
     async def _nobody_is_left(self) -> None:
-        """Whatever else is waited for, and where that died as well. Unavailable when nobody is left
-        who could take anything over. A keeper of the roster that died may be started again."""
+        """Raise Unavailable when no peer is left that could take over shards. Runs beside every
+        other wait of a leaving peer. A keeper that died gets `FATE_S` to be restarted."""
         until = None
         while self.membership.stays():
             if not self.membership.keeper_is_away():
@@ -168,8 +168,9 @@ class Leaving:
         return in_sync or not len(self.host.roster.shards_of(self.host.address))
 
     def _may_move(self) -> bool:
-        """Whether it is known that this peer leaves, it is nobody's backup any more, and its own
-        has one itself, as it gets with its first shards. Until then these are served here."""
+        """Return whether the shards may move: the roster says that this peer leaves, this peer
+        backs up no other, and its backup has a backup of its own. A peer gets a backup with its
+        first shards, so a backup that has no shards needs none yet."""
         roster, here = self.host.roster, self.host.address
         if here not in roster.leaving or not self._is_backed_up():
             return False
@@ -183,20 +184,23 @@ class Leaving:
         return not roster.may_be_backed_up(heir)
 
     def _heirs(self) -> tuple[str | None, ...]:
-        """Its heir, and the backup of that."""
+        """Return the peer that takes over this peer's shards, and that peer's backup."""
         roster = self.host.roster
         heir, _ = roster.backup_of(self.host.address)
         return heir, None if heir is None else roster.backup_of(heir)[0]
 
     def _knows_who_lives(self, until: float) -> bool:
-        """Whether no member may have died unnoticed. What is stored here of one may be all that is
-        left: replicas of its values, which this peer's heir cannot make again, and the copy of its
-        shards. When that member is declared lost, they become values and shards, which move out."""
+        """Return whether every member is linked, or `until` has passed.
+
+        A member that died unnoticed may have left its only copies here: replicas of its values,
+        and the backup of its shards. When the keeper declares it lost, these become values and
+        shards of this peer, which can move out.
+        """
         others = [one for one in self.host.roster.owners if one != self.host.owner]
         return self.host.now() >= until or all(map(self.mesh.is_linked, others))
 
     async def _greet_all(self) -> None:
-        """Again and again: a member that lives answers."""
+        """Greet members without a link until cancelled. A live member answers."""
         while True:
             others = [one for one in self.host.roster.owners if not self.mesh.is_linked(one)]
             greetings = (self.mesh.hello(one.peer) for one in others if one != self.host.owner)
@@ -204,15 +208,16 @@ class Leaving:
             await asyncio.sleep(POLL_S)
 
     async def _calls_end(self) -> None:
-        """What its clients asked for is carried out: later their values would go to rows of peers
-        which have said already that nothing of theirs lies here."""
+        """Wait until the clients' requests are carried out. A later one could write values here
+        for rows of peers that have already reported this peer clear."""
         until = self.host.now() + QUIET_S
         while self.door.under_way and self.host.now() < until:
             await asyncio.sleep(POLL_S / 10)
 
     async def _copy_on(self) -> None:
-        """With replicas=2: what lies here and at the heir gets copies at the heir's backup, which
-        may be all that is left of it soon. Where there is no room they are made when there is."""
+        """With replicas=2: replicate the values that are here or at the new primary to the new
+        primary's backup, which may soon hold the only copy. If the backup has no room, the new
+        primary replicates them when it has."""
         try:
             async with asyncio.timeout(COPY_S):
                 for entry in list(self.host.entries.values()):
@@ -238,9 +243,9 @@ class Leaving:
             )
 
     async def _fall_silent(self) -> None:
-        """From here on nobody changes a shard, and the backup has all there is: what is asked waits
-        for the next roster. Where the shards are here by that one too, since their heir died or its
-        backup did, they are served again, and all of this begins anew."""
+        """Stop applying changes, and wait until the backup has all of them. Requests wait for the
+        next roster. If that roster leaves the shards here, because their new primary or its backup
+        died, this peer serves them again and starts over."""
         self.host.silent = True
         await self.host.progress.reached(self.host.now() + LEAVE_S)
 
@@ -258,8 +263,8 @@ class Leaving:
                 self.mesh.spawn(self._take_in(owner))
 
     def _hand_over(self) -> None:
-        """What the shards hold here is their heir's. Not before: with a peer that was lost while
-        this one was silent, rows went, and what they held here."""
+        """Lend the values here that the moved shards reference to their new primary. Not earlier:
+        rows of a peer that was lost while this peer was silent are freed, and their values."""
         for entry in self.host.entries.values():
             for owner, ranges, counts in entry.store.holdings():
                 if owner == self.host.owner:
@@ -274,16 +279,17 @@ class Leaving:
         return sorted(leaving - {owner.peer for owner in found})
 
     def _takes_in(self, owner: Owner) -> bool:
-        """Not where this peer leaves as well: nobody changes shards that are about to move."""
+        """Return whether this peer copies the values of `owner`, which leaves. A peer that leaves
+        itself does not: its shards must not change while they move."""
         roster = self.host.roster
         leaves = roster.has(owner) and owner.peer in roster.leaving
         return leaves and self.host.address not in roster.leaving
 
     async def _take_in(self, owner: Owner) -> None:
-        """Until the peer has left, or stays after all."""
+        """Copy values from `owner` until it has left, or no longer leaves."""
         try:
             while self._takes_in(owner):
-                # What waits for copies, or for room for them, keeps nobody else waiting.
+                # Partitions that wait for replicas come last, so the others do not wait for them.
                 for entry in sorted(
                     self.host.entries.values(), key=lambda e: e.replicas is not None
                 ):
@@ -302,8 +308,8 @@ class Leaving:
             self._moving.discard(owner)
 
     async def _move(self, entry: Entry, owner: Owner) -> None:
-        """What rows of this partition name there comes here. Leased rows' values too: whoever has
-        them leased finds the new place at the shard."""
+        """Copy the values at `owner` that this partition's rows reference to this peer. This
+        includes leased rows: their holder asks the shard where the values are now."""
         if entry.replicas is not None:
             await self.value_replicas.copy_here(entry.replicas, owner)
             try:
@@ -329,7 +335,7 @@ class Leaving:
             self.value_replicas.replace(entry, owner, ranges[:count][here], local)
             self.run_effects(entry)
             if not here.all():
-                break  # of what was freed there meanwhile this one is about to hear
+                break  # the others were freed meanwhile, and the shard is about to hear of it
 
 
 async def _until(true: Callable[[], bool]) -> None:

@@ -27,7 +27,7 @@ from dataplane.errors import (
     duration,
 )
 from dataplane.launch.settings import LOST_AFTER_S
-from dataplane.metadata.roster.authority import moved, newcomers
+from dataplane.metadata.roster.authority import newcomers, rebalanced
 from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.host import Caller, Host
 from dataplane.peer.membership.authority import KeeperRole, SeedKeeper
@@ -155,7 +155,7 @@ class Membership:
         if not serves or not newcomers(host.roster, self.keeper.apart):
             return b""
         if host.spare is None:
-            after = moved(host.roster, self.keeper.apart, self.peer.partitions.spare())
+            after = rebalanced(host.roster, self.keeper.apart, self.peer.partitions.spare())
             host.spare = after != host.roster.primaries
         return np.packbits(host.spare).tobytes()
 

@@ -45,9 +45,12 @@ class Effects:
         entry.is_metered = False
         if entry.store.released:
             self._run(entry, self._free, entry)
-        self._run(entry, self._meet, entry)
+        self._run(entry, self._report_changes, entry)
         if (note := self.references.host.on_first_rows) is not None and len(entry.store):
             self._run(entry, note)
+
+    def _report_changes(self, entry: Entry) -> None:
+        self.on_changed(entry, entry.store.dirty())
 
     def _free(self, entry: Entry) -> None:
         for owner, ranges, counts in entry.store.freed():
@@ -58,9 +61,6 @@ class Effects:
     def _let_go(self, entry: Entry, owner: Owner, ranges: Array, counts: Array) -> None:
         if self.references.let_go(owner, ranges, counts):
             self._run(entry, self.room.pump)
-
-    def _meet(self, entry: Entry) -> None:
-        self.on_changed(entry, entry.store.dirty())
 
     def _run(self, entry: Entry, effect: Effect, *given: Any) -> None:
         try:

@@ -233,17 +233,17 @@ class LogReceiver:
         rest: list[PartitionLog] = []
         try:
             for part in parts:
-                left = part.records if rest else self._carry_out(owner, origin, part, until)
+                left = part.records if rest else self._replay_part(owner, origin, part, until)
                 if left:
                     rest.append(PartitionLog(part.partition, part.generation, left))
-        except Exception:  # of any kind: a copy may be half changed
+        except Exception:  # a record may have been half applied
             self._forget(owner)
             raise
         self._pass_on(owner, origin)
         return rest
 
     def _passes_on(self, address: str) -> bool:
-        """Whether that peer is leaving, so that its shards will be this peer's."""
+        """Return whether that peer is leaving, so that its shards will be this peer's."""
         leaving = self.host.roster.leaving
         return address in leaving and self.host.address not in leaving
 
@@ -255,7 +255,7 @@ class LogReceiver:
             if key not in self.log_sender.passed_on and home(key[0]) == owner.peer:
                 self.log_sender.pass_on(copy.store)
 
-    def _carry_out(
+    def _replay_part(
         self, owner: Owner, origin: _Origin, part: PartitionLog, until: float
     ) -> list[LogRecord]:
         """Replay records until a time (monotonic). Return those that are left."""
@@ -326,9 +326,9 @@ class LogReceiver:
         """Apply a new roster: take over shards that are now this peer's, and delete copies of
         peers that it no longer backs up."""
         if self.host.owner in new.owners and self.host.owner not in old.owners:
-            self._begin(new)
-        # The roster says so, and not who was the backup last: a copy that was never in sync, or is
-        # of a backup before the last, has undone what its owner answered since.
+            self._announce_empty_shards(new)
+        # Only the roster's takeovers count. Serving a copy that was never in sync, or that this
+        # peer kept from an earlier time as the backup, would undo what its owner answered since.
         last = {t.owner: t for t in new.takeovers}
         whole = {t.owner for t in last.values() if t.heir == self.host.owner and t.in_sync}
         for owner in old.owners:
@@ -340,7 +340,7 @@ class LogReceiver:
                 continue
             if new.heir_of(old, owner) == self.host.owner:
                 origin = self._origins.pop(owner, None)
-                if origin is None and owner in whole:  # broken, and the authority had yet to hear
+                if origin is None and owner in whole:  # the copy broke before the keeper heard
                     self.host.lose(old.shards_of(owner.peer).tolist())
                 ended = owner in last and last[owner].ended
                 if owner in self._confirmed and not ended:
@@ -356,14 +356,14 @@ class LogReceiver:
         self._confirmed = {one: at for one, at in self._confirmed.items() if new.has(one)}
 
     def _is_spoken_for(self, owner: Owner, old: Roster) -> bool:
-        """Whether one that had its shards meanwhile, unknown to this peer, was lost after it: what
-        is taken over from that one is all. To say beside it that this one had nothing would free
-        what the other could not speak for any more."""
+        """Return whether another peer had the shards of `owner` in between and was lost after it.
+        Then only that peer's copy counts. Reporting that `owner` had nothing would free values
+        that the later peer's rows referenced."""
         between = [heir for _, heir in self.host.heirs.after(owner) if heir != self.host.owner]
         return any(one in old.owners for one in between)
 
-    def _begin(self, first: Roster) -> None:
-        """Shards that others lost were given to this process when it came, with nothing in them."""
+    def _announce_empty_shards(self, first: Roster) -> None:
+        """Tell all peers if this process got empty shards of lost peers when it joined."""
         here = (Owner(self.host.address, 0), self.host.owner)
         if not any(one.heir in here for one in first.takeovers):
             return
@@ -382,8 +382,9 @@ class LogReceiver:
         return sorted((o for o in named if not self.host.roster.has(o)), key=attrgetter("peer"))
 
     def _take_over(self, owner: Owner, origin: _Origin, old: Roster) -> None:
-        """Of shards that begin empty there may be the beginning of a copy. What was only passed on
-        stays with the peer that has it, which may be this one."""
+        """Serve the copies of `owner`'s partitions. Drop copies of shards that start empty, which
+        are incomplete, and of partitions that `owner` did not serve itself: their primary, which
+        may be this peer, has newer records."""
         held: dict[Owner, list[tuple[Array, Array]]] = {}
         new, here = self.host.roster, self.host.address
         empty = new.lost_since(old)

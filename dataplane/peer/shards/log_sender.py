@@ -171,10 +171,10 @@ class LogSender:
 
     def watch(self, entry: Entry) -> None:
         """Send the records of a new partition from now on."""
-        self._record(entry)
+        self._start_emitting(entry)
         self._queue_record(entry, Begun(entry.store.declared))
 
-    def _record(self, entry: Entry) -> None:
+    def _start_emitting(self, entry: Entry) -> None:
         if self.backup is not None or entry.replicas is not None:
             entry.store.emit = functools.partial(self._emit, entry)
 
@@ -195,7 +195,7 @@ class LogSender:
             passed = None
         if passed is None:
             self._queue_snapshot(entry)
-        self._record(entry)
+        self._start_emitting(entry)
 
     def pass_on(self, store: Store) -> None:
         """Send a store that this peer will serve soon to the backup."""
@@ -225,7 +225,7 @@ class LogSender:
             snapshot.has_ended |= isinstance(record, Ended)
             return
         self.progress.done += 1
-        copies = self._copies(entry, record)
+        copies = self._needs_values(entry, record)
         if self._later or self._snapshotting is not None:
             encoded_record = encode(record)
             self._later.append((entry, encoded_record, copies))
@@ -239,7 +239,7 @@ class LogSender:
             self._stop()
             asyncio.get_running_loop().call_later(RETRY_S, self._begin)
 
-    def _copies(self, entry: Entry, record: LogRecord) -> bool:
+    def _needs_values(self, entry: Entry, record: LogRecord) -> bool:
         """Whether the backup may have to copy values of this peer before it replays the
         record. It usually has copied them already (`Duplicate`)."""
         if entry.replicas is None:
@@ -486,7 +486,7 @@ class LogSender:
                     entry.store.emit = None
             return
         for entry in self.host.entries.values():
-            self._record(entry)
+            self._start_emitting(entry)
         for entry in (*self.host.entries.values(), *self.passed_on.values()):
             self._queue_snapshot(entry)
         self._task = self.mesh.spawn(self._send_stream(self.backup))

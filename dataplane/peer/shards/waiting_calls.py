@@ -308,28 +308,28 @@ class WaitingCalls:
         if (answer := self._answers.pop(number, None)) is not None:
             _give(answer, outcome)
 
-    # what they wait for
+    # changes that may answer them
 
     def changed(self, entry: Entry, stages: set[str]) -> None:
         """Look at waiting calls again, because these stages of the partition changed."""
         for name in (*stages, ADMISSION):
             stage = self._stages.get((entry.name, entry.generation, name))
             if stage is not None:
-                self._look(stage)
+                self._recheck(stage)
 
     def producers_wait(self) -> None:
         """Note that a producer somewhere waits for space, for permits to open groups, or for
         rows to leave. Claims by others may free those, so they now get the rows that are ready."""
         kept, self._yields_until = self._yields_until < self.host.now(), self.host.now() + YIELD_S
         for stage in list(self._stages.values()) if kept else ():
-            self._look(stage)
+            self._recheck(stage)
 
-    def _look(self, stage: _Stage) -> None:
+    def _recheck(self, stage: _Stage) -> None:
         self._serve(stage)
         for answer, body in list(stage.waits.items()):
-            self._look_at(stage, answer, body)
+            self._recheck_wait(stage, answer, body)
 
-    def _look_at(self, stage: _Stage, answer: Answer, body: Wait | Losses) -> None:
+    def _recheck_wait(self, stage: _Stage, answer: Answer, body: Wait | Losses) -> None:
         try:
             outcome = _met(stage.entry, body)
         except Exception:
@@ -393,11 +393,11 @@ class WaitingCalls:
         partition, _, name = stage.key
         who = "admit" if name is ADMISSION else f"claims of stage {name!r}"
         what = f"partition {partition!r}: serving waiting {who}"
-        self.retries.failed(what, functools.partial(self._look_again, stage.key), stage.key)
+        self.retries.failed(what, functools.partial(self._recheck_if_there, stage.key), stage.key)
 
-    def _look_again(self, key: Key) -> None:
+    def _recheck_if_there(self, key: Key) -> None:
         if key in self._stages:
-            self._look(self._stages[key])
+            self._recheck(self._stages[key])
 
     # waiting without claiming
 
@@ -425,7 +425,7 @@ class WaitingCalls:
         answer.add_done_callback(ended)
         if body.below:
             self.producers_wait()
-        self._look_at(stage, answer, body)  # for the others nothing has changed
+        self._recheck_wait(stage, answer, body)  # for the others nothing has changed
         late = self._late if body.key is None else self._no_key
         self._in_time(answer, body.timeout_ms, functools.partial(late, stage, body))
         return answer
@@ -466,7 +466,7 @@ class WaitingCalls:
         answer: Answer = asyncio.get_running_loop().create_future()
         stage.waits[answer] = body
         answer.add_done_callback(stage.waits.pop)
-        self._look_at(stage, answer, body)
+        self._recheck_wait(stage, answer, body)
         self._in_time(answer, body.timeout_ms, functools.partial(self._no_losses, body))
         return answer
 
@@ -503,8 +503,8 @@ class WaitingCalls:
         )
 
     async def _missing(self, stage: _Stage, want: Want | Wait) -> dict[str, Any]:
-        """Return what keeps rows from a call, now or shortly before. Calls of one form share a
-        search."""
+        """Return what keeps rows from a call, now or a moment ago. Calls of one form share one
+        scan."""
         form = want.unit, str(want.where), want.budget_tag if isinstance(want, Want) else None
         until, missing = stage.looked.get(form, (0.0, {}))
         if self.host.now() < until:
@@ -513,12 +513,10 @@ class WaitingCalls:
             assert isinstance(stage.queue, ClaimQueue)
             name, store = stage.queue.stage, stage.entry.store
             look = inspection.Look(store, name, want.unit, want.where, form[2])
-            stage.looking[form] = self.mesh.spawn(self._look_through(stage, look, form))
+            stage.looking[form] = self.mesh.spawn(self._scan(stage, look, form))
         return await asyncio.shield(stage.looking[form])
 
-    async def _look_through(
-        self, stage: _Stage, look: inspection.Look, form: Form
-    ) -> dict[str, Any]:
+    async def _scan(self, stage: _Stage, look: inspection.Look, form: Form) -> dict[str, Any]:
         took_s, more, host = 0.0, True, self.host
         try:
             while more:
@@ -554,7 +552,7 @@ class WaitingCalls:
         why = reasons.of_admission(told, one.asked.count, who, me, slow, idle, leases)
         return ClaimTimeout(why, **told, reason=str(one.reason))
 
-    # whoever waits must go
+    # ends of partitions and of shards
 
     def _dropped(self, entry: Entry) -> None:
         for key in [k for k in self._stages if k[:2] == entry.key]:

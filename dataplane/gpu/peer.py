@@ -272,9 +272,9 @@ class DevicePools(Pools):
         way."""
         way = STAGED
         try:
-            source, staged = await self._remotes_of(owner)
+            source = await self._remote_of(owner)
             if source is not None:
-                way = await self.paths.take(source, staged, number, FIRST_S)
+                way = await self.paths.take(source, number, FIRST_S)
             if source is not None and way != STAGED:
                 return await self._transfer(number, source, way, remote, nbytes)
         except DataplaneError as exc:
@@ -285,17 +285,16 @@ class DevicePools(Pools):
 
     async def ways(self, owner: Owner) -> Path | None:
         """See `Pools.ways`."""
-        source, staged = await self._remotes_of(owner)
+        source = await self._remote_of(owner)
         if source is None or self.engine is None:
             return None
-        return (await self.paths.tried(source, staged, 1))[0]
+        return (await self.paths.tried(source, 1, measures=True))[0]
 
-    async def _remotes_of(self, owner: Owner) -> tuple[Remote | None, Remote]:
-        """The owner's device worker, where it has one, and the one for its host arena."""
+    async def _remote_of(self, owner: Owner) -> Remote | None:
+        """The owner's device worker, where it has one."""
         hello = await self.pulls.mesh.hello(owner.peer)
         there = hello.incarnation == owner.incarnation and bool(hello.pool_bulk)
-        source = Remote(owner, hello.pool_bulk) if there else None
-        return source, Remote(owner, hello.bulk, hello.bulk_fingerprint)
+        return Remote(owner, hello.pool_bulk) if there else None
 
     async def _transfer(
         self, number: int, source: Remote, way: str, remote: Array, nbytes: Array

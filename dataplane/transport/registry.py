@@ -17,8 +17,6 @@ TCP = "tcp"
 CUDA_IPC, NCCL = "cuda_ipc", "nccl"
 POOLS_ONLY = (CUDA_IPC, NCCL)
 """Beside the others, between pools; who requires one of them has TCP for host memory."""
-UNRIVALLED = (CUDA_IPC,)
-"""GPUs of one host copy by themselves, so this transport is compared with no other."""
 
 OWN: dict[str, tuple[tuple[str, ...], str]] = {
     "nixl": (

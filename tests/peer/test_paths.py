@@ -10,11 +10,11 @@ import pytest
 
 from dataplane.errors import InvalidConfig, TransportMissing
 from dataplane.launch.values import AUTO, parse_transport
-from dataplane.peer.pull.paths import Paths, Trial, candidates, chosen, pattern
+from dataplane.peer.pull.paths import Paths, Trial, candidates, pattern
 from dataplane.transport.seam import Remote
 from dataplane.wire.tables import Owner
 
-FAST, SLOW = Trial(2.0, 80.0), Trial(0.5, 80.0)
+WORKS, FAILS = Trial(2.0, 80.0), Trial(error="no route")
 
 
 @pytest.mark.parametrize("text", ["auto", "off", "off:nixl,shelf", "required:nixl"])
@@ -41,67 +41,68 @@ def test_a_required_transport_that_is_not_there_says_what_is_missing_before_anyt
     assert candidates(AUTO)[-1] == "tcp"
 
 
-@pytest.mark.parametrize(
-    ("trials", "transport", "why"),
-    [
-        ({"tcp": SLOW, "nixl": FAST}, "nixl", "nixl 2.00 GB/s, tcp 0.50 GB/s"),
-        ({"tcp": FAST, "nixl": SLOW}, "tcp", "slower than tcp"),
-        ({"tcp": SLOW, "nixl": Trial(error="no route")}, "tcp", "no route"),
-        ({"tcp": SLOW, "nixl": Trial(error="no route"), "nccl": FAST}, "nccl", "nccl 2.00 GB/s"),
-        ({"tcp": FAST}, "tcp", "runs no other transport"),
-    ],
-)
-def test_auto_takes_what_works_and_is_faster_and_says_why(
-    trials: dict[str, Trial], transport: str, why: str
-) -> None:
-    path = chosen("tcp", trials)
-    assert path.transport == transport and why in path.why
-
-
-def test_what_is_required_is_used_although_it_is_slower() -> None:
-    assert chosen("tcp", {"nixl": SLOW}, required=True).transport == "nixl"
-
-
-def test_copies_of_one_gpu_are_compared_with_nothing() -> None:
-    path = chosen("host arena", {"cuda_ipc": SLOW})
-    assert path.transport == "cuda_ipc" and "self-test passed" in path.why
-
-
-@pytest.fixture
-def paths() -> Paths:
-    sampling = FakeSampling()
-    paths = Paths(sampling, "tcp", "values")  # type: ignore[arg-type]
-    paths.use(sampling.engine, ["nixl"])
-    return paths
-
-
 class FakeSampling:
-    """A peer that runs shelf, and has no room for trials."""
+    """What the tests of transports from a peer found. None: it has no space for them."""
 
     engine: Any = SimpleNamespace(transport="nixl")
     mesh: Any = SimpleNamespace(others=SimpleNamespace())
     choice = AUTO
 
-    async def ask(self, address: str, device: bool) -> Any:
-        return SimpleNamespace(transport="shelf" if address == "shelf" else "nixl")
+    def __init__(self, found: dict[str, Trial | None]) -> None:
+        self.found = found
+        self.rounds: dict[str, int] = {}
 
-    async def tried(self, sampled: Any, *way: Any) -> Trial | None:
-        return FAST if sampled.transport == "shelf" else None
+    async def ask(self, address: str, device: bool) -> Any:
+        return SimpleNamespace(transport=address)
+
+    async def tried(
+        self, sampled: Any, engine: Any, source: Any, name: str, number: int, rounds: int
+    ) -> Trial | None:
+        self.rounds[name] = rounds
+        return self.found[name]
+
+
+def paths_of(sampling: FakeSampling, *runs: str, plain: str = "tcp") -> Paths:
+    paths = Paths(sampling, plain, "values")  # type: ignore[arg-type]
+    paths.use(sampling.engine, list(runs))
+    return paths
 
 
 @pytest.mark.parametrize(
-    ("peer", "why", "settled"),
+    ("found", "transport", "why"),
     [
-        ("shelf", "this peer runs nixl, but the other peer runs shelf", True),
-        ("full", "one of the two peers has no arena space for the test", False),
+        ({"nixl": WORKS}, "nixl", "self-test passed"),
+        ({"nixl": FAILS}, "tcp", "nixl does not work: no route"),
+        ({"nixl": None}, "tcp", "one of the two peers has no arena space for the test"),
     ],
 )
-async def test_what_cannot_be_tried_is_said(
-    paths: Paths, peer: str, why: str, settled: bool
+async def test_a_transport_that_both_peers_run_is_used_if_its_content_is_right(
+    found: dict[str, Trial | None], transport: str, why: str
 ) -> None:
-    source = Remote(Owner(peer, 1), "")
-    path, _ = await paths.tried(source, source)
-    assert (path.transport, path.why, path.settled) == ("tcp", why, settled)
+    sampling = FakeSampling(found)
+    path, _ = await paths_of(sampling, "nixl").tried(Remote(Owner("nixl", 1), ""))
+    assert (path.transport, path.why) == (transport, why)
+    assert sampling.rounds == {"nixl": 1}, "a check costs more than one round, or TCP's time"
+
+
+async def test_a_peer_that_runs_another_transport_is_read_over_tcp() -> None:
+    paths = paths_of(FakeSampling({}), "nixl")
+    path, _ = await paths.tried(Remote(Owner("shelf", 1), ""))
+    assert path.transport == "tcp"
+    assert path.why == "this peer runs nixl, but the other peer runs shelf"
+
+
+async def test_between_pools_the_first_transport_that_works_is_used() -> None:
+    sampling = FakeSampling({"cuda_ipc": FAILS, "nixl": WORKS, "nccl": WORKS})
+    paths = paths_of(sampling, "cuda_ipc", "nixl", "nccl", plain="host arena")
+    path, _ = await paths.tried(Remote(Owner("a", 1), ""), number=1)
+    assert path.transport == "nixl" and set(path.trials) == {"cuda_ipc", "nixl"}
+
+
+async def test_a_probe_measures_every_transport_and_tcp() -> None:
+    sampling = FakeSampling({"nixl": WORKS, "tcp": WORKS})
+    path, _ = await paths_of(sampling, "nixl").tried(Remote(Owner("nixl", 1), ""), measures=True)
+    assert path.transport == "nixl" and sampling.rounds == {"nixl": 3, "tcp": 3}
 
 
 def test_a_sample_is_the_bytes_that_the_protocol_says_and_no_stretch_of_it_is_another() -> None:

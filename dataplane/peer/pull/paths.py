@@ -1,12 +1,12 @@
 """Which transport copies values from each peer, to the arena and to pools here, and why.
 
-A peer tests a transport with every peer that it reads from for the first time, and compares it with
-the plain path, which always exists: TCP between arenas, and for pools a copy through both arenas.
-The plain path carries values until the result is known, and if the transport is slower or fails,
-now or later. Each outcome is logged and shown in the stats. If the settings require a transport, no
-other is used, and its failure is an error.
+The first transport that both peers run is used, in the order of preference. Before it carries
+values from a peer, its content is checked once. The plain path, which always exists, carries values
+until the result is known, and after the transport failed: TCP between arenas, and for pools a copy
+through both arenas. Each outcome is logged and shown in the stats. If the settings require a
+transport, no other is used, and its failure is an error. `dataplane probe` measures all of them.
 
-The test copies bytes that both peers know. The owner keeps some in its arena or in its first
+The check copies bytes that both peers know. The owner keeps some in its arena or in its first
 pool, like cached copies, so they are evicted when space is needed. The reader copies them into
 space of its own, as it copies values, compares every byte, and frees them.
 """
@@ -37,7 +37,7 @@ from dataplane.peer.room.pools import Pools
 from dataplane.transport import registry
 from dataplane.transport.bulk_frames import COPY
 from dataplane.transport.engine import BulkEngine
-from dataplane.transport.registry import POOLS_ONLY, TCP, UNRIVALLED
+from dataplane.transport.registry import POOLS_ONLY, TCP
 from dataplane.transport.seam import Remote
 from dataplane.transport.tickets import new_identity
 from dataplane.version import __version__
@@ -51,12 +51,13 @@ log = logging.getLogger(__name__)
 REQUIRED_S = 15.0
 """How long a first pull waits to know whether the transport that is required works."""
 AGAIN_S = 120.0
-"""After this the way that failed, in a trial or later, is tried again."""
+"""A transport that did not work is checked again after this time."""
 ARENA, POOL = 0, 1
 """The memories that lend: the host arena, and the first pool."""
 SAMPLE_BYTES = 4 << 20
 SMALL_BYTES = 64
 ROUNDS = 3
+"""of a measurement; a check is one round"""
 REPEATS = 8
 """How often a sample is read at once for a rate: alone it would measure the exchanges before it."""
 TRY_S = 5.0
@@ -86,13 +87,11 @@ class Trial:
 
 @dataclass(slots=True)
 class Path:
-    """The path from one peer to this one. settled: if False, the peer tests it again at
-    `again_s`."""
+    """The path from one peer to this one. again_s: when to check for another one."""
 
     transport: str
     why: str
     trials: dict[str, Trial] = field(default_factory=dict)
-    settled: bool = True
     again_s: float = math.inf
 
     def shown(self) -> dict[str, Any]:
@@ -109,35 +108,33 @@ class Paths:
         self.sampling, self.mesh, self.choice = sampling, sampling.mesh, sampling.choice
         self.engine: BulkEngine | None = None
         self.runs: list[str] = []
-        """what the workers here run beside the plain way, in the order in which it is tried"""
+        """the transports that the worker here runs, the preferred one first"""
         self.plain, self.required = plain, required
         self._moves = moves
         self._paths: dict[Owner, Path] = {}
-        self._trying: dict[Owner, asyncio.Task[None]] = {}
+        self._checks: dict[Owner, asyncio.Task[None]] = {}
 
     def use(self, engine: BulkEngine, runs: list[str]) -> None:
         """Set the engine that copies the bytes from now on."""
         self.engine, self.runs = engine, runs
 
-    async def take(
-        self, source: Remote, staged: Remote, number: int = ARENA, first_s: float = 0.0
-    ) -> str:
+    async def take(self, source: Remote, number: int = ARENA, first_s: float = 0.0) -> str:
         """Return the transport that copies values to the memory of this number.
 
-        staged: the owner's worker for its host arena. first_s: how long to wait for the first
-        test. Raises TransportMissing if a required transport does not work.
+        first_s: how long to wait for the first check. Raises TransportMissing if a required
+        transport does not work.
         """
         if not self.runs:
             return self.plain
         owner = source.owner
         path = self._paths.get(owner)
         if path is None or self._now() >= path.again_s:
-            if owner not in self._trying:
-                self._trying[owner] = self.mesh.spawn(self._try(source, staged, number))
-                self._trying[owner].add_done_callback(lambda _: self._trying.pop(owner, None))
+            if owner not in self._checks:
+                self._checks[owner] = self.mesh.spawn(self._check(source, number))
+                self._checks[owner].add_done_callback(lambda _: self._checks.pop(owner, None))
             first_s = REQUIRED_S if self.required else first_s
             if path is None and first_s:
-                await asyncio.wait({self._trying[owner]}, timeout=first_s)
+                await asyncio.wait({self._checks[owner]}, timeout=first_s)
             path = path or self._paths.get(owner)
             path = path or Path(self.plain, "the transport test did not finish in time")
         if self.required and path.transport == self.plain:
@@ -149,50 +146,48 @@ class Paths:
             )
         return path.transport
 
-    async def _try(self, source: Remote, staged: Remote, number: int) -> None:
+    async def _check(self, source: Remote, number: int) -> None:
         try:
-            path, _ = await self.tried(source, staged, number)
+            path, _ = await self.tried(source, number)
         except DataplaneError as exc:
-            path = Path(self.plain, f"the transport test failed: {exc.message}", settled=False)
+            path = Path(self.plain, f"the transport test failed: {exc.message}")
         if self.sampling.host.roster.has(source.owner):  # else it went meanwhile
             self._set(source.owner, path)
 
     async def tried(
-        self, source: Remote, staged: Remote, number: int = ARENA
+        self, source: Remote, number: int = ARENA, measures: bool = False
     ) -> tuple[Path, Sampled]:
-        """Test the paths from a peer again. Return the first that works and is not slower than
-        the plain one, and what the peer reports about itself."""
-        assert self.engine is not None and self.sampling.engine is not None
+        """Test the transports from a peer. Return the first that works, and what the peer
+        reports about itself. measures: test all of them, and TCP, for their rates."""
+        assert self.engine is not None
         sampled = await self.sampling.ask(source.owner.peer, number != ARENA)
-        other = number == ARENA and sampled.transport not in self.runs
-        names = [] if other else [*self.runs]
-        required = bool(self.choice.required and self.runs)
-        first = 1 if names and names[0] in UNRIVALLED else 0
-        if not required and not (first and len(names) == 1):
-            # between pools: as fast as it is when the owner's host arena has them already
-            names.insert(first, self.plain)
-        path, trials = Path(self.plain, "no transport was tested"), dict[str, Trial]()
-        for name in names:
+        names = [name for name in self.runs if number != ARENA or name == sampled.transport]
+        plain = [TCP] if measures and number == ARENA else []
+        rounds, trials = ROUNDS if measures else 1, dict[str, Trial]()
+        for name in [*names, *plain]:
             way = self.engine, source, name, number
-            if name == self.plain:
-                way = self.sampling.engine, staged, TCP, ARENA
-            trial = await self.sampling.tried(sampled, *way)
+            trial = await self.sampling.tried(sampled, *way, rounds)
             if trial is None:
                 here = self.runs[0] if self.required else self.plain
                 why = "one of the two peers has no arena space for the test"
-                return Path(here, why, trials, settled=False), sampled
+                return Path(here, why, trials), sampled
             trials[name] = trial
-            path = chosen(self.plain, trials, required)
-            if path.transport != self.plain:
+            if not (trial.error or measures):
                 break
-        if other and self.runs:
-            path.why = f"this peer runs {self.runs[0]}, but the other peer runs {sampled.transport}"
-        return path, sampled
+        for name in names:
+            if name in trials and not trials[name].error:
+                return Path(name, "self-test passed", trials), sampled
+        why = "; ".join(f"{name} does not work: {trials[name].error}" for name in names)
+        if not names and self.runs:
+            why = f"this peer runs {self.runs[0]}, but the other peer runs {sampled.transport}"
+        return Path(self.plain, why or "this peer runs no other transport", trials), sampled
 
     def _set(self, owner: Owner, path: Path) -> None:
-        self._paths[owner] = path
-        if not path.settled:
+        known, self._paths[owner] = self._paths.get(owner), path
+        if path.transport == self.plain:
             path.again_s = self._now() + AGAIN_S
+        if known is not None and known.why == path.why:
+            return
         tell = log.info if path.transport != self.plain else log.warning
         peer, transport = self.mesh.others.name(owner.peer), path.transport
         says = "peer %s at %s: reading %s over %s: %s"
@@ -204,8 +199,7 @@ class Paths:
         if transport == self.plain or path is None or self.required:
             return transport
         if path.transport != self.plain:
-            why = f"{transport} failed: {error.message}"
-            self._set(owner, Path(self.plain, why, path.trials, settled=False))
+            self._set(owner, Path(self.plain, f"{transport} failed: {error.message}", path.trials))
         return self.plain
 
     def shown(self) -> dict[str, Any]:
@@ -220,27 +214,6 @@ class Paths:
         self._paths.pop(owner, None)
         if self.engine is not None:
             self.engine.forget(owner)
-
-
-def chosen(plain: str, trials: dict[str, Trial], required: bool = False) -> Path:
-    """Return the path that the tests support. A required transport may be slower than the plain
-    path, and an unrivalled one is not compared with it."""
-    reasons = []
-    for name, trial in trials.items():
-        if name == plain:
-            continue
-        if trial.error:
-            reasons.append(f"{name} does not work: {trial.error}")
-            continue
-        if required or name in UNRIVALLED:
-            return Path(name, f"{trial.GBps:.2f} GB/s, self-test passed", trials)
-        compared = f"{name} {trial.GBps:.2f} GB/s, {plain} {trials[plain].GBps:.2f} GB/s"
-        if trial.GBps >= trials[plain].GBps:
-            return Path(name, compared, trials)
-        reasons.append(f"{name} is slower than {plain}: {compared}")
-    why = "; ".join(reasons) or "this peer runs no other transport"
-    works = not any(trial.error for trial in trials.values())
-    return Path(plain, why, trials, settled=works)
 
 
 def candidates(choice: TransportChoice) -> list[str]:
@@ -386,9 +359,15 @@ class Sampling:
         return sampled
 
     async def tried(
-        self, sampled: Sampled, engine: BulkEngine, source: Remote, transport: str, number: int
+        self,
+        sampled: Sampled,
+        engine: BulkEngine,
+        source: Remote,
+        transport: str,
+        number: int,
+        rounds: int,
     ) -> Trial | None:
-        """Test one transport for a few rounds, to the memory of this number, never during
+        """Test one transport for so many rounds, to the memory of this number, never during
         another test. None if there is no space for it."""
         nbytes = min(sampled.nbytes, self._size_bytes(number))
         expected, found = pattern(sampled.seed, nbytes), np.empty(nbytes, np.uint8)
@@ -414,7 +393,7 @@ class Sampling:
                 return time.perf_counter() - began
 
             try:
-                for _ in range(ROUNDS):
+                for _ in range(rounds):
                     await self._write(number, dest, np.zeros(nbytes, np.uint8))
                     small_s, whole_s = await timed(SMALL_BYTES, 1), await timed(nbytes, REPEATS)
                     await self._read(number, dest, found)

@@ -87,7 +87,7 @@ class Pulls:
     def __post_init__(self) -> None:
         self.engine: BulkEngine | None = None
         self.sampling = Sampling(self.host, self.mesh, self.room, self.pools, self.transport)
-        required = self.transport.required not in ("", TCP, *POOLS_ONLY)
+        required = self.transport.required not in (None, *POOLS_ONLY)
         self.paths = Paths(self.sampling, TCP, "values", required)
         self.brought: defaultdict[str, ByLabel] = defaultdict(ByLabel)
         """bytes of other hosts, by what carried them and by the stage that they were for"""
@@ -396,7 +396,7 @@ class Pulls:
     async def _read(self, source: Remote, copies: Array) -> npt.NDArray[np.bool_]:
         """Which of them have been freed there; the others have arrived."""
         assert self.engine is not None
-        way = await self.paths.take(source, source)
+        way = await self.paths.take(source)
         began = self.host.now()
         try:
             outcome = await self.engine.read(source, copies, self.left_s(), way)

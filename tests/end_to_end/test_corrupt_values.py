@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from dataplane import Plane, ValueCorrupt, aio, cli
-from dataplane.client._sync.calls import send
+from dataplane.client._sync.calls import Call, send
 from dataplane.client.deadline import Deadline
-from dataplane.client.session.outgoing import Call
 from dataplane.metadata.tables.names import hash_names
 from dataplane.wire import layouts
 from dataplane.wire.layouts import OPEN, ColumnSpec

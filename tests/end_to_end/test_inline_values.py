@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 import dataplane
-from dataplane.client._sync.calls import send
+from dataplane.client._sync.calls import Call, send
 from dataplane.client.deadline import Deadline
-from dataplane.client.session.outgoing import Call
 from dataplane.metadata.roster.roster import Roster
 from dataplane.wire import layouts
 from dataplane.wire.messages import Body, Put

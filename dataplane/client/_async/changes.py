@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from dataplane.client import arguments
-from dataplane.client._async.attaching import attach
-from dataplane.client._async.calls import ask
+from dataplane.client._async.calls import ask, attach
 from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
 from dataplane.client.ref import Dropped

@@ -17,14 +17,12 @@ import msgspec
 import numpy as np
 
 from dataplane.client import arguments
-from dataplane.client._async.attaching import attach
-from dataplane.client._async.calls import UNKNOWN, ask, send
+from dataplane.client._async.calls import UNKNOWN, Call, ask, attach, send
 from dataplane.client._async.space import give_back, land, write_columns
 from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
 from dataplane.client.read.selection import positions
 from dataplane.client.session.connection import expect
-from dataplane.client.session.outgoing import Call
 from dataplane.client.session.session import Abandoned
 from dataplane.client.write.chunks import (
     NewChunk,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 from dataplane.client import arguments
-from dataplane.client._async.attaching import attach_to_wait
-from dataplane.client._async.calls import milliseconds, public, wait_for
+from dataplane.client._async.calls import attach_to_wait, milliseconds, public, wait_for
 from dataplane.client.handle import Handle
 from dataplane.errors import PartitionGone
 from dataplane.wire.messages import Losses, LossesDone

@@ -7,9 +7,16 @@ from typing import Any
 
 from dataplane.client import arguments
 from dataplane.client._async import changes
-from dataplane.client._async.attaching import attach, attach_to_wait
 from dataplane.client._async.batch import Batch, Rows
-from dataplane.client._async.calls import DEFAULT_TIMEOUT_S, ask, milliseconds, public, wait_for
+from dataplane.client._async.calls import (
+    DEFAULT_TIMEOUT_S,
+    ask,
+    attach,
+    attach_to_wait,
+    milliseconds,
+    public,
+    wait_for,
+)
 from dataplane.client._async.claiming import Claiming
 from dataplane.client._async.loader import Loader
 from dataplane.client._async.lost import Lost

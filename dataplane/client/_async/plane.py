@@ -10,10 +10,9 @@ from typing import Any, Literal
 
 from dataplane.client import arguments
 from dataplane.client._async import queries, restore, save
-from dataplane.client._async.attaching import define
 from dataplane.client._async.backend import Connecting, leave
 from dataplane.client._async.batch import Rows
-from dataplane.client._async.calls import DEFAULT_TIMEOUT_S, public
+from dataplane.client._async.calls import DEFAULT_TIMEOUT_S, define, public
 from dataplane.client._async.partition import Partition
 from dataplane.client._async.reads import handle_of, read_ref
 from dataplane.client.deadline import Deadline

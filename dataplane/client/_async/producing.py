@@ -11,8 +11,16 @@ from collections.abc import AsyncIterator, Iterable
 from typing import TypeVar
 
 from dataplane.client import arguments
-from dataplane.client._async.attaching import attach_to_wait, comes_too_late, takes_rows
-from dataplane.client._async.calls import ask, limit_beside, milliseconds, public, wait_for
+from dataplane.client._async.calls import (
+    ask,
+    attach_to_wait,
+    comes_too_late,
+    limit_beside,
+    milliseconds,
+    public,
+    takes_rows,
+    wait_for,
+)
 from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
 from dataplane.client.session.session import caller

@@ -17,9 +17,8 @@ import msgspec
 import numpy as np
 
 from dataplane.client._async import other_memory
-from dataplane.client._async.attaching import attach, comes_too_late
 from dataplane.client._async.backend import offload
-from dataplane.client._async.calls import send
+from dataplane.client._async.calls import Call, attach, comes_too_late, send
 from dataplane.client._async.space import (
     give_back,
     land,
@@ -32,7 +31,6 @@ from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
 from dataplane.client.ref import Ref
 from dataplane.client.session.connection import expect
-from dataplane.client.session.outgoing import Call
 from dataplane.client.session.slabs import AHEAD_BYTES
 from dataplane.client.write import schema
 from dataplane.client.write.chunks import (

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dataplane.client import arguments
-from dataplane.client._async.attaching import attach
-from dataplane.client._async.calls import ask
+from dataplane.client._async.calls import ask, attach
 from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
 from dataplane.client.session.session import Session

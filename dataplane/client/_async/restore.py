@@ -16,9 +16,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from dataplane import progress
-from dataplane.client._async.attaching import attach, define
 from dataplane.client._async.backend import to_its_end
-from dataplane.client._async.calls import UNKNOWN, ask, limit_beside, send
+from dataplane.client._async.calls import UNKNOWN, Call, ask, attach, define, limit_beside, send
 from dataplane.client._async.save import filing, path_of, within
 from dataplane.client._async.space import give_back, room_for
 from dataplane.client.checkpoint.archive import Manifest, PartitionNote, file_name, verified
@@ -26,7 +25,6 @@ from dataplane.client.checkpoint.records import RecordReader
 from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
 from dataplane.client.session.connection import expect
-from dataplane.client.session.outgoing import Call
 from dataplane.client.session.session import Session
 from dataplane.client.write.chunks import NewChunk, room_of, spaces_of
 from dataplane.errors import DataplaneError, PartitionConflict, counted

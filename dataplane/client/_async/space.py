@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from dataplane.client._async.attaching import attach
 from dataplane.client._async.backend import offload
-from dataplane.client._async.calls import ask
+from dataplane.client._async.calls import ask, attach
 from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
 from dataplane.client.session.session import Session

@@ -20,14 +20,12 @@ import msgspec
 import numpy as np
 
 from dataplane.client import arguments
-from dataplane.client._sync.attaching import attach
-from dataplane.client._sync.calls import UNKNOWN, ask, send
+from dataplane.client._sync.calls import UNKNOWN, Call, ask, attach, send
 from dataplane.client._sync.space import give_back, land, write_columns
 from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
 from dataplane.client.read.selection import positions
 from dataplane.client.session.connection import expect
-from dataplane.client.session.outgoing import Call
 from dataplane.client.session.session import Abandoned
 from dataplane.client.write.chunks import (
     NewChunk,

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dataplane.client import arguments
-from dataplane.client._sync.attaching import attach_to_wait
-from dataplane.client._sync.calls import milliseconds, public, wait_for
+from dataplane.client._sync.calls import attach_to_wait, milliseconds, public, wait_for
 from dataplane.client.handle import Handle
 from dataplane.errors import PartitionGone
 from dataplane.wire.messages import Losses, LossesDone

@@ -10,9 +10,16 @@ from typing import Any
 
 from dataplane.client import arguments
 from dataplane.client._sync import changes
-from dataplane.client._sync.attaching import attach, attach_to_wait
 from dataplane.client._sync.batch import Batch, Rows
-from dataplane.client._sync.calls import DEFAULT_TIMEOUT_S, ask, milliseconds, public, wait_for
+from dataplane.client._sync.calls import (
+    DEFAULT_TIMEOUT_S,
+    ask,
+    attach,
+    attach_to_wait,
+    milliseconds,
+    public,
+    wait_for,
+)
 from dataplane.client._sync.claiming import Claiming
 from dataplane.client._sync.loader import Loader
 from dataplane.client._sync.lost import Lost

@@ -17,8 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.client import arguments
-from dataplane.client._sync.attaching import attach_to_wait, define
-from dataplane.client._sync.calls import DEFAULT_TIMEOUT_S, ask, milliseconds, wait_for
+from dataplane.client._sync.calls import (
+    DEFAULT_TIMEOUT_S,
+    ask,
+    attach_to_wait,
+    define,
+    milliseconds,
+    wait_for,
+)
 from dataplane.client._sync.lease import Lease
 from dataplane.client.balancing import Layout, Rows
 from dataplane.client.deadline import Deadline

@@ -13,10 +13,9 @@ from typing import Any, Literal
 
 from dataplane.client import arguments
 from dataplane.client._sync import queries, restore, save
-from dataplane.client._sync.attaching import define
 from dataplane.client._sync.backend import Connecting, leave
 from dataplane.client._sync.batch import Rows
-from dataplane.client._sync.calls import DEFAULT_TIMEOUT_S, public
+from dataplane.client._sync.calls import DEFAULT_TIMEOUT_S, define, public
 from dataplane.client._sync.partition import Partition
 from dataplane.client._sync.reads import handle_of, read_ref
 from dataplane.client.deadline import Deadline

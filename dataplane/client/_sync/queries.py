@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from dataplane.client import arguments
-from dataplane.client._sync.attaching import attach
-from dataplane.client._sync.calls import ask
+from dataplane.client._sync.calls import ask, attach
 from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
 from dataplane.client.session.session import Session

@@ -11,8 +11,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from dataplane.client import arguments
-from dataplane.client._sync.attaching import attach
-from dataplane.client._sync.calls import ask
+from dataplane.client._sync.calls import ask, attach
 from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
 from dataplane.client.read.table import TableReader, reader_of

@@ -16,9 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from dataplane.client._sync.attaching import attach
 from dataplane.client._sync.backend import offload
-from dataplane.client._sync.calls import ask
+from dataplane.client._sync.calls import ask, attach
 from dataplane.client.deadline import Deadline
 from dataplane.client.handle import Handle
 from dataplane.client.session.session import Session

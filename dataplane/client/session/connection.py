@@ -42,6 +42,8 @@ stopped: longer than it needs to say that the time is up."""
 LOOK_S = 10.0
 """After so long, and then less and less often, a call looks whether the peer runs at all. What a
 call waits for the peer says itself (`Notice`)."""
+REPEATS = 8
+"""How often one call is sent again, each time on a connection that was made for it."""
 _CREDENTIALS = struct.Struct("3i")
 
 _RECEIVE_BYTES = 64 << 10

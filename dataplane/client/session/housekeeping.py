@@ -17,9 +17,8 @@ import weakref
 import msgspec
 
 from dataplane.client.deadline import Deadline
-from dataplane.client.session.connection import Connection
+from dataplane.client.session.connection import REPEATS, Connection
 from dataplane.client.session.handshake import further
-from dataplane.client.session.outgoing import REPEATS
 from dataplane.client.session.session import Session
 from dataplane.client.session.slabs import IDLE_S
 from dataplane.errors import ClientClosed, DataplaneError, DeadlineExceeded

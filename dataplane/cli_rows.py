@@ -33,6 +33,7 @@ from dataplane.errors import (
 )
 from dataplane.launch.rundir import Find
 from dataplane.metadata.tables.where import Where, tag
+from dataplane.wire.arrays import preview
 from dataplane.wire.tables import Name
 
 MAX_ROWS = 1000
@@ -124,15 +125,12 @@ def described(value: Any) -> Report:
     """Describe a value in less than a line."""
     if isinstance(value, (np.ndarray, np.generic)):
         value = np.asarray(value)
-        flat = value.reshape(-1)
-        more = ", …" if flat.size > _PREVIEW else ""
-        shown = ", ".join(f"{one}" for one in flat[:_PREVIEW].tolist())
         return {
             "type": "array",
             "dtype": value.dtype.name,
             "shape": list(value.shape),
             "bytes": value.nbytes,
-            "preview": shown + more,
+            "preview": preview(value, _PREVIEW),
         }
     told: Report = {"type": type(value).__name__}
     if isinstance(value, (str, bytes)):

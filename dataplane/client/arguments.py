@@ -12,7 +12,7 @@ from typing import Any
 
 from dataplane.errors import InvalidCall, LimitExceeded
 from dataplane.metadata.tables.where import Where
-from dataplane.wire.arrays import shown
+from dataplane.wire.arrays import is_time, shown
 from dataplane.wire.foreign import items_of, pairs_of, unreadable
 from dataplane.wire.limits import MAX_NAME_BYTES
 from dataplane.wire.tables import Where as WireWhere
@@ -57,7 +57,7 @@ def optional_texts(values: object, what: str) -> list[str] | None:
 
 def count(value: object, what: str) -> int:
     """Return a positive int. NumPy ints are accepted."""
-    number = value if type(value) is int else _number(value)
+    number = value if type(value) is int else integer(value)
     if not 0 < number <= _MAX_COUNT:
         raise InvalidCall(f"{what}={shown(value):.80}: expected a positive int")
     return number
@@ -65,14 +65,14 @@ def count(value: object, what: str) -> int:
 
 def whole(value: object, what: str) -> int:
     """Return an int of 0 or more. NumPy ints are accepted."""
-    number = _number(value)
+    number = integer(value)
     if not 0 <= number <= _MAX_COUNT:
         raise InvalidCall(f"{what}={shown(value):.80}: expected a non-negative int")
     return number
 
 
-def _number(value: object) -> int:
-    """-1 for what is no int; an array of one has a way to be one, and refuses."""
+def integer(value: object) -> int:
+    """Return an int, or -1 for anything else. NumPy ints are accepted."""
     if hasattr(type(value), "__index__") and not isinstance(value, bool):
         number: Any = value
         try:
@@ -98,21 +98,29 @@ def seconds(value: object, what: str) -> float | None:
     # As most often, and a Real is slow to tell.
     if (type(value) is float or type(value) is int) and -_FOREVER_S < value < _FOREVER_S:
         return float(value)
-    if isinstance(value, bool) or not isinstance(value, Real) or value != value:
+    if not _is_number(value):
         raise InvalidCall(
             f"{what}={shown(value):.80}: expected a number of seconds, or None for no limit"
         )
-    return max(-_FOREVER_S, float(value)) if value < _FOREVER_S else None
+    number: Any = value
+    return max(-_FOREVER_S, float(number)) if number < _FOREVER_S else None
 
 
 def moment(value: object, what: str) -> float:
     """Return a time on a monotonic clock, in seconds."""
-    if isinstance(value, bool) or not isinstance(value, Real) or value != value:
+    if not _is_number(value):
         raise InvalidCall(
             f"{what}={shown(value):.80}: expected a time in seconds, such as an event's `at`"
         )
     found: Any = value
     return float(max(-_FOREVER_S, min(found, _FOREVER_S)))
+
+
+def _is_number(value: object) -> bool:
+    """Whether this is a number, and not NaN. NumPy counts its durations among the ints."""
+    return isinstance(value, Real) and not (
+        isinstance(value, bool) or is_time(value) or value != value
+    )
 
 
 def mapping(value: object, what: str, form: str) -> Mapping[Any, Any]:

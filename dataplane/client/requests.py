@@ -41,9 +41,10 @@ def definition_of(
     free = free or ("acked" if stages else "drop")
     if free not in ("acked", "drop"):
         raise InvalidCall(f"free={free!r}: expected 'acked' or 'drop'")
-    if isinstance(replicas, bool) or replicas not in (1, 2):
+    if arguments.integer(replicas) not in (1, 2):
         raise InvalidCall(
-            f"replicas={replicas!r}: expected 1, or 2 to keep a second copy on another peer"
+            f"replicas={shown(replicas):.80}: expected 1, or 2 to keep a second copy on another "
+            "peer"
         )
     named: dict[str, list[str]] = {}
     form = "of stage names to lists of fields"

@@ -221,6 +221,22 @@ def shown(value: object) -> str:
         return f"<{kind_of(value)}>"
 
 
+def preview(array: Array, count: int) -> str:
+    """Return the first `count` values of an array on one line, such as `1, 2, …`."""
+    flat = array.reshape(-1)
+    more = ", …" if flat.size > count else ""
+    # As Python values, dates and durations of some units would be ints.
+    few = map(_time_text, flat[:count]) if is_time(array) else map(str, flat[:count].tolist())
+    return ", ".join(few) + more
+
+
+def _time_text(time: Any) -> str:
+    try:
+        return str(time)
+    except ValueError:  # NumPy cannot print a date without a unit
+        return str(time.astype(np.int64))
+
+
 def text_of(exc: Exception) -> str:
     """Return the message of another's exception, whose `__str__` may fail too."""
     try:
@@ -234,10 +250,17 @@ def _foreign(value: object) -> Array | None:
         return None
     if is_torch(value):
         return _from_torch(value, sys.modules["torch"])
-    if getattr(value, "palette", None) is not None and hasattr(value, "getpalette"):
-        raise InvalidValue(
-            "storing a PIL image with a palette would lose the palette: pass image.convert('RGB')"
-        )
+    if hasattr(value, "getpalette"):
+        if getattr(value, "palette", None) is not None:
+            raise InvalidValue(
+                "storing a PIL image with a palette would lose the palette: pass "
+                "image.convert('RGB')"
+            )
+        if "transparency" in getattr(value, "info", ()):
+            raise InvalidValue(
+                "storing a PIL image with a transparent color would lose the transparency: pass "
+                "image.convert('RGBA')"
+            )
     if hasattr(value, "__cuda_array_interface__"):
         # cupy refuses silent copies to the host; `get` is its word for an intended one
         return np.asarray(value.get() if hasattr(value, "get") else value)

@@ -330,6 +330,12 @@ def test_a_wrong_call_says_what_to_do(part: Partition, wrong: str) -> None:
         (("q", {"s": ["x"]}, None, None, "soon"), dataplane.InvalidCall, "'acked' or 'drop'"),
         (("q", None, None, None, None, 3), dataplane.InvalidCall, "replicas=3"),
         (("q", {"s": ["x"]}, None, None, None, True), dataplane.InvalidCall, "replicas=True"),
+        (("q", {"s": ["x"]}, None, None, None, 2.0), dataplane.InvalidCall, "replicas=2.0"),
+        (
+            ("q", {"s": ["x"]}, None, None, None, np.timedelta64(1, "s")),
+            dataplane.InvalidCall,
+            "expected 1, or 2",
+        ),
     ],
 )
 def test_a_wrong_definition_says_what_to_do(
@@ -354,6 +360,37 @@ def test_an_unknown_partition_is_waited_for_no_longer_than_asked(plane: Plane) -
         assert time.monotonic() - began < 3
     with pytest.raises(dataplane.InvalidCall, match="expected a ref returned by put"):
         plane.get(None)  # type: ignore[arg-type]
+
+
+def test_a_duration_of_numpy_is_no_number_of_seconds(plane: Plane, part: Partition) -> None:
+    duration: Any = np.timedelta64(1, "s")
+    for call in (
+        lambda: plane.partitions(timeout=duration),
+        lambda: part.put({"x": [1]}, timeout=duration),
+        lambda: part.claim("s", rows=1, lease=duration),
+        lambda: plane.events(since=duration),
+    ):
+        with pytest.raises(dataplane.InvalidCall, match="seconds"):
+            call()
+
+
+def test_a_call_whose_time_is_over_is_named_as_its_caller_knows_it(
+    plane: Plane, part: Partition
+) -> None:
+    for call, name in (
+        (lambda: plane.partitions(timeout=0), "partitions"),
+        (lambda: part.get(timeout=0), "reading rows"),
+        (lambda: part.rows().fetch("x", timeout=0), "reading rows"),
+    ):
+        with pytest.raises(dataplane.DeadlineExceeded, match=f"^{name} did not finish within"):
+            call()
+    part.seal()
+    plan = part.plan("s", rank=0, ranks=1, timeout=20)
+    minis = iter(plan)
+    for micro in next(minis):
+        with pytest.raises(dataplane.DeadlineExceeded, match="^add did not finish"):
+            micro.add(y=[1] * len(micro), timeout=0)
+    plan.release()
 
 
 def test_a_wrong_call_for_events_says_what_to_do(plane: Plane) -> None:

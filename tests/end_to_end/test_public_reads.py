@@ -51,6 +51,24 @@ def test_rows_are_read_by_ref_by_key_by_filter_and_all(hosts: Hosts) -> None:
     assert rows.fields == [] and dict(zip(rows.keys, rows.tags["n"], strict=True))["c"] == 2
 
 
+def test_no_rows_are_read_as_rows_are(hosts: Hosts) -> None:
+    here, there = hosts.partition(free="drop")
+    here.put({"x": [1, 2], "y": [3, 4]}, key=["a", "b"], tags={"n": [0, 1]})
+    for none in (
+        there.get(keys=[]),
+        there.get(where=tag("n") == 5),
+        there.get(where=tag("n") == 5, fields=["x"]),
+        there.rows(where=tag("n") == 5),
+        there.get()[0:0],
+    ):
+        again = hosts.there.get(none.ref)
+        assert len(none) == len(again) == 0 and none.keys == again.keys == []
+        none.fetch("y")
+        assert {"x", "y"} >= {*none.fields} >= {"y"}
+        assert list(none["x"]) == none.numpy("x") == none.torch("x") == [] and none.nbytes("x") == 0
+        assert none.arrow(["x"])["x"].to_pylist() == [] and not len(none.tensordict(["x"]))
+
+
 READER = """
     import dataplane, json, pickle, sys
     ref = pickle.loads(bytes.fromhex(sys.stdin.readline().strip()))
@@ -237,3 +255,13 @@ def test_reprs_tell_the_state(hosts: Hosts) -> None:
     mixed, _ = hosts.partition(None, free="drop")
     mixed.put({"y": [1, 2.5], "z": [None, "a"]})
     assert "y: float and int, first 1; z: NoneType and str, first None" in repr(mixed.get())
+    times, _ = hosts.partition(None, free="drop")
+    at = np.array(["2030-01-02T03:04:05", "NaT"], "M8[ns]")
+    times.put({"at": at[:1], "all": [at], "took": np.array([5], "m8[ms]")})
+    shown = "2030-01-02T03:04:05.000000000"
+    for one in (
+        f"at: datetime64[ns], first {shown}",
+        f"all: datetime64[ns][2], first [{shown}, NaT]",
+        "took: timedelta64[ms], first 5 milliseconds",
+    ):
+        assert one in repr(times.get())

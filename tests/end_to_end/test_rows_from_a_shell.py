@@ -68,4 +68,7 @@ def test_rows_are_looked_at_from_a_shell_and_stay_as_they_are(
         assert cli.main(["rows", "step-12", "--peer", "a", "--where", 'v="7"']) == 0
         table = [line.split()[:3] for line in capsys.readouterr().out.splitlines()[2:]]
         assert table == [["7", '"7"', 'v="7"'], ['"7"', "7", 'v="7"']]
+        part.put({"at": np.array(["2030-01-02", "NaT"], "M8[ns]")}, key=["k0", 1])
+        shown = [out("get", "step-12", key)["fields"]["at"]["preview"] for key in ("k0", "1")]
+        assert shown == ["2030-01-02T00:00:00.000000000", "NaT"]
         assert plane.stats()["partitions"].keys() <= {"step-12"}

@@ -150,6 +150,18 @@ def test_keys_and_tags_of_two_types_are_not_made_one(arena: Any) -> None:
         to_arrow(field, tags={"t": [2**53 + 1, 0.5, 1]})
 
 
+def test_what_to_do_about_a_key_or_tag_fits_what_is_wrong_with_it(arena: Any) -> None:
+    field = {"x": arena.view([1, 2])}
+    with pytest.raises(InvalidValue, match="two calls"):
+        to_arrow(field, [1, "1"])
+    with pytest.raises(InvalidValue, match="read them with the keys attribute"):
+        to_arrow(field, [1, 2**64 - 1])
+    with pytest.raises(InvalidValue, match="set tags of one type"):
+        to_arrow(field, tags={"t": [1, "1"]})
+    with pytest.raises(InvalidValue, match="read it with the tags attribute"):
+        to_arrow(field, tags={"t": [None, 2**64 - 1]})
+
+
 @pytest.mark.parametrize(
     ("values", "expected"),
     [

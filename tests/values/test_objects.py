@@ -146,6 +146,10 @@ class Color(enum.IntEnum):
 Point = namedtuple("Point", "x y")
 
 
+SEE_THROUGH = Image.new("RGB", (2, 2))
+SEE_THROUGH.info["transparency"] = (0, 0, 0)
+
+
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
@@ -160,6 +164,7 @@ Point = namedtuple("Point", "x y")
         (np.zeros(2, "i4,f4"), "it is a structured array"),
         (np.ma.masked_array([1, 2], [False, True]), "would lose its mask"),
         (Image.new("P", (2, 2)), "would lose the palette"),
+        (SEE_THROUGH, "would lose the transparency"),
         (np.zeros((1,) * 17), "17 dimensions"),
         ("\ud800", "not valid text"),
         (np.float32, "a type cannot be stored"),

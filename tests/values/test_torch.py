@@ -6,6 +6,7 @@ import gc
 import weakref
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -98,6 +99,17 @@ def test_a_complex_padding_is_exact_too() -> None:
     assert padding_value("x", Padding(16777216), np.dtype("complex64")) == 16777216
     with pytest.raises(InvalidValue, match="complex64.*cannot represent padding=16777217"):
         padding_value("x", Padding(16777217), np.dtype("complex64"))
+
+
+def test_a_float_dtype_of_another_library_holds_large_ints_too() -> None:
+    bfloat16, powers = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e8m0fnu)
+    assert padding_value("x", Padding(2**64), bfloat16).item() == 2**64
+    with pytest.raises(InvalidValue, match="cannot represent padding=18446744073709551615"):
+        padding_value("x", Padding(2**64 - 1), bfloat16)
+    with pytest.raises(
+        InvalidValue, match=r"padding=0: .* example padding={'x': 1}"
+    ):  # it has no 0
+        padding_value("x", Padding(), powers)
 
 
 def test_rows_are_padded_behind(arena: Any) -> None:

@@ -70,6 +70,8 @@ from dataplane.wire.tables import Scalar, Table
 
 log = logging.getLogger(__name__)
 
+_CALLS = {"keep": "add"}
+"""What users call the outcomes that they know by another name."""
 Outcome = Literal["ack", "release", "drop"]
 _COLLECTED = (
     "a batch of {} was garbage-collected",
@@ -438,7 +440,7 @@ class Lease:
         try:
             if parts:
                 call.body, chunks = self._with_values(body, rows, parts)
-            deadline.check(body.outcome)
+            deadline.check(_CALLS.get(body.outcome, body.outcome))
             offsets = [chunk.offset for chunk in chunks]
             committed(chunks)  # from here on, their space belongs to the message
             done = await self._answer(call)
@@ -550,7 +552,7 @@ class Lease:
         failed, its rows and values are here again."""
         doubt = self._doubt
         assert doubt is not None
-        deadline.check(doubt.outcome)
+        deadline.check(_CALLS.get(doubt.outcome, doubt.outcome))
         call = Call(doubt.request.body, deadline, again=doubt.request, keeps=True)
         try:
             done = await self._answer(call)

@@ -21,7 +21,7 @@ MAX_PAGES = 64
 
 async def partitions(session: Session, timeout: float | None) -> list[str]:
     """Return the names of all partitions that were not dropped, sorted."""
-    done = await ask(session, Census(), CensusDone, Deadline(timeout))
+    done = await ask(session, Census(), CensusDone, Deadline(timeout), "partitions")
     return sorted(done.partitions)
 
 

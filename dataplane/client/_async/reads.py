@@ -25,7 +25,7 @@ from dataplane.metadata.tables.where import Where
 from dataplane.wire.arrays import shown
 from dataplane.wire.messages import Defined, Read, ReadDone
 from dataplane.wire.packed import KEY
-from dataplane.wire.tables import Definition, Rows
+from dataplane.wire.tables import Definition, Rows, Table, Values
 
 
 async def read(
@@ -54,7 +54,7 @@ async def overview(
     generation = await attach(handle, deadline)
     filtered = arguments.filter_of(where)
     body = Read(handle.name, generation, None, filtered, [], limit, overview=True)
-    return await ask(handle.session, body, ReadDone, deadline)
+    return await ask(handle.session, body, ReadDone, deadline, "reading rows")
 
 
 async def read_rows(
@@ -119,6 +119,8 @@ async def _read_parts(
         # The pages before this one are pinned; their pins go with an object nobody keeps.
         session.pinned(*(page.pin for page in pages))
         raise
+    if not parts:  # of no rows, nothing is asked
+        pages.append(ReadDone(Table(Rows(b""), Values(wanted or [])), 0))
     reader = reader_of(session, *pages)
     session.tally.got(reader.table.rows.count, reader.volume)
     return reader
@@ -131,7 +133,7 @@ async def _read_part(
     large."""
     while True:
         try:
-            page = await ask(session, body, ReadDone, deadline)
+            page = await ask(session, body, ReadDone, deadline, "reading rows")
         except FrameTooLarge:  # rows with many small values
             rows = body.rows
             count = body.limit if rows is None else rows.count

@@ -82,8 +82,8 @@ class Converting(Fetching):
         - `layout`: "dense"; "padded" with `padding`; "jagged" (a nested tensor); or "list". "auto"
           is dense if all rows have the same shape, else a list. Jagged fields with equal row
           lengths share their offsets.
-        - `padding`: the value that fills padded rows. For a float dtype, it is rounded to the
-          precision of that dtype. Raises InvalidValue if the dtype cannot represent it.
+        - `padding`: the value that fills padded rows. In a float dtype, a float is rounded to the
+          precision of that dtype. Raises InvalidValue if the dtype cannot represent the value.
         - `side`, `length`, `multiple`: rows are padded on the "right" or "left", up to the length
           of the longest row, to `length`, or to the next multiple of `multiple`.
         - `mask=True`: return the pair (tensor, mask). The mask is a bool tensor [n, length] that is

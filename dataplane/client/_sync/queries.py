@@ -24,7 +24,7 @@ MAX_PAGES = 64
 
 def partitions(session: Session, timeout: float | None) -> list[str]:
     """Return the names of all partitions that were not dropped, sorted."""
-    done = ask(session, Census(), CensusDone, Deadline(timeout))
+    done = ask(session, Census(), CensusDone, Deadline(timeout), "partitions")
     return sorted(done.partitions)
 
 

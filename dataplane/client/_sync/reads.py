@@ -28,7 +28,7 @@ from dataplane.metadata.tables.where import Where
 from dataplane.wire.arrays import shown
 from dataplane.wire.messages import Defined, Read, ReadDone
 from dataplane.wire.packed import KEY
-from dataplane.wire.tables import Definition, Rows
+from dataplane.wire.tables import Definition, Rows, Table, Values
 
 
 def read(
@@ -55,7 +55,7 @@ def overview(handle: Handle, where: Where | None, limit: int, timeout: float | N
     generation = attach(handle, deadline)
     filtered = arguments.filter_of(where)
     body = Read(handle.name, generation, None, filtered, [], limit, overview=True)
-    return ask(handle.session, body, ReadDone, deadline)
+    return ask(handle.session, body, ReadDone, deadline, "reading rows")
 
 
 def read_rows(
@@ -120,6 +120,8 @@ def _read_parts(
         # The pages before this one are pinned; their pins go with an object nobody keeps.
         session.pinned(*(page.pin for page in pages))
         raise
+    if not parts:  # of no rows, nothing is asked
+        pages.append(ReadDone(Table(Rows(b""), Values(wanted or [])), 0))
     reader = reader_of(session, *pages)
     session.tally.got(reader.table.rows.count, reader.volume)
     return reader
@@ -130,7 +132,7 @@ def _read_part(session: Session, body: Read, deadline: Deadline, pages: list[Rea
     large."""
     while True:
         try:
-            page = ask(session, body, ReadDone, deadline)
+            page = ask(session, body, ReadDone, deadline, "reading rows")
         except FrameTooLarge:  # rows with many small values
             rows = body.rows
             count = body.limit if rows is None else rows.count

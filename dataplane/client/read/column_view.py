@@ -25,6 +25,7 @@ from dataplane.errors import DataplaneError, FieldUnknown, ValueCorrupt, joined
 from dataplane.wire.arrays import (
     Array,
     ArrayForm,
+    preview,
     shown,
 )
 from dataplane.wire.layouts import OPEN, ColumnSpec
@@ -422,8 +423,7 @@ def _side_by_side(spans: Sequence[Memory]) -> Memory | None:
 
 def _shown(value: Any) -> str:
     """The beginning of a value on one line."""
-    if not isinstance(value, np.ndarray) or not value.ndim:
-        return f"{reprlib.repr(value.item() if isinstance(value, np.ndarray) else value):.60}"
-    few = value.reshape(-1)[:_SHOWN]
-    more = ", …" if value.size > _SHOWN else ""
-    return f"[{', '.join(map(str, few.tolist()))}{more}]"
+    if not isinstance(value, np.ndarray):
+        return f"{reprlib.repr(value):.60}"
+    few = preview(value, _SHOWN)
+    return f"[{few}]" if value.ndim else few

@@ -71,14 +71,18 @@ def to_arrow(
 
     columns: dict[str, Any] = {}
     if keys is not None:
-        instead = "read rows with str keys and rows with int keys in two calls, part.get(keys)"
+        instead = "read them with the keys attribute of these rows"
+        if len({*map(type, keys)}) > 1:
+            instead = "read rows with str keys and rows with int keys in two calls, part.get(keys)"
         columns["key"] = arrow.exact("key", list(keys), instead)
     for name, column in fields.items():
         shown = "field.key" if name == "key" and keys is not None else name
         columns[shown] = arrow.from_field(name, to_numpy(column, view=True))
     for name, values in (tags or {}).items():
         shown = f"tag.{name}" if name in columns else name
-        instead = "set tags of one type"
+        instead = "read it with the tags attribute of these rows"
+        if len({type(value) for value in values if value is not None}) > 1:
+            instead = "set tags of one type"
         columns[shown] = arrow.exact(f"tag {name!r}", list(values), instead, tag=name)
     return pa.table(columns)
 

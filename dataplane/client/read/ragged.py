@@ -142,10 +142,11 @@ def padding_value(field: str, padding: Padding, dtype: np.dtype[Any]) -> Array:
         made = _filling(given, str(given), dtype)
         if made is not None:
             return made
+    fits = False if dtype == np.bool_ else 0 if _filling(0, "0", dtype) is not None else 1
     raise InvalidValue(
         f"field {field!r} has dtype {dtype.name}, which cannot represent "
         f"padding={shown(padding.value):.40}: choose a value that fits, or set the padding per "
-        f"field, for example padding={{{field!r}: {False if dtype == np.bool_ else 0}}}",
+        f"field, for example padding={{{field!r}: {fits}}}",
         field=field,
     )
 
@@ -157,7 +158,9 @@ def _filling(given: complex, text: str, dtype: np.dtype[Any]) -> Array | None:
     try:
         with np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a complex number that loses a part of it
-            made = np.full((), given, dtype)
+            # ml_dtypes refuses ints of over 64 bits; one that a float would round is refused below
+            number = float(given) if type(given) is int and dtype.kind not in "biu" else given
+            made = np.full((), number, dtype)
         return made if _holds(made.item(), given) else None
     except (OverflowError, ValueError, TypeError):
         return None

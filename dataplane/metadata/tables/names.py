@@ -110,7 +110,7 @@ def parse_minted(name: str) -> bytes:
     its mark."""
     if not _MINTED.fullmatch(name):
         raise InvalidRows(
-            f"key {name!r} starts with {MINTED_MARK!r}, which is reserved for generated "
-            "keys: use a key that starts with another character"
+            f"the key or group id {name!r} starts with {MINTED_MARK!r}, which is reserved for "
+            "generated keys: use one that starts with another character"
         )
     return bytes.fromhex(name[1:])

@@ -4,11 +4,13 @@
 |---|---|
 | the peer's side, and its limit on bytes in flight | engine, link, limiter |
 | the worker process, which may crash alone; the witness | worker, control, witness |
-| the reader: asks the owner for pieces, over TCP or by another engine | reader, slices |
-| the owner: pins the pieces, and sends them or lets an engine move them | owner |
+| the reader: asks the owner for pieces, which a transport moves | reader |
+| the owner: pins the pieces while a transport moves them | owner |
+| cutting a read into one request a part | slices |
 | one read, its connections and streams | reading, connections, stream, secure_stream |
 | frames and records; how a reader joins; proofs and tickets | bulk_frames, joining, tickets |
-| what an engine must be able to do, which there are | seam, registry |
+| what a transport must be able to do, which there are | seam, registry |
+| TCP, which every worker for host memory runs | tcp |
 | the engines; a region as they register it; NCCL's two ranks | engines/ |
 | apart from bulk transfer: the calls to etcd that a roster needs | etcd |
 """

@@ -2,9 +2,9 @@
 
 Both are a u32 little-endian length and one MessagePack body, as at the local door. Between workers
 the owner's side sends first (`Greeting`). `Join` and `Joined` prove to each side that the other
-belongs to the run. A `Get` over TCP is then answered by `Sending`, the raw bytes of all pieces that
-still exist, in order, and `Sent`. If another transport moves the bytes, the answer is `Held`, and
-`Sent` follows the reader's `Release`. `Refused` ends the connection.
+belongs to the run. A `Get` is then answered by `Held`. Over TCP the raw bytes of all pieces that
+still exist follow, in order, and `Sent`. If another transport moves the bytes, `Sent` follows the
+reader's `Release`. `Refused` ends the connection.
 
 Lengths are checked before anything is stored. Data per piece are raw columns.
 """
@@ -27,8 +27,7 @@ MAX_GET_FRAME_BYTES = 1 << 20
 MAX_GET_ITEMS = 16_384
 MAX_GET_BYTES = 32 << 20
 """The most that one `Get` over TCP may ask for. Each costs both sides 3 ms of processor time,
-whatever its size; a job of one part (`engine.PART_BYTES`) is two of them, one for each of its
-connections."""
+whatever its size."""
 MAX_HELD_BYTES = 1 << 30
 """The most that one `Get` over another transport may pin: a one-sided one pays two exchanges for
 each."""
@@ -109,14 +108,6 @@ class Get(Frame, tag=2):
     card: bytes = b""
 
 
-class Sending(Frame, tag=3):
-    """The reply over TCP. gone: one byte per piece, or empty if all exist. nbytes: the bytes
-    that follow."""
-
-    gone: bytes
-    nbytes: int
-
-
 class Sent(Frame, tag=4):
     """The confirmation that the ranges were pinned until the last byte was sent."""
 
@@ -124,7 +115,7 @@ class Sent(Frame, tag=4):
 
 
 class Held(Frame, tag=9):
-    """The reply over other transports: the owner pins the pieces until `Release`.
+    """The reply to `Get`: the owner pins the pieces. Over TCP their bytes follow.
 
     sources: u64 per piece, its offset in the owner's region, or GONE. mac: see `tickets`.
     """
@@ -135,8 +126,8 @@ class Held(Frame, tag=9):
 
 
 class Release(Frame, tag=15):
-    """The reader has received `nbytes` of the held pieces. `Sent` confirms that they were held
-    until now."""
+    """The reader has received `nbytes` of the held pieces, by another transport than TCP. `Sent`
+    confirms that they were held until now."""
 
     nbytes: int
 
@@ -259,7 +250,7 @@ class Finished(Frame, tag=23):
 
 
 ToOwner = Get | Release | Watch
-FromOwner = Greeting | Joined | Sending | Sent | Refused | Held | Watched
+FromOwner = Greeting | Joined | Sent | Refused | Held | Watched
 ToWorker = Configure | Read | Cancel | PinAnswer | Forget
 FromWorker = Ready | PinAsked | Unpin | Finished
 

@@ -113,7 +113,7 @@ class Connections:
             joining.check(_opening(stream, deadline))
             return Connection(remote, stream, joining.greeting, joining.version)
         except BaseException:
-            reading.unwatch(stream)
+            reading.unwatch()
             stream.reset()
             raise
 

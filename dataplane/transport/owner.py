@@ -16,10 +16,8 @@ import secrets
 import socket
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -38,10 +36,8 @@ from dataplane.transport.bulk_frames import (
     CHALLENGE_BYTES,
     GONE,
     MAX_CARD_BYTES,
-    MAX_GET_BYTES,
     MAX_GET_FRAME_BYTES,
     MAX_GET_ITEMS,
-    MAX_HELD_BYTES,
     MAX_JOIN_FRAME_BYTES,
     PIECE,
     Get,
@@ -50,7 +46,6 @@ from dataplane.transport.bulk_frames import (
     Joined,
     Refused,
     Release,
-    Sending,
     Sent,
     Watch,
     Watched,
@@ -67,7 +62,7 @@ from dataplane.transport.seam import (
     Transport,
 )
 from dataplane.transport.slices import ranges_of
-from dataplane.transport.stream import BulkStream, Expired, iovecs
+from dataplane.transport.stream import BulkStream, Expired
 from dataplane.transport.tickets import (
     held_mac,
     nonce_of,
@@ -337,15 +332,24 @@ class Transfer:
     deadline: float
 
 
-class Service(ABC):
-    """Serves requests by one transport."""
+class Service:
+    """Serves requests by one transport. card: of the region that the transport registered.
 
-    most_bytes: ClassVar[int]
-    """the most that one request may ask for"""
+    The pin ends when the bytes are sent or, out of band, when the reader releases it on the same
+    connection, which confirms the read; when the ticket expires; or when the connection ends.
+    """
 
-    def __init__(self, region: Region, desk: PinDesk) -> None:
+    def __init__(
+        self, transport: Transport, card: bytes, region: Region, desk: PinDesk, key: bytes
+    ) -> None:
+        self.most_bytes = transport.most_bytes
+        self._transport = transport
+        self._card = card
         self._region = region
         self._desk = desk
+        self._key = key
+        self._under_way = 0
+        self._lock = threading.Lock()
 
     def serve(self, transfer: Transfer) -> None:
         """Serve a request, up to the confirmation."""
@@ -357,58 +361,17 @@ class Service(ABC):
         finally:
             self._desk.unpin(pin, nbytes)
 
-    @abstractmethod
     def _move(self, transfer: Transfer, sources: Offsets) -> int:
         """Let the reader have the pieces that are there, and confirm it. Return their bytes."""
-
-
-class TcpService(Service):
-    """Sends the bytes on the connection that asked for them."""
-
-    most_bytes = MAX_GET_BYTES
-
-    def _move(self, transfer: Transfer, sources: Offsets) -> int:
-        lengths, gone, mask = transfer.pieces["nbytes"], sources == GONE, b""
-        if gone.any():
-            sources, lengths, mask = sources[~gone], lengths[~gone], gone.tobytes()
-        nbytes = int(lengths.sum())
-        body = iovecs(np.uint64(self._region.address) + sources, lengths)
-        # One call may carry all three: the confirmation is copied out after the last byte, and
-        # the pin lasts until the call is back.
-        head = encode(Sending(mask, nbytes))
-        transfer.stream.send_around(head, body, encode(Sent(nbytes)), transfer.deadline)
-        return nbytes
-
-
-class EngineService(Service):
-    """Pins the ranges while an engine moves their bytes. own: the card of the region that the
-    engine registered.
-
-    The pin ends when the reader releases it on the same connection, which confirms the read;
-    when the ticket expires; or when the connection ends.
-    """
-
-    most_bytes = MAX_HELD_BYTES
-
-    def __init__(
-        self, transport: Transport, own: bytes, region: Region, desk: PinDesk, key: bytes
-    ) -> None:
-        super().__init__(region, desk)
-        self._transport = transport
-        self._own = own
-        self._key = key
-        self._under_way = 0
-        self._lock = threading.Lock()
-
-    def _move(self, transfer: Transfer, sources: Offsets) -> int:
         stream, deadline = transfer.stream, transfer.deadline
+        nbytes = int(transfer.pieces["nbytes"][sources != GONE].sum())
         self._count(1)
         try:
             stream.send(encode(self._held(transfer.nonce, sources)), deadline)
-            if not self._transport.one_sided:
+            if nbytes and not self._transport.one_sided:
                 self._send(transfer, sources)
-            nbytes = int(transfer.pieces["nbytes"][sources != GONE].sum())
-            _await_release(stream, nbytes, deadline)
+            if not self._transport.in_band:
+                _await_release(stream, nbytes, deadline)
         finally:
             self._count(-1)
         stream.send(encode(Sent(nbytes)), deadline)
@@ -421,7 +384,7 @@ class EngineService(Service):
 
     def _held(self, nonce: bytes, sources: Offsets) -> Held:
         raw = sources.tobytes()
-        return Held(raw, self._own, held_mac(self._key, nonce, self._own, raw))
+        return Held(raw, self._card, held_mac(self._key, nonce, self._card, raw))
 
     def _send(self, transfer: Transfer, sources: Offsets) -> None:
         stream, pieces, deadline = transfer.stream, transfer.pieces, transfer.deadline
@@ -437,7 +400,9 @@ class EngineService(Service):
         there = (sources != GONE) & (pieces["nbytes"] > 0)
         nbytes = np.ascontiguousarray(pieces["nbytes"][there])
         get = transfer.get
-        self._transport.send(SendRequest(get.card, get.tag, sources[there], nbytes, check))
+        self._transport.send(
+            SendRequest(get.card, get.tag, sources[there], nbytes, check, stream, deadline)
+        )
 
 
 def _await_release(stream: BulkStream, nbytes: int, deadline: float) -> None:

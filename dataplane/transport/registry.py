@@ -26,6 +26,7 @@ OWN: dict[str, tuple[tuple[str, ...], str]] = {
 }
 """Name: the modules of which one must be installed, and how to install it."""
 CLASSES = {
+    TCP: "dataplane.transport.tcp:TcpTransport",
     "nixl": "dataplane.transport.engines.nixl:NixlTransport",
     CUDA_IPC: "dataplane.transport.engines.cuda_ipc:CudaIpcTransport",
     NCCL: "dataplane.transport.engines.nccl:NcclTransport",

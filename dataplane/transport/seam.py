@@ -1,4 +1,4 @@
-"""The interface of engines that move bytes between hosts. TCP does not use it.
+"""The interface of transports that move bytes between hosts.
 
 A transport runs inside a bulk worker, a child process of the peer that maps the peer's arena. It
 registers the arena once and moves bytes between registered regions. It never decides what may be
@@ -17,6 +17,8 @@ from typing import ClassVar, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from dataplane.transport.bulk_frames import MAX_HELD_BYTES
+from dataplane.transport.stream import BulkStream
 from dataplane.wire.tables import Owner, PoolHandle
 
 MemoryKind = Literal["host", "cuda"]
@@ -68,6 +70,7 @@ class ReadRequest:
     - `check`: raises TransferFailed or DeadlineExceeded if the bytes are no longer needed: the job
       was cancelled, its deadline has passed, or the owner is gone. Call it about every 100 ms while
       waiting, from any thread.
+    - `stream`, `deadline` (monotonic): for a transport that is `in_band`.
     """
 
     remote: Remote
@@ -76,14 +79,15 @@ class ReadRequest:
     sources: Offsets
     tag: int
     check: Callable[[], None]
+    stream: BulkStream
+    deadline: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SendRequest:
     """What the owner sends in a two-sided transfer: parts of its region, in order.
 
-    `card`: of the reader, which `Transport.turn` returned there. `tag` and `check`: see
-    `ReadRequest`.
+    `card`: of the reader, which `Transport.turn` returned there. The rest: see `ReadRequest`.
     """
 
     card: bytes
@@ -91,6 +95,8 @@ class SendRequest:
     sources: Offsets
     nbytes: Offsets
     check: Callable[[], None]
+    stream: BulkStream
+    deadline: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,11 +117,15 @@ class Transport(ABC):
     - `name`: as users choose it.
     - `memory`: kinds of regions that it registers, on either side.
     - `one_sided`: it reads remote memory by offset. Otherwise the owner sends, see `send`.
+    - `in_band`: the owner sends on the connection of the request.
+    - `most_bytes`: the most that one request may ask for.
     """
 
     name: ClassVar[str]
     memory: ClassVar[frozenset[MemoryKind]]
     one_sided: ClassVar[bool] = True
+    in_band: ClassVar[bool] = False
+    most_bytes: ClassVar[int] = MAX_HELD_BYTES
 
     def __init__(self, owner: Owner) -> None:
         self.owner = owner

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from dataplane.errors import ProtocolError
-from dataplane.transport.seam import Records
 from dataplane.transport.stream import BulkStream, Expired
 from dataplane.transport.tickets import check_certificate
+from dataplane.wire.packed import Array
 
 SEND_BYTES = 256 << 10
 """In one call, so that the deadline is looked at in between."""
@@ -69,14 +69,14 @@ class SecureStream(BulkStream):
     def readable(self, timeout_s: float) -> bool:
         return self._tls.pending() > 0 or super().readable(timeout_s)
 
-    def send_from(self, vectors: Records, deadline: float) -> None:
+    def send_from(self, vectors: Array, deadline: float) -> None:
         begun = False
         for parts in _runs(vectors):
             data = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
             self._send(data, deadline, begun)
             begun = True
 
-    def receive_into(self, vectors: Records, deadline: float) -> None:
+    def receive_into(self, vectors: Array, deadline: float) -> None:
         begun = False
         for parts in _runs(vectors):
             if len(parts) == 1:
@@ -156,7 +156,7 @@ def _context(side: int) -> ssl.SSLContext:
     return context
 
 
-def _runs(vectors: Records) -> Iterator[list[memoryview]]:
+def _runs(vectors: Array) -> Iterator[list[memoryview]]:
     """The memory of the vectors, in order: in groups of up to RUN_BYTES, or one larger one."""
     run, nbytes = list[memoryview](), 0
     for base, length in vectors.tolist():

@@ -23,8 +23,8 @@ import numpy as np
 
 from dataplane.errors import ProtocolError
 from dataplane.transport.bulk_frames import Frame, encode
-from dataplane.transport.seam import Offsets, Records
 from dataplane.wire.frames import HEADER_BYTES, body_length
+from dataplane.wire.packed import Array
 
 IOVEC = np.dtype([("base", "<u8"), ("length", "<u8")])
 IOV_MAX = 1024
@@ -51,7 +51,7 @@ for _call in (_libc.sendmsg, _libc.recvmsg):
     _call.restype = ctypes.c_ssize_t
 
 
-def iovecs(bases: Offsets, lengths: Offsets) -> Records:
+def iovecs(bases: Array, lengths: Array) -> Array:
     """Return memory ranges in order, with neighbours merged and empty ones left out."""
     keep = lengths > 0
     bases, lengths = bases[keep], lengths[keep]
@@ -145,19 +145,12 @@ class BulkStream:
         held = np.frombuffer(data, np.uint8)
         self.send_from(_iovec_of(held), deadline)
 
-    def send_around(
-        self, before: bytearray, body: Records, after: bytearray, deadline: float
-    ) -> None:
-        """Send a frame, bytes of the arena, and another frame, in as few calls as possible."""
-        held = np.frombuffer(before, np.uint8), np.frombuffer(after, np.uint8)
-        self.send_from(np.concatenate([_iovec_of(held[0]), body, _iovec_of(held[1])]), deadline)
-
-    def send_from(self, vectors: Records, deadline: float) -> None:
+    def send_from(self, vectors: Array, deadline: float) -> None:
         """Send all bytes. Raises TimeoutError at the deadline (Expired if none were sent by
         then), and OSError if the connection broke."""
         self._move(_libc.sendmsg, vectors, socket.MSG_NOSIGNAL, socket.SO_SNDTIMEO, deadline)
 
-    def receive_into(self, vectors: Records, deadline: float) -> None:
+    def receive_into(self, vectors: Array, deadline: float) -> None:
         """Fill all destinations. Raises as `send_from`, and ConnectionResetError at an early
         end."""
         self._move(_libc.recvmsg, vectors, socket.MSG_WAITALL, socket.SO_RCVTIMEO, deadline)
@@ -181,7 +174,7 @@ class BulkStream:
     def _move(
         self,
         call: Callable[..., int],
-        vectors: Records,
+        vectors: Array,
         flags: int,
         timeout_option: int,
         deadline: float,
@@ -213,7 +206,7 @@ class BulkStream:
         self._sock.setsockopt(socket.SOL_SOCKET, timeout_option, packed)
         return True
 
-    def _call(self, call: Callable[..., int], vectors: Records, flags: int) -> int:
+    def _call(self, call: Callable[..., int], vectors: Array, flags: int) -> int:
         """Bytes moved, 0 at the end of the stream, -1 to try again."""
         header = _MessageHeader(iov=vectors.ctypes.data, iov_length=len(vectors))
         moved = call(self._sock.fileno(), ctypes.byref(header), flags)
@@ -225,7 +218,7 @@ class BulkStream:
         raise OSError(code, os.strerror(code))
 
 
-def _iovec_of(held: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> Records:
+def _iovec_of(held: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> Array:
     """The caller keeps `held` alive for as long as the vector is used."""
     vector = np.empty(1 if len(held) else 0, IOVEC)
     vector["base"] = held.ctypes.data
@@ -233,7 +226,7 @@ def _iovec_of(held: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> Records:
     return vector
 
 
-def _advance(vectors: Records, moved: int) -> Records:
+def _advance(vectors: Array, moved: int) -> Array:
     """Return what is left of the vectors after `moved` bytes. Changes the one that is partly
     done."""
     ends = np.cumsum(vectors["length"][:IOV_MAX])

@@ -42,11 +42,11 @@ from dataplane.transport.bulk_frames import (
     ToWorker,
 )
 from dataplane.transport.control import ControlChannel, PinDesk
-from dataplane.transport.owner import EngineService, RangeServer, Service, TcpService
-from dataplane.transport.reader import EngineReads, Reads, TcpReads
+from dataplane.transport.owner import RangeServer, Service
+from dataplane.transport.reader import Reads
 from dataplane.transport.reading import Reading
 from dataplane.transport.registry import TCP, load
-from dataplane.transport.seam import PlacedPool, Records, Region, Remote
+from dataplane.transport.seam import PlacedPool, Records, Region, Remote, Transport
 from dataplane.transport.secure_stream import door
 from dataplane.transport.stream import BulkStream
 from dataplane.transport.witness import leave_witness
@@ -154,15 +154,16 @@ def run(control_fd: int, arena_fd: int, arena_bytes: int, listen_fd: int) -> Non
     region, desk = _region(first, arena, arena_fd, arena_bytes), PinDesk(control)
     reads: dict[str, Reads] = {}
     services: dict[str, Service] = {}
-    if arena is not None:  # TCP moves only mapped memory
-        reads[TCP] = TcpReads(region, first.key, tls_only=bool(first.tls))
-        services[TCP] = TcpService(region, desk)
     missing: dict[str, str] = {}
-    for name in first.transports:
+    for name in [*first.transports, *([] if first.pools else [TCP])]:
         try:
-            reads[name], services[name] = _engine(name, first, region, desk)
+            transport = _loaded(name, first, region)
+            card = transport.register(region)
         except TransportMissing as exc:
             missing[name] = exc.message
+            continue
+        reads[name] = Reads(transport, card, first.key, tls_only=bool(first.tls))
+        services[name] = Service(transport, card, region, desk, first.key)
     stream_of = door(first.tls) if first.tls else BulkStream
     RangeServer(listener, first.owner, first.key, services, stream_of).start()
     with contextlib.suppress(ConnectionError):  # the peer is gone: so is this, in a moment
@@ -181,10 +182,7 @@ def _region(first: Configure, arena: mmap.mmap | None, arena_fd: int, arena_byte
     return Region(0, arena_bytes, "cuda", pools=tuple(pools))
 
 
-def _engine(
-    name: str, first: Configure, region: Region, desk: PinDesk
-) -> tuple[EngineReads, EngineService]:
-    """Both sides of an engine that the worker runs beside TCP."""
+def _loaded(name: str, first: Configure, region: Region) -> Transport:
     found = load(name)
     if region.kind not in found.memory:
         raise TransportMissing(
@@ -193,12 +191,7 @@ def _engine(
             f"in {region.kind} memory: choose another --transport",
             transport=name,
         )
-    engine = found(first.owner)
-    own = engine.register(region)
-    return (
-        EngineReads(engine, own, first.key),
-        EngineService(engine, own, region, desk, first.key),
-    )
+    return found(first.owner)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -20,7 +20,7 @@ from dataplane.transport.bulk_frames import (
 )
 from dataplane.transport.connections import Connections
 from dataplane.transport.control import PinDesk
-from dataplane.transport.owner import EngineService, RangeServer, TcpService
+from dataplane.transport.owner import RangeServer, Service
 from dataplane.transport.reading import Reading
 from dataplane.transport.seam import (
     ReadRequest,
@@ -32,6 +32,7 @@ from dataplane.transport.seam import (
 from dataplane.transport.secure_stream import door
 from dataplane.transport.slices import pieces_of
 from dataplane.transport.stream import BulkStream
+from dataplane.transport.tcp import TcpTransport
 from dataplane.transport.tickets import issue, new_identity
 from dataplane.wire.packed import EXTENT
 from dataplane.wire.tables import Owner
@@ -77,14 +78,14 @@ class Served:
         self.desk = SlowDesk()
         identity = new_identity() if tls else None
         self.arena = np.zeros(NBYTES, np.uint8)
-        region, engine = Region(self.arena.ctypes.data, NBYTES), Engine(OWNER)
+        region = Region(self.arena.ctypes.data, NBYTES)
         listener = socket.create_server(("127.0.0.1", 0))
         fingerprint = identity.fingerprint if identity else ""
         self.remote = Remote(OWNER, f"127.0.0.1:{listener.getsockname()[1]}", fingerprint)
         stream_of = door(identity.pem) if identity else BulkStream
         services = {
-            "tcp": TcpService(region, self.desk),
-            "engine": EngineService(engine, engine.register(region), region, self.desk, KEY),
+            transport.name: Service(transport, transport.register(region), region, self.desk, KEY)
+            for transport in (TcpTransport(OWNER), Engine(OWNER))
         }
         RangeServer(listener, OWNER, KEY, services, stream_of).start()
         self.listener = listener

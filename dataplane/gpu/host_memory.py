@@ -17,10 +17,11 @@ import numpy.typing as npt
 from dataplane.gpu.device import Device, PoolHandle
 from dataplane.memory.admission import DEFAULT_SHARES, ShareOfEach
 from dataplane.memory.extents import Bytes, Extent, Mask, Records, page_up
-from dataplane.memory.ranges import POOL, SPILLED, Counts, Freed
-from dataplane.memory.space import Holder, Space, pinned_by
+from dataplane.memory.holder import Holder
+from dataplane.memory.ranges import POOL, SPILLED, Freed
+from dataplane.memory.space import Space, pinned_by
 from dataplane.memory.spill import DISK
-from dataplane.wire.packed import EXTENT, RANGE, U4
+from dataplane.wire.packed import EXTENT, RANGE
 
 
 class HostMemory(Space):
@@ -74,23 +75,20 @@ class HostMemory(Space):
 
     # writing
 
-    def commit(
-        self, holder: int, extents: Sequence[Extent], refs: Counts, admission: int
-    ) -> Records:
+    def commit(self, holder: int, extents: Sequence[Extent], admission: int) -> Records:
         if not extents or max(extents)[0] < self.size_bytes:
-            return super().commit(holder, extents, refs, admission)
+            return super().commit(holder, extents, admission)
         columns: Records = np.array(extents, EXTENT)
-        counts = np.broadcast_to(np.asarray(refs, U4), len(extents))
         ranges = np.zeros(len(extents), RANGE)
         done: list[Mask] = []
         try:
             for space, at in self._split(columns):
                 commit = super().commit if space is None else space.commit
-                ranges[at] = commit(holder, columns[at].tolist(), counts[at], admission)
+                ranges[at] = commit(holder, columns[at].tolist(), admission)
                 done.append(at)
         except BaseException:
             for at in done:
-                self.release(ranges[at], counts[at])
+                self.release(ranges[at])
             raise
         return ranges
 
@@ -100,10 +98,6 @@ class HostMemory(Space):
                 super().give_back(holder, extents[at])
             else:
                 space.give_back(holder, extents[at])
-
-    def give_back_all(self, holder: int) -> int:
-        given = super().give_back_all(holder)
-        return given + sum(arena.space.give_back_all(holder) for arena in self.devices)
 
     def _split(self, extents: Records) -> list[tuple[Space | None, Mask]]:
         """The extents by memory, None: the host arena, which also answers for those that are in no

@@ -39,7 +39,7 @@ from dataplane.peer.room.pools import Pools, Read
 from dataplane.transport.engine import BulkEngine
 from dataplane.transport.registry import CUDA_IPC, NCCL, POOLS_ONLY, TCP
 from dataplane.transport.seam import Remote
-from dataplane.wire.packed import RANGE, U4, Array
+from dataplane.wire.packed import RANGE, Array
 from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
@@ -314,8 +314,7 @@ class DevicePools(Pools):
             began, copies = self.host.now(), copies_of(remote, sizes, dest)
             return (await engine.read(source, copies, self.pulls.left_s(), way)).gone
 
-        ones = np.ones(len(sizes), U4)
-        fresh = await self.room.write(sizes, room[1], read, ones, Admission.PULL)
+        fresh = await self.room.write(sizes, room[1], read, Admission.PULL)
         here = fresh["generation"] != 0
         self.pulls.note(source.owner, way, int(nbytes[here].sum()), began)
         return fresh

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.memory.extents import PAGE_BYTES, Bytes, Span, coalesce, page_down, page_up
+from dataplane.memory.extents import PAGE_BYTES, Bytes, Extent, coalesce, page_down, page_up
 from dataplane.wire.packed import U8
 
 _LOW = np.uint64(PAGE_BYTES - 1)
@@ -38,7 +38,7 @@ class Allocator:
         """The end of the highest byte ever handed out."""
         self._starts: Bytes = np.full(1, base, U8)
         self._ends: Bytes = np.full(1, base + size_bytes, U8)
-        self._returned: list[Span] = []
+        self._returned: list[Extent] = []
 
     def __repr__(self) -> str:
         self._settle()
@@ -63,15 +63,15 @@ class Allocator:
         start, end = int(self._starts[known - 1]), int(self._ends[known - 1])
         return max(longest, page_down(min(end, self.high_water)) - page_up(start))
 
-    def allocate(self, nbytes: int, prefer: Iterable[tuple[int, int]] = ()) -> int | None:
+    def allocate(self, nbytes: int, prefer: Iterable[Extent] = ()) -> int | None:
         """The start of `nbytes` (a multiple of a page), or None if no range is that long.
-        prefer: ranges (start, end) that the caller would like again, tried in order."""
+        prefer: extents that the caller would like again, tried in order."""
         assert nbytes > 0 and nbytes % PAGE_BYTES == 0, nbytes
         if nbytes > self.free_bytes:
             return None
         self._settle()
-        for start, end in prefer:
-            at = self._inside(start, end, nbytes)
+        for start, length in prefer:
+            at = self._inside(start, start + length, nbytes)
             if at is not None:
                 return self._take(*at, nbytes)
         first, count = 0, _FIRST_LOOK
@@ -96,11 +96,11 @@ class Allocator:
             return None
         return self._take(index, int(self._starts[index]), nbytes)
 
-    def free(self, spans: Sequence[Span]) -> None:
-        """Free ranges, in any order. Raises AssertionError (at the latest at the next
+    def free(self, extents: Sequence[Extent]) -> None:
+        """Free extents, in any order. Raises AssertionError (at the latest at the next
         allocation) if one is free already."""
-        self._returned += spans
-        self.free_bytes += sum([end - start for start, end in spans])
+        self._returned += extents
+        self.free_bytes += sum([length for _, length in extents])
 
     def _pages(self, first: int = 0, last: int | None = None) -> npt.NDArray[np.int64]:
         """Per free stretch, the bytes of its whole pages; negative where a page edge is missed."""
@@ -141,13 +141,13 @@ class Allocator:
         if not self._returned:
             return
         if len(self._returned) <= _FEW < len(self._starts) // 64:
-            for start, end in self._returned:
-                self._insert(start, end)
+            for start, length in self._returned:
+                self._insert(start, start + length)
             self._returned.clear()
             return
         returned = np.array(self._returned, U8)
         starts = np.concatenate([self._starts, returned[:, 0]])
-        ends = np.concatenate([self._ends, returned[:, 1]])
+        ends = np.concatenate([self._ends, returned[:, 0] + returned[:, 1]])
         self._returned.clear()
         try:
             self._starts, self._ends = coalesce(starts, ends)

@@ -18,10 +18,8 @@ Bytes = npt.NDArray[np.uint64]
 Records = npt.NDArray[np.void]
 Mask = npt.NDArray[np.bool_]
 Set = tuple[Bytes, Bytes]
-Span = tuple[int, int]
-"""Start and end of a stretch."""
 Extent = tuple[int, int]
-"""Offset and length of a stretch."""
+"""Offset and length."""
 
 _ALIGN = np.uint64(ALIGNMENT_BYTES - 1)
 _PAGE = np.uint64(PAGE_BYTES - 1)

@@ -33,7 +33,7 @@ _RAW = np.dtype((np.void, DIGEST.itemsize))
 _LAST_GENERATION = (1 << 32) - 1
 
 Freed = list[tuple[int, int, int]]
-"""Stretches that ranges left: offset, length, and the class that was charged."""
+"""Extents that ranges left: offset, length, and the class that was charged."""
 
 
 class Ranges:
@@ -55,20 +55,20 @@ class Ranges:
     def __repr__(self) -> str:
         return f"<Ranges {self.live} live of {len(self._refs)} ids>"
 
-    def add(self, stretches: Sequence[Extent], refs: Counts, admission: int) -> Records:
-        """Add ranges with at least one reference each. Return their RANGE records."""
+    def add(self, extents: Sequence[Extent], admission: int) -> Records:
+        """Add ranges with one reference each. Return their RANGE records."""
         self._births += 1
-        self.live += len(stretches)
-        if len(self._spare) < len(stretches):
-            self._grow(len(stretches))
+        self.live += len(extents)
+        if len(self._spare) < len(extents):
+            self._grow(len(extents))
         names, spare, births = array("Q"), self._spare, self._births
         offsets, lengths, counted = self._offset, self._length, self._refs
         admissions, born, generations = self._admission, self._born, self._generation
-        for (offset, length), count in zip(stretches, _each(refs), strict=False):
+        for offset, length in extents:
             number = spare.pop()
             offsets[number] = offset
             lengths[number] = length
-            counted[number] = count
+            counted[number] = 1
             admissions[number] = admission
             born[number] = births
             names.append(number | generations[number] << 32)

@@ -9,36 +9,18 @@ does not fit now gets less.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.errors import LimitExceeded, mixed_releases
-from dataplane.memory.admission import (
-    DEFAULT_SHARES,
-    LONG_BYTES,
-    MAX_EXTENTS,
-    Admission,
-    Room,
-    ShareOfEach,
-    Shares,
-)
+from dataplane.errors import mixed_releases
+from dataplane.memory.admission import DEFAULT_SHARES, Admission, ShareOfEach, Shares
 from dataplane.memory.allocator import Allocator
 from dataplane.memory.cache import PulledCopies
-from dataplane.memory.extents import (
-    PAGE_BYTES,
-    Bytes,
-    Extent,
-    Mask,
-    Records,
-    Span,
-    page_down,
-    some,
-)
+from dataplane.memory.extents import Bytes, Extent, Mask, Records, padded, page_down, page_up, some
+from dataplane.memory.holder import Holder
 from dataplane.memory.ranges import POOL, SPILLED, Counts, Digests, Freed, Ranges
 from dataplane.memory.spill import Move, Spilled
 from dataplane.wire.limits import ALIGNMENT_BYTES, MAX_STRETCHES_PER_SESSION
@@ -46,8 +28,12 @@ from dataplane.wire.packed import EXTENT, RANGE, U8, joined
 
 PULLER = 0
 """The holder under which the peer itself reserves room for pulls and pins ranges for others."""
-_REMEMBERED = 4
-"""Stretches granted to a client last."""
+MAX_EXTENTS = 1024
+"""A fragmented arena grants fewer units at once rather than endless extents."""
+LONG_BYTES = 1 << 20
+"""What is longer is rather spread over extents of this length that were used before than put into
+pages that nobody has touched: those are ten times as slow to write, cost each reader a fault, and
+are memory that the host has not given yet."""
 
 
 class Space:
@@ -80,8 +66,7 @@ class Space:
         """Where ranges go that have no place here, if anywhere."""
         self._allocator = Allocator(size_bytes, base)
         # In a pool, pages that nobody has touched are as quick to write as others.
-        long_bytes = size_bytes if pool else LONG_BYTES
-        self._room = Room(self._allocator, self.shares, self.copies, long_bytes)
+        self.long_bytes = size_bytes if pool else LONG_BYTES
         self._holders: dict[int, Holder] = {}
         self._live_bytes = [0, 0, 0]
         self._last_pin = 0
@@ -112,16 +97,14 @@ class Space:
         """The end of the highest byte ever granted; pages above were never touched."""
         return self._allocator.high_water
 
-    # room to write
+    # space to write
 
-    def check_units(self, admission: int, units: Sequence[npt.NDArray[np.uint64]]) -> None:
+    def check_units(self, admission: int, units: Sequence[Bytes]) -> None:
         """Raise ValueTooLarge if one of these units, as for `reserve`, can never fit."""
         if units:
-            self._room.lengths(admission, units)
+            self._lengths(admission, units)
 
-    def reserve(
-        self, holder: int, admission: int, units: Sequence[npt.NDArray[np.uint64]]
-    ) -> tuple[int, Records]:
+    def reserve(self, holder: int, admission: int, units: Sequence[Bytes]) -> tuple[int, Records]:
         """Reserve space for the first units, each whole. Return how many fit, and the EXTENT
         records for them.
 
@@ -129,66 +112,64 @@ class Space:
         into the extents succeeds. If none fits: (0, empty). Raises ValueTooLarge if one never
         can.
         """
-        prefer = self._holder(holder).recent
-        done, spans = self._room.take_units(admission, units, prefer)
-        return done, self._grant(holder, admission, spans)
+        done, extents = 0, list[Extent]()
+        if units:
+            ends, marks = self._lengths(admission, units)
+            self._evict_into(admission, page_up(int(ends[-1])))
+            first = page_up(int(ends[marks[1]]))
+            prefer = self._holder(holder).recent
+            while True:
+                done, extents = self._allocate(admission, ends, marks, prefer)
+                # Copies may lie between the free extents of a unit that has the room.
+                if done or self.shares.room(admission) < first or not self.copies.evict(first):
+                    break
+        return done, self._grant(holder, admission, extents)
 
     def grant(self, holder: int, admission: int, nbytes: int) -> Records:
-        """Reserve space in advance: one EXTENT, or none unless half of the class's quota stays
-        free."""
-        prefer = self._holder(holder).recent
-        return self._grant(holder, admission, self._room.take_ahead(admission, nbytes, prefer))
+        """Reserve one extent in advance, of at most so many bytes, or none unless half of the
+        class's quota stays free."""
+        nbytes, extents = page_up(nbytes), list[Extent]()
+        room = self.shares.room(admission) - self.shares.caps[admission] // 2
+        if 0 < nbytes <= room:
+            if nbytes > self.long_bytes:
+                nbytes = min(nbytes, self._touched_bytes or nbytes)
+            start = self._allocator.allocate(nbytes, self._holder(holder).recent)
+            extents = [] if start is None else [(start, nbytes)]
+        return self._grant(holder, admission, extents)
 
     def check_stretches(self, holder: int) -> None:
         """Raise LimitExceeded if one more reservation could bring the holder too many separate
-        stretches."""
+        extents."""
         if holder in self._holders:
             self._holders[holder].check(MAX_EXTENTS)
 
     def give_back(self, holder: int, extents: Records) -> None:
         """Return extents, or parts of them, that the holder will not write. Raises
         ProtocolError, and changes nothing, unless all of them are granted to it, and
-        LimitExceeded if too many stretches would be left. A no-op for a holder that was
+        LimitExceeded if it would be left with too many. A no-op for a holder that was
         forgotten."""
         known = self._holders.get(holder)
-        if known is None:
-            return
-        padded = self._padded(extents[extents["length"] > 0].tolist())
-        taken = known.carve(padded, Admission.OPEN)
-        self._room.give_back([(start, start + length) for start, length in padded], taken)
-
-    def give_back_all(self, holder: int) -> int:
-        """Return everything granted to the holder; its pins stay. Return the bytes."""
-        known = self._holders.get(holder)
-        if known is None:
-            return 0
-        spans, taken = known.take_grants()
-        self._room.give_back(spans, taken)
-        return sum(taken)
+        if known is not None:
+            padded = self._padded(extents[extents["length"] > 0].tolist())
+            self._free(padded, known.carve(padded, Admission.OPEN))
 
     # ranges
 
-    def commit(
-        self, holder: int, extents: Sequence[Extent], refs: Counts, admission: int
-    ) -> Records:
-        """Turn written extents into ranges with these references (u4 each). Return their RANGE
-        records.
+    def commit(self, holder: int, extents: Sequence[Extent], admission: int) -> Records:
+        """Turn written extents into ranges with one reference each. Return their RANGE records.
 
         All or nothing. Raises ProtocolError unless each is inside the holder's grants, starts at
-        a multiple of 64 bytes, overlaps no other and has references, and LimitExceeded if the
-        holder would have too many separate stretches. Padding belongs to the range.
+        a multiple of 64 bytes and overlaps no other, and LimitExceeded if the holder would have
+        too many separate stretches. Padding belongs to the range.
         """
         padded = self._padded(extents)
-        if not isinstance(refs, int):
-            self._check_counts(refs, len(padded))
         taken = self._holder(holder).carve(padded, admission)
         nbytes = sum(taken)
         if taken[admission] != nbytes:
-            for granted_under, part in enumerate(taken):
-                self.shares.discharge(granted_under, part)
+            self._discharge(taken)
             self.shares.charge(admission, nbytes)
         self._live_bytes[admission] += nbytes
-        return self.ranges.add(padded, refs, admission + self._kind)
+        return self.ranges.add(padded, admission + self._kind)
 
     def for_copies(self, sizes: Bytes) -> tuple[Bytes, Records] | None:
         """Allocate adjacent ranges that the peer itself writes, with one reference each. Return
@@ -198,13 +179,19 @@ class Space:
         """
         ends = sizes.cumsum(dtype=U8)
         nbytes = ends.item(-1)
-        start = self._room.cut(Admission.PULL, nbytes)
+        self._evict_into(Admission.PULL, nbytes)
+        if nbytes > self.shares.room(Admission.PULL):
+            return None
+        if nbytes > self.long_bytes and nbytes > self._allocator.largest_touched:
+            return None  # several extents of used pages are better
+        start = self._allocator.cut(nbytes)
         if start is None:
             return None
+        self.shares.charge(Admission.PULL, nbytes)
         self._live_bytes[Admission.PULL] += nbytes
         starts = ends - sizes + U8.type(start)
-        stretches = list(zip(starts.tolist(), sizes.tolist(), strict=True))
-        return starts, self.ranges.add(stretches, 1, Admission.PULL + self._kind)
+        extents = list(zip(starts.tolist(), sizes.tolist(), strict=True))
+        return starts, self.ranges.add(extents, Admission.PULL + self._kind)
 
     def alive(self, ranges: Records) -> Mask:
         """Per RANGE, whether that generation lives."""
@@ -230,17 +217,14 @@ class Space:
         return [one for one in freed if one[2] != SPILLED]
 
     def _freed(self, freed: Freed) -> int:
-        """Free the stretches of this memory that ranges left. Return their bytes."""
+        """Free the extents of this memory that ranges left. Return their bytes."""
         if not freed:
             return 0
-        self._allocator.free([(start, start + length) for start, length, _ in freed])
         by_class = [0, 0, 0]
         for _, length, kind in freed:
             by_class[kind % POOL] += length
-        for admission, nbytes in enumerate(by_class):
-            if nbytes:
-                self._live_bytes[admission] -= nbytes
-                self.shares.discharge(admission, nbytes)
+            self._live_bytes[kind % POOL] -= length
+        self._free([(start, length) for start, length, _ in freed], by_class)
         return sum(by_class)
 
     @property
@@ -324,9 +308,11 @@ class Space:
     def forget(self, holder: int) -> int:
         """Free the grants and pins of a holder whose processes have all exited. Return the freed
         bytes."""
-        if holder not in self._holders:
+        known = self._holders.get(holder)
+        if known is None:
             return 0
-        freed = self.give_back_all(holder) + self.unpin(holder, list(self.pinned(holder)))
+        freed = self.unpin(holder, list(known.pins)) + known.granted_bytes
+        self._free(known.grants, known.granted_by_class)
         del self._holders[holder]
         return freed
 
@@ -400,16 +386,6 @@ class Space:
     def _bytes_of(self, ranges: Records) -> int:
         return int(self.ranges.extents(ranges)["length"].sum())
 
-    @staticmethod
-    def _check_counts(refs: npt.NDArray[np.integer], ranges: int) -> None:
-        if len(refs) != ranges:
-            raise mixed_releases(
-                f"expected one reference count per written range, got {len(refs)} for {ranges} "
-                "ranges"
-            )
-        if refs.min(initial=1) < 1:
-            raise mixed_releases("a written range has a reference count of 0: expected 1 or more")
-
     def _padded(self, extents: Sequence[Extent]) -> list[Extent]:
         """Extents that a client named, padded, checked to be in the arena."""
         padded, base, size = list[Extent](), self.base, self.size_bytes
@@ -423,153 +399,102 @@ class Space:
             padded.append((start, length + -length % ALIGNMENT_BYTES or ALIGNMENT_BYTES))
         return padded
 
-    def _grant(self, holder: int, admission: int, spans: list[Span]) -> Records:
-        """Write allocated, charged spans down as the holder's. Their EXTENTs, in this order."""
-        if spans:
-            self._holder(holder).grant(spans, admission)
-        return np.array([(start, end - start) for start, end in spans], EXTENT)
+    def _lengths(
+        self, admission: int, units: Sequence[Bytes]
+    ) -> tuple[Bytes, npt.NDArray[np.intp]]:
+        """The running bytes of all ranges, from 0, and which of them each unit starts with. Raises
+        ValueTooLarge if a unit can never fit."""
+        sizes = np.concatenate(units).astype(U8, copy=False)
+        if len(sizes):
+            # before adding up: sums of what a client claims must not wrap
+            self.shares.check_unit(admission, int(sizes.max()))
+        ends = np.concatenate((np.zeros(1, U8), np.cumsum(padded(sizes), dtype=U8)))
+        marks = np.zeros(len(units) + 1, np.intp)
+        np.cumsum(np.fromiter(map(len, units), np.intp, len(units)), out=marks[1:])
+        self.shares.check_unit(admission, int(np.diff(ends[marks]).max()))
+        return ends, marks
 
+    def _allocate(
+        self,
+        admission: int,
+        ends: Bytes,
+        marks: npt.NDArray[np.intp],
+        prefer: Iterable[Extent],
+    ) -> tuple[int, list[Extent]]:
+        """Allocate extents for the first units, in order, and return how many units fit.
 
-class Holder:
-    """One client's grants and pins, from which counts are derived. They end when the client
-    releases them, or when every process that mapped them has exited. Adjacent extents of one holder
-    are merged.
-
-    The classes of grants are stored as bytes per class, not per extent: written bytes may be
-    charged to another class than they were granted for.
-    """
-
-    def __init__(self, most_stretches: float = math.inf) -> None:
-        self.most_stretches = most_stretches
-        """How many separate stretches it may have."""
-        self.pins: dict[int, Records] = {}
-        self.quarantined = False
-        """Lost, but its processes may live and write: nothing of it is used for others."""
-        self.granted_by_class = [0, 0, 0]
-        self.recent: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)
-        """Stretches granted last; the client still has them mapped, so it gets them first."""
-        self._starts: list[int] = []
-        """Of the stretches that it may write, in order."""
-        self._ends: list[int] = []
-
-    def __repr__(self) -> str:
-        lost = " quarantined" if self.quarantined else ""
-        return f"<Holder granted={self.granted_bytes} B pins={len(self.pins)}{lost}>"
-
-    @property
-    def granted_bytes(self) -> int:
-        return sum(self.granted_by_class)
-
-    @property
-    def grants(self) -> list[Span]:
-        """All extents that it may write, in order."""
-        return list(zip(self._starts, self._ends, strict=True))
-
-    def grant(self, spans: Sequence[Span], admission: int) -> None:
-        """Add free spans."""
-        starts, ends = self._starts, self._ends
-        for start, end in spans:
-            self.recent.append((start // PAGE_BYTES * PAGE_BYTES, end))
-            self.granted_by_class[admission] += end - start
-            at = bisect_left(starts, start)
-            before, after = at > 0 and ends[at - 1] == start, starts[at : at + 1] == [end]
-            if before and after:
-                ends[at - 1] = ends.pop(at)
-                del starts[at]
-            elif before:
-                ends[at - 1] = end
-            elif after:
-                starts[at] = start
-            else:
-                starts.insert(at, start)
-                ends.insert(at, end)
-
-    def carve(self, extents: Sequence[Extent], admission: int) -> list[int]:
-        """Take extents out of the grants. Return the bytes per class that they were granted under.
-
-        `admission` is used up first. Raises ProtocolError, and takes nothing, unless every extent
-        is inside the grants and none overlaps another, and LimitExceeded if too many stretches
-        would be left. Takes O(log n) per extent, and copies the n stretches at most once.
+        ends: running bytes: range k lies between ends[k] and ends[k + 1]. marks: the first range of
+        each unit. An extent holds as many ranges as possible; a unit may have several.
         """
-        starts, ends = self._starts, self._ends
-        joined, nbytes = list[Span](), 0
-        begin = end = -1
-        for start, length in sorted(extents):
-            nbytes += length
-            if start == end:  # most extents are neighbours
-                end += length
-                continue
-            if start < end:
-                raise mixed_releases(
-                    f"two of the {len(extents)} extents of the arena in this message overlap"
-                )
-            if end >= 0:
-                joined.append((begin, end))
-            begin, end = start, start + length
-        if end >= 0:
-            joined.append((begin, end))
-        # What is left of the stretches from `first` to `at`, all of which are replaced at once:
-        # one insertion per extent would move all later stretches each time.
-        left_starts, left_ends = list[int](), list[int]()
-        first, at, edge = 0, -1, 0
-        for start, end in joined:
-            found = bisect_right(starts, start) - 1
-            if found < 0 or end > ends[found]:
-                raise mixed_releases(
-                    f"bytes {start}..{end} of the arena are not reserved for this client",
-                    offset=start,
-                    end=end,
-                )
-            if found != at:
-                if at < 0:
-                    first = found
-                else:
-                    if edge < ends[at]:
-                        left_starts.append(edge)
-                        left_ends.append(ends[at])
-                    left_starts += starts[at + 1 : found]
-                    left_ends += ends[at + 1 : found]
-                at, edge = found, starts[found]
-            if edge < start:
-                left_starts.append(edge)
-                left_ends.append(start)
-            edge = end
-        if joined:
-            if edge < ends[at]:
-                left_starts.append(edge)
-                left_ends.append(ends[at])
-            self.check(len(left_starts) - (at + 1 - first))
-            starts[first : at + 1], ends[first : at + 1] = left_starts, left_ends
-        return self._uncharge(nbytes, admission)
-
-    def check(self, more: int) -> None:
-        """Raise LimitExceeded if so many more stretches would be too many."""
-        stretches = len(self._starts) + more
-        if stretches > self.most_stretches:
-            raise LimitExceeded(
-                f"after this call, the client would hold {stretches} separate writable ranges of "
-                f"the arena, over the limit of {self.most_stretches}: finish or cancel some "
-                "pending puts first",
-                limit=self.most_stretches,
-            )
-
-    def take_grants(self) -> tuple[list[Span], list[int]]:
-        """Remove and return all grants, and their bytes per class."""
-        spans, by_class = self.grants, self.granted_by_class
-        self._starts, self._ends, self.granted_by_class = [], [], [0, 0, 0]
-        return spans, by_class
-
-    def _uncharge(self, nbytes: int, admission: int) -> list[int]:
-        taken = [0, 0, 0]
-        for candidate in (admission, 0, 1, 2):
-            if not nbytes:
+        allocator, room = self._allocator, page_down(self.shares.room(admission))
+        done = int(ends[marks].searchsorted(U8.type(room), "right")) - 1
+        last = int(marks[done])
+        taken, at = list[tuple[int, Extent]](), 0
+        while at < last and len(taken) < MAX_EXTENTS:
+            rest, first = int(ends[last] - ends[at]), int(ends[at + 1] - ends[at])
+            for reach in self._reaches(rest, first):
+                upto = int(ends.searchsorted(ends[at] + U8.type(min(reach, room)), "right")) - 1
+                upto = min(upto, last)
+                nbytes = page_up(int(ends[upto] - ends[at]))
+                start = allocator.allocate(nbytes, prefer) if upto > at else None
+                if start is not None:
+                    break
+            else:
                 break
-            part = min(nbytes, self.granted_by_class[candidate])
-            self.granted_by_class[candidate] -= part
-            taken[candidate] += part
-            nbytes -= part
-        assert nbytes == 0, nbytes
-        return taken
+            taken.append((at, (start, nbytes)))
+            at, room = upto, room - nbytes
+        if at == last:
+            return done, [extent for _, extent in taken]
+        done = int(marks.searchsorted(at, "right")) - 1
+        end, extents = int(ends[marks[done]]), list[Extent]()
+        for first, (start, length) in taken:
+            kept = min(length, page_up(max(0, end - int(ends[first]))))
+            if kept:
+                extents.append((start, kept))
+            if kept < length:  # for a unit that did not fit to its end
+                allocator.free([(start + kept, length - kept)])
+        return done, extents
+
+    def _reaches(self, nbytes: int, first: int) -> Iterator[int]:
+        """How long the next extent for these bytes may be: what is best first. first: bytes of the
+        first range, which may be the only one that finds no used pages."""
+        if nbytes > self.long_bytes and (touched := self._touched_bytes):
+            yield touched
+            yield first
+        yield nbytes
+        yield self._allocator.largest_free
+
+    @property
+    def _touched_bytes(self) -> int:
+        """The longest free extent of used pages, if it is worth an extent of its own; else 0."""
+        touched = self._allocator.largest_touched
+        return touched if touched >= self.long_bytes else 0
+
+    def _evict_into(self, admission: int, nbytes: int) -> None:
+        """Evict pulled copies as far as that lets this class in."""
+        short = nbytes - self.shares.balance(admission)
+        if admission != Admission.PULL:
+            # copies inside the guarantee of pulls are no room for others, kept or not
+            pulls = self.shares.used[Admission.PULL] - self.shares.guaranteed[Admission.PULL]
+            short = min(short, pulls)
+        if short > 0:
+            self.copies.evict(short)
+
+    def _grant(self, holder: int, admission: int, extents: list[Extent]) -> Records:
+        """Charge allocated extents to the holder. Return their EXTENT records, in this order."""
+        if extents:
+            self.shares.charge(admission, sum([length for _, length in extents]))
+            self._holder(holder).grant(extents, admission)
+        return np.array(extents, EXTENT)
+
+    def _free(self, extents: Sequence[Extent], by_class: Sequence[int]) -> None:
+        """Free extents that were charged to the classes with these bytes."""
+        self._allocator.free(extents)
+        self._discharge(by_class)
+
+    def _discharge(self, by_class: Sequence[int]) -> None:
+        for admission, nbytes in enumerate(by_class):
+            self.shares.charge(admission, -nbytes)
 
 
 def pinned_by(holders: Iterable[Holder]) -> Records:

@@ -20,7 +20,7 @@ import xxhash
 
 from dataplane.memory.admission import Admission
 from dataplane.memory.allocator import Allocator
-from dataplane.memory.extents import Bytes, Records, Set, Span, coalesce, page_up
+from dataplane.memory.extents import Bytes, Extent, Records, Set, coalesce, page_up
 from dataplane.memory.ranges import SPILLED, Freed, Ranges
 from dataplane.wire.packed import U8, ids_of
 
@@ -69,9 +69,9 @@ class Spilled:
         """Of living ranges in the file, padding included."""
         self._ranges = ranges
         self._allocator = Allocator(size_bytes)
-        self._left: list[Span] = []
+        self._left: list[Extent] = []
         self.on_left: Callable[[], None] = lambda: None
-        """called when there are stretches to clear"""
+        """called when there are extents to clear"""
 
     def __repr__(self) -> str:
         return f"<Spilled {self.spilled_bytes} of {self.size_bytes} B>"
@@ -115,31 +115,31 @@ class Spilled:
     def freed(self, freed: Freed) -> None:
         """Note that ranges in the file were freed."""
         self.spilled_bytes -= sum([length for _, length, _ in freed])
-        self._left += [(place, place + length) for place, length, _ in freed]
+        self._left += [(place, length) for place, length, _ in freed]
         self.on_left()
 
     def take_left(self) -> Set:
         """Drain the ranges to clear, with neighbours merged."""
         left = np.array(self._left, U8)
         self._left.clear()
-        return coalesce(left[:, 0], left[:, 1])
+        return coalesce(left[:, 0], left[:, 0] + left[:, 1])
 
     def cleared(self, starts: Bytes, ends: Bytes) -> None:
         """Note that these ranges are cleared and may be reused."""
-        self._allocator.free(list(zip(starts.tolist(), ends.tolist(), strict=True)))
+        self._allocator.free(list(zip(starts.tolist(), (ends - starts).tolist(), strict=True)))
 
     def _allocate(self, nbytes: int) -> int:
-        """A stretch of the file that is there, to the byte."""
+        """Allocate an extent of the file that is there, to the byte."""
         taken = page_up(nbytes)
         start = self._allocator.allocate(taken)
         assert start is not None, (taken, self._allocator)
         if taken > nbytes:
-            self._allocator.free([(start + nbytes, start + taken)])
+            self._allocator.free([(start + nbytes, taken - nbytes)])
         return start
 
     def _leave(self, places: Bytes, lengths: Bytes) -> None:
         if len(places):
-            self._left += zip(places.tolist(), (places + lengths).tolist(), strict=True)
+            self._left += zip(places.tolist(), lengths.tolist(), strict=True)
             self.on_left()
 
 

@@ -13,7 +13,7 @@ PAGE = 4096
 
 
 def free(allocator: Allocator, *pieces: tuple[int, int]) -> None:
-    allocator.free([(start, start + length) for start, length in pieces])
+    allocator.free(pieces)
 
 
 def test_the_lowest_address_goes_first() -> None:
@@ -51,11 +51,11 @@ def test_pieces_of_pages_count_as_free_and_are_handed_out_as_pages() -> None:
 
 def test_the_preferred_stretch_is_taken_where_it_is_free() -> None:
     allocator = Allocator(16 * PAGE)
-    assert allocator.allocate(2 * PAGE, [(8 * PAGE, 12 * PAGE)]) == 8 * PAGE
-    assert allocator.allocate(2 * PAGE, [(8 * PAGE, 12 * PAGE)]) == 10 * PAGE
-    assert allocator.allocate(2 * PAGE, [(8 * PAGE, 12 * PAGE)]) == 0
+    assert allocator.allocate(2 * PAGE, [(8 * PAGE, 4 * PAGE)]) == 8 * PAGE
+    assert allocator.allocate(2 * PAGE, [(8 * PAGE, 4 * PAGE)]) == 10 * PAGE
+    assert allocator.allocate(2 * PAGE, [(8 * PAGE, 4 * PAGE)]) == 0
     free(allocator, (10 * PAGE, PAGE))
-    assert allocator.allocate(PAGE, [(64, 128), (8 * PAGE, 12 * PAGE)]) == 10 * PAGE
+    assert allocator.allocate(PAGE, [(64, 64), (8 * PAGE, 4 * PAGE)]) == 10 * PAGE
 
 
 def test_freeing_twice_is_noticed() -> None:

@@ -49,7 +49,7 @@ def put(memory: HostMemory, number: int, nbytes: int, holder: int = A) -> np.nda
     space = memory.devices[number - 1].space if number else memory
     count, extents = space.reserve(holder, Admission.OPEN, unit(nbytes))
     assert count == 1
-    return memory.commit(holder, extents.tolist(), 1, Admission.OPEN)
+    return memory.commit(holder, extents.tolist(), Admission.OPEN)
 
 
 def free_bytes(memory: HostMemory) -> list[int]:
@@ -68,7 +68,8 @@ def test_what_lies_in_several_memories_is_committed_held_and_freed_together(
     spaces = [memory, *(arena.space for arena in memory.devices)]
     extents = np.concatenate([s.reserve(A, Admission.OPEN, unit(MIB))[1] for s in spaces])
     mixed = extents[[2, 0, 1]]
-    ranges = memory.commit(A, mixed.tolist(), np.array([1, 2, 1], np.uint32), Admission.OPEN)
+    ranges = memory.commit(A, mixed.tolist(), Admission.OPEN)
+    memory.hold(ranges[1:2])
     assert memory.on_device(ranges).tolist() == [2, 0, 1]
     assert np.array_equal(memory.ranges.extents(ranges), mixed)
     pin = memory.pin(B, ranges[1:2])
@@ -83,7 +84,7 @@ def test_a_commit_that_fails_for_one_memory_changes_none(memory: HostMemory) -> 
     for wrong in ((0, MIB), (HOST + SIZE, MIB), (HOST + 2 * SIZE, 64), (2**63, 64)):
         both = np.concatenate([granted, np.array([wrong], EXTENT)])
         with pytest.raises(ProtocolError):
-            memory.commit(A, both.tolist(), 1, Admission.OPEN)
+            memory.commit(A, both.tolist(), Admission.OPEN)
         memory.forget(A)
         assert free_bytes(memory) == [HOST, SIZE, SIZE]
         granted = memory.devices[0].space.reserve(A, Admission.OPEN, unit(MIB))[1]
@@ -126,7 +127,7 @@ def test_grants_come_back_to_the_memory_that_they_are_of(memory: HostMemory) -> 
     extents = np.concatenate([s.reserve(A, Admission.OPEN, unit(MIB))[1] for s in spaces])
     memory.give_back(A, extents[1:2])
     assert free_bytes(memory) == [HOST - MIB, SIZE, SIZE - MIB]
-    memory.give_back_all(A)
+    memory.forget(A)
     assert free_bytes(memory) == [HOST, SIZE, SIZE]
 
 
@@ -167,7 +168,7 @@ def test_values_that_another_process_wrote_are_fetched_to_host_memory(memory: Ho
         child.write(arena.handle, at - HOST, nbytes, value=9)
         child.finish()
     pieces = np.array([(at, MIB), (at + MIB, 2 * MIB)], EXTENT)
-    ranges = memory.commit(A, pieces.tolist(), 1, Admission.OPEN)
+    ranges = memory.commit(A, pieces.tolist(), Admission.OPEN)
     first = out.ctypes.data
     found = memory.ranges.extents(ranges)
     targets = np.array([first + 2 * MIB, first], np.uint64)

@@ -16,7 +16,7 @@ def digests(*numbers: int) -> np.ndarray:
 
 
 def add(ranges: Ranges, count: int) -> np.ndarray:
-    return ranges.add([(0, 4096)] * count, 1, 0)
+    return ranges.add([(0, 4096)] * count, 0)
 
 
 def test_a_digest_leads_to_its_range_within_its_partition() -> None:

@@ -26,7 +26,7 @@ def pull(
     assert count == 1
     column: Records = np.empty(len(sizes), EXTENT)
     column["offset"], column["length"] = place(sizes, extents), sizes
-    local = space.commit(PEER, column.tolist(), 1, Admission.PULL)
+    local = space.commit(PEER, column.tolist(), Admission.PULL)
     space.copies.insert(incarnation, remote(*numbers, generation=generation), local)
     return local
 

@@ -10,13 +10,14 @@ from dataplane.memory.ranges import Ranges
 from dataplane.wire.packed import RANGE
 
 
-def add(table: Ranges, count: int, refs: int = 1) -> np.ndarray:
-    return table.add([(4096 * number, 4096) for number in range(count)], refs, 1)
+def add(table: Ranges, count: int) -> np.ndarray:
+    return table.add([(4096 * number, 4096) for number in range(count)], 1)
 
 
 def test_a_range_dies_with_its_last_reference() -> None:
     table = Ranges()
-    ranges = add(table, 3, refs=2)
+    ranges = add(table, 3)
+    table.hold(ranges)
     table.hold(ranges[[0, 0, 1]])
     assert table.release(ranges, 2) == [(8192, 4096, 1)]
     assert table.alive(ranges).tolist() == [True, True, False]

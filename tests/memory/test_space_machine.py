@@ -35,7 +35,7 @@ class SpaceMachine(RuleBasedStateMachine):
 
     @initialize(pages=st.integers(1, 64))
     def what_counts_as_long(self, pages: int) -> None:
-        self.space._room.long_bytes = pages * PAGE
+        self.space.long_bytes = pages * PAGE
 
     def column(self, names: list[Name]) -> np.ndarray:
         return np.array(names, RANGE)
@@ -54,7 +54,7 @@ class SpaceMachine(RuleBasedStateMachine):
         sizes = [size for unit in units[:count] for size in unit]
         column: Records = np.empty(len(sizes), EXTENT)
         column["offset"], column["length"] = place(sizes, extents), sizes
-        ranges = self.space.commit(holder, column.tolist(), 1, admission)
+        ranges = self.space.commit(holder, column.tolist(), admission)
         names: list[Name] = ranges.tolist()
         assert not set(names) & set(self.refs)
         self.refs |= dict.fromkeys(names, 1)
@@ -74,7 +74,7 @@ class SpaceMachine(RuleBasedStateMachine):
     def pull(self, sizes: list[int]) -> None:
         before = set(self.cached())
         local = self.write(9, Admission.PULL, [[size] for size in sizes])
-        self.space.give_back_all(9)
+        self.space.forget(9)
         self.forget_evicted(before)
         remote = [(self.pulled + n, 1) for n in range(len(local))]
         self.pulled += len(local)
@@ -95,7 +95,9 @@ class SpaceMachine(RuleBasedStateMachine):
 
     @rule(holder=HOLDERS)
     def give_all_back(self, holder: int) -> None:
-        self.space.give_back_all(holder)
+        if holder in self.space._holders:
+            grants = self.space._holders[holder].grants
+            self.space.give_back(holder, np.array(grants, EXTENT))
 
     @rule(holder=HOLDERS, data=st.data())
     def pin(self, holder: int, data: st.DataObject) -> None:
@@ -171,7 +173,7 @@ class SpaceMachine(RuleBasedStateMachine):
         assert self.space.ranges.refs(names).tolist() == [self.refs[n] for n in sorted(self.refs)]
         taken = [(start, start + length) for start, length in self.space.ranges.places(names)]
         for holder in self.space._holders.values():
-            taken += holder.grants
+            taken += [(start, start + length) for start, length in holder.grants]
         assert all(one[1] <= other[0] for one, other in pairwise(sorted(taken)))
         assert not self.space.alive(self.column(self.released)).any()
 

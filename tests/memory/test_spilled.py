@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from dataplane.memory.admission import Admission
-from dataplane.memory.extents import Records
+from dataplane.memory.placement import placed
 from dataplane.memory.space import Space
 from dataplane.memory.spill import DISK, Move, Spilled, SpillFile
 from dataplane.wire.packed import EXTENT, RANGE, U8
-from tests.placing import place
 
 PAGE = 4096
 WRITER, READER = 1, 2
@@ -33,10 +32,9 @@ def spilling(pages: int = 64, spill_pages: int = 64) -> Space:
 def put(space: Space, *sizes: int, admission: Admission = Admission.OPEN) -> np.ndarray:
     """As many of these as there is room for, as ranges."""
     count, extents = space.reserve(WRITER, admission, [np.array([size], U8) for size in sizes])
-    column: Records = np.empty(count, EXTENT)
-    column["offset"], column["length"] = place(list(sizes[:count]), extents), sizes[:count]
-    ranges = space.commit(WRITER, column.tolist(), 1, admission)
-    space.give_back_all(WRITER)
+    offsets, left = placed(list(sizes[:count]), extents.tolist())
+    ranges = space.commit(WRITER, list(zip(offsets, sizes[:count], strict=True)), admission)
+    space.give_back(WRITER, np.array(left, EXTENT))
     return ranges
 
 

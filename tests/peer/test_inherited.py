@@ -37,7 +37,7 @@ def lent_ranges(**host: Any) -> tuple[References, Any]:
     granted = space.grant(1, Admission.OPEN, 8192)
     start = int(granted["offset"][0])
     written = np.array([(start, 64), (start + 4096, 64)], EXTENT)
-    ranges = space.commit(1, written.tolist(), np.ones(2, "<u4"), Admission.OPEN)
+    ranges = space.commit(1, written.tolist(), Admission.OPEN)
     me = SimpleNamespace(space=space, owner=Owner("tcp://10.0.0.1:7101", 1), lent=Lent(), **host)
     room = SimpleNamespace(release=space.release)
     mesh = SimpleNamespace(handlers={})
@@ -133,7 +133,8 @@ async def test_an_heir_that_holds_more_than_a_message_can_name_says_so_in_severa
     for _ in range(2):  # five are named, the last of six not, and one more often than it is held
         start = int(space.grant(1, Admission.OPEN, 8192)["offset"][0])
         written = np.array([(start, 64), (start + 4096, 64)], EXTENT)
-        held.append(space.commit(1, written.tolist(), np.full(2, 2, "<u4"), Admission.OPEN))
+        held.append(space.commit(1, written.tolist(), Admission.OPEN))
+        space.hold(held[-1])
     ranges = np.concatenate(held)
     owner.lent.lend(LOST, np.concatenate([*held[1:], *held[1:]]))
     way = SlowToInherit(owner)

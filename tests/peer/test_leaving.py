@@ -406,7 +406,7 @@ async def test_what_rows_held_that_went_while_it_was_silent_is_let_go_once() -> 
     space = Space(1 << 20)
     start = space.grant(1, Admission.OPEN, 8192)["offset"][0]
     extents = np.array([(start, 4096), (start + 4096, 4096)], EXTENT)
-    chunks = space.commit(1, extents.tolist(), 1, Admission.OPEN)
+    chunks = space.commit(1, extents.tolist(), Admission.OPEN)
     both, alone = (Value(number, 4096) for number in ids_of(chunks).tolist())
     columns = [
         Column("x", [both, both]),

@@ -28,7 +28,7 @@ def written(space: Space, *sizes: int) -> Array:
     for size in sizes:
         _, extents = space.reserve(1, Admission.OPEN, [np.array([size], U8)])
         extents["length"] = size
-        made.append(space.commit(1, extents.tolist(), 1, Admission.OPEN))
+        made.append(space.commit(1, extents.tolist(), Admission.OPEN))
     return joined(made, RANGE)
 
 

@@ -81,7 +81,7 @@ class Near:
         extents = self.space.grant(7, Admission.OPEN, 4096)
         written: Records = np.zeros(1, EXTENT)
         written["offset"], written["length"] = extents["offset"][0], 4096
-        self.ranges = self.space.commit(7, written.tolist(), np.ones(1, np.uint32), Admission.OPEN)
+        self.ranges = self.space.commit(7, written.tolist(), Admission.OPEN)
         self.time = 0.0
         self.ack = Finish(5, "ack", partition="p", generation=1)
         self.between: Callable[[], None] = lambda: None

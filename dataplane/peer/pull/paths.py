@@ -42,7 +42,7 @@ from dataplane.transport.seam import Remote
 from dataplane.transport.tickets import new_identity
 from dataplane.version import __version__
 from dataplane.wire.messages import Body
-from dataplane.wire.packed import RANGE, U4, U8, Array
+from dataplane.wire.packed import RANGE, U8, Array
 from dataplane.wire.peering import Sample, Sampled
 from dataplane.wire.tables import Owner
 
@@ -326,8 +326,8 @@ class Sampling:
             async def write(dest: Bytes) -> None:
                 await self._write(number, dest.item(), pattern(self._seed, nbytes))
 
-            sizes, once = np.array([nbytes], U8), np.ones(1, U4)
-            found = await self.room.write(sizes, extents, write, once, Admission.PULL)
+            sizes = np.array([nbytes], U8)
+            found = await self.room.write(sizes, extents, write, Admission.PULL)
             copies.insert(KNOWN, name, found)
         return found
 

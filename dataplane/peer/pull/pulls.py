@@ -48,7 +48,7 @@ from dataplane.transport.seam import Remote
 from dataplane.wire.events import EventRecord, Kind
 from dataplane.wire.limits import MAX_PULLED_BYTES
 from dataplane.wire.messages import Body
-from dataplane.wire.packed import EXTENT, RANGE, U4, U8, Array, column
+from dataplane.wire.packed import EXTENT, RANGE, U8, Array, column
 from dataplane.wire.peering import Pull, Pulled
 from dataplane.wire.tables import Owner
 
@@ -350,9 +350,7 @@ class Pulls:
             pins += brought
         return local, pins
 
-    async def take_over(
-        self, owner: Owner, remote: Array, lengths: Array, extents: Array, refs: Array
-    ) -> Array:
+    async def take_over(self, owner: Owner, remote: Array, lengths: Array, extents: Array) -> Array:
         """Copy values of another peer into space that was reserved for new rows, so that this
         peer owns them. A range that was freed there has generation 0; the others are copied all
         the same."""
@@ -365,7 +363,7 @@ class Pulls:
         def read(dest: Array) -> Awaitable[npt.NDArray[np.bool_]]:
             return self._read(source, copies_of(remote, lengths, dest))
 
-        return await self.room.write(padded(lengths), extents, read, refs, Admission.OPEN)
+        return await self.room.write(padded(lengths), extents, read, Admission.OPEN)
 
     @property
     def carried_bytes(self) -> int:
@@ -383,8 +381,7 @@ class Pulls:
         room = self.room.for_copies(sizes)
         if room is None:
             _, extents = await self.room.reserve(PULLER, Admission.PULL, [sizes], self.left_s())
-            ones = np.ones(len(sizes), U4)
-            return await self.room.write(sizes, extents, write, ones, Admission.PULL)
+            return await self.room.write(sizes, extents, write, Admission.PULL)
         starts, fresh = room
         try:
             await write(starts)

@@ -214,7 +214,7 @@ class Grants:
             return Committed(values)
         known = self._shared(shared) if shared else NO_RANGES
         try:
-            written = self.host.space.commit(session.id, extents, 1, kind)
+            written = self.host.space.commit(session.id, extents, kind)
         except DataplaneError:
             self.host.space.release(known)
             raise

@@ -207,7 +207,6 @@ class Room:
         sizes: npt.NDArray[np.uint64],
         extents: Array,
         write: Callable[[Array], Awaitable[npt.NDArray[np.bool_] | None]],
-        refs: Array,
         kind: Admission,
     ) -> Array:
         """Write bytes into space that the peer itself reserved, here or in a pool. Return their
@@ -222,14 +221,14 @@ class Room:
             dest = np.array(offsets, U8)
             gone = await write(dest)
             written = list(zip(offsets, sizes.tolist(), strict=True))
-            fresh = space.commit(PULLER, written, refs, kind)
+            fresh = space.commit(PULLER, written, kind)
         except BaseException:
             space.give_back(PULLER, extents)
             raise
         if left:
             space.give_back(PULLER, np.array(left, EXTENT))
         if gone is not None and gone.any():
-            self.release(fresh[gone], refs[gone])
+            self.release(fresh[gone])
             fresh[gone] = 0
         return fresh
 

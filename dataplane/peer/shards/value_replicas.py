@@ -251,7 +251,6 @@ class ValueReplicas:
         left_s = max(0.0, call_context.get().until - self.host.now())
         patience_s = min(PATIENCE_S, left_s / 2)  # who asks hears of it in time
         count, extents = await self.room.reserve(PULLER, Admission.OPEN, units, patience_s)
-        ones = np.ones(count, U4)
-        local = await self.pulls.take_over(owner, ranges[:count], nbytes[:count], extents, ones)
+        local = await self.pulls.take_over(owner, ranges[:count], nbytes[:count], extents)
         here = local["generation"] != 0
         return count, here, local[here]

@@ -17,8 +17,8 @@ import numpy as np
 
 from dataplane.client._sync.plane import Plane
 from dataplane.client._sync.reads import overview
-from dataplane.client.handle import Handle
 from dataplane.client.session.opening import visit
+from dataplane.client.session.session import Handle
 from dataplane.client.write.rows import row_groups, row_names, tag_values
 from dataplane.errors import (
     InvalidCall,

@@ -1,19 +1,21 @@
-"""Check single arguments of public calls. InvalidCall names the argument and its value.
+"""Check single arguments of public calls. InvalidCall names the argument and its value. A `timeout`
+becomes a `Deadline`.
 
 `client/write` checks whether the rows of a call fit together.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterable, Mapping
 from numbers import Real
 from operator import index
 from typing import Any
 
-from dataplane.errors import InvalidCall, LimitExceeded
+from dataplane.errors import DeadlineExceeded, InvalidCall, LimitExceeded
 from dataplane.metadata.tables.where import Where
-from dataplane.wire.arrays import is_time, shown
-from dataplane.wire.foreign import items_of, pairs_of, unreadable
+from dataplane.wire.arrays import is_time, items_of, pairs_of, shown, unreadable
 from dataplane.wire.limits import MAX_NAME_BYTES
 from dataplane.wire.tables import Where as WireWhere
 
@@ -104,6 +106,36 @@ def seconds(value: object, what: str) -> float | None:
         )
     number: Any = value
     return max(-_FOREVER_S, float(number)) if number < _FOREVER_S else None
+
+
+class Deadline:
+    """The deadline of one operation. timeout_s: as the caller passed it; None: no limit. until: the
+    time on the monotonic clock; `math.inf`: no limit."""
+
+    __slots__ = ("timeout_s", "until")
+
+    def __init__(self, timeout_s: float | None) -> None:
+        """Raise InvalidCall unless `timeout_s` is a number or None. A negative one is over
+        already."""
+        self.timeout_s = limit_s = seconds(timeout_s, "timeout")
+        if limit_s is None:
+            self.until = math.inf
+        else:
+            self.until = time.monotonic() + (limit_s if limit_s > 0 else 0.0)
+
+    def check(self, doing: str) -> None:
+        """Raise DeadlineExceeded if the deadline has passed. doing: names the operation."""
+        if self.until <= time.monotonic():
+            raise DeadlineExceeded(
+                f"{doing} did not finish within {self.timeout_s} s: pass a longer timeout=",
+                limit_s=self.timeout_s,
+            )
+
+    def left(self, doing: str) -> float | None:
+        """Return the seconds left, or None for no limit. Raise DeadlineExceeded if none are
+        left."""
+        self.check(doing)
+        return None if self.timeout_s is None else self.until - time.monotonic()
 
 
 def moment(value: object, what: str) -> float:

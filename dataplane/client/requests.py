@@ -16,8 +16,7 @@ from dataplane.client import arguments
 from dataplane.client.write import schema
 from dataplane.errors import InvalidCall
 from dataplane.metadata.tables.where import Where
-from dataplane.wire.arrays import shown
-from dataplane.wire.foreign import unreadable
+from dataplane.wire.arrays import shown, unreadable
 from dataplane.wire.limits import MAX_PLAN_PARTS, MAX_RANKS
 from dataplane.wire.messages import Want
 from dataplane.wire.tables import Definition, Shape

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.errors import InvalidValue, ValueCorrupt
+from dataplane.errors import DataplaneError, InvalidValue, ValueCorrupt
 from dataplane.wire.limits import MAX_RANK
 
 Array = npt.NDArray[Any]
@@ -356,3 +357,53 @@ def _from_torch(tensor: Any, torch: Any) -> Array:
             f"a torch tensor of dtype {name} cannot be converted to NumPy ({text_of(exc)}): "
             "cast it to another dtype"
         ) from exc
+
+
+# other objects of the user, whose own code may raise: `__iter__`, `__getitem__`, `__repr__`
+
+
+def unreadable(
+    what: str,
+    value: object,
+    exc: Exception,
+    error: type[DataplaneError] = InvalidValue,
+    **details: Any,
+) -> DataplaneError:
+    """Return the error for a value whose own code has raised `exc`. what: names the value."""
+    return error(
+        f"{what} is {kind_of(value)}, which cannot be read: {type(exc).__name__}: "
+        f"{text_of(exc)}. Pass a list, or an array, of plain values",
+        **details,
+    )
+
+
+def items_of(
+    what: str, values: Iterable[Any], error: type[DataplaneError] = InvalidValue, **details: Any
+) -> list[Any]:
+    """Return the entries of an iterable as a list. The error has the index of the entry that could
+    not be read as `row`."""
+    if type(values) is list:
+        return values
+    found: list[Any] = []
+    try:
+        found.extend(values)
+    except (DataplaneError, MemoryError):
+        raise
+    except Exception as exc:
+        where = f"{what} at index {len(found)}" if found else what
+        raise unreadable(where, values, exc, error, row=len(found), **details) from exc
+    return found
+
+
+def pairs_of(
+    what: str, mapping: Mapping[Any, Any], error: type[DataplaneError] = InvalidValue
+) -> dict[Any, Any]:
+    """Return a mapping as a dict."""
+    if type(mapping) is dict:
+        return mapping
+    try:
+        return dict(mapping.items())
+    except (DataplaneError, MemoryError):
+        raise
+    except Exception as exc:
+        raise unreadable(what, mapping, exc, error) from exc

@@ -9,8 +9,7 @@ import pytest
 
 from dataplane.client._sync.partition import Partition
 from dataplane.client._sync.producing import Admission
-from dataplane.client.handle import Handle
-from dataplane.client.session.session import MAX_KNOWN_KEYS, KnownKeys
+from dataplane.client.session.session import MAX_KNOWN_KEYS, Handle, KnownKeys
 from dataplane.errors import InvalidCall
 from dataplane.metadata.tables.names import mint_many
 

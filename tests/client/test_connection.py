@@ -15,7 +15,7 @@ import pytest
 import dataplane
 from dataplane import Plane
 from dataplane.client._async import backend
-from dataplane.client.deadline import Deadline
+from dataplane.client.arguments import Deadline
 from dataplane.client.session import connection, opening
 from dataplane.client.session.connection import Connection
 from dataplane.client.session.handshake import open_connection

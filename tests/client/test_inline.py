@@ -9,8 +9,8 @@ import pytest
 
 import dataplane
 from dataplane import Partition
-from dataplane.client import handle
 from dataplane.client.read.column_view import ColumnView
+from dataplane.client.session import session
 from dataplane.wire.messages import Claim, Failed, Finish, GiveBack, Put, PutDone, Request, Reserve
 from dataplane.wire.packed import RANGE
 from tests.client.conftest import part, plane
@@ -86,7 +86,7 @@ def test_arrays_inside_of_a_value_go_where_it_goes(peer: ScriptedPeer, part: Par
 def test_what_a_full_shard_refuses_goes_to_the_arena(
     peer: ScriptedPeer, part: Partition, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handle, "SHARD_FULL_S", 60.0)
+    monkeypatch.setattr(session, "SHARD_FULL_S", 60.0)
     peer.scripts[Put] = refusing
     values = [np.full(1 + i % 20, i % 250, np.uint8) for i in range(rows)]
     part.put({"a": values, "large": [LARGE] * rows})

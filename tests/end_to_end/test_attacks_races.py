@@ -12,7 +12,7 @@ import pytest
 
 import dataplane
 from dataplane import DataplaneError, Plane
-from dataplane.client.deadline import Deadline
+from dataplane.client.arguments import Deadline
 from dataplane.client.session.connection import Connection, answer
 from dataplane.client.session.handshake import further
 from dataplane.wire.frames import encode

@@ -10,7 +10,7 @@ import pytest
 
 import dataplane
 from dataplane.client._sync.calls import Call, send
-from dataplane.client.deadline import Deadline
+from dataplane.client.arguments import Deadline
 from dataplane.metadata.roster.roster import Roster
 from dataplane.wire import layouts
 from dataplane.wire.messages import Body, Put

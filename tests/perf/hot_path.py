@@ -170,7 +170,7 @@ class _Figures:
     def _bare_calls(self) -> tuple[float, float]:
         """Processor seconds of a client and of its peer for a call that does nothing."""
         from dataplane.client._sync.calls import ask
-        from dataplane.client.deadline import Deadline
+        from dataplane.client.arguments import Deadline
         from dataplane.wire.messages import Done, GiveBack
 
         before = time.process_time(), processor_s(self.pid_alone)

@@ -19,10 +19,10 @@ from dataplane.client.write.chunks import (
     order_of,
     pieces_of,
     plan,
+    values_of,
 )
 from dataplane.client.write.columns import ValueColumn, prepare
 from dataplane.client.write.copying import copy_chunks
-from dataplane.client.write.message import values_of
 from dataplane.wire.packed import EXTENT, KEY, U8
 from dataplane.wire.tables import Owner, Rows, Table, Values
 from tests.placing import place

@@ -23,11 +23,12 @@ from dataplane.client.write.chunks import (
     plan,
     room_of,
     select,
+    unnamed,
+    values_of,
     without,
 )
 from dataplane.client.write.columns import ValueColumn, prepare
 from dataplane.client.write.copying import is_stored
-from dataplane.client.write.message import unnamed, values_of
 from dataplane.errors import LimitExceeded
 from dataplane.wire.layouts import decode
 from dataplane.wire.limits import (

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from dataplane.client.deadline import Deadline
+from dataplane.client.arguments import Deadline
 from dataplane.client.read.selection import Selection as Fetching
 from dataplane.client.session import handshake
 from dataplane.client.session.connection import GRACE_S, Connection, unwrap

@@ -17,8 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 import msgspec
 
 from dataplane.client._async.backend import exchange, further
-from dataplane.client.deadline import Deadline
-from dataplane.client.handle import Handle
+from dataplane.client.arguments import Deadline
 from dataplane.client.session.connection import (
     REPEATS,
     UNENCODABLE,
@@ -26,7 +25,7 @@ from dataplane.client.session.connection import (
     expect,
     not_encoded,
 )
-from dataplane.client.session.session import Session, caller
+from dataplane.client.session.session import Handle, Session, caller
 from dataplane.client.tracebacks import shorten
 from dataplane.errors import (
     ClientClosed,

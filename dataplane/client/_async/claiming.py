@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from dataplane.client import arguments
 from dataplane.client._async.calls import Call, attach_to_wait, limit_beside, milliseconds, send
-from dataplane.client.deadline import Deadline
-from dataplane.client.handle import Handle
+from dataplane.client.arguments import Deadline
 from dataplane.client.read.table import TableReader, reader_of
 from dataplane.client.requests import Demand
 from dataplane.client.session.connection import expect
+from dataplane.client.session.session import Handle
 from dataplane.errors import InvalidCall
 from dataplane.wire.messages import Claim, Claimed
 

@@ -19,21 +19,23 @@ import numpy as np
 from dataplane.client import arguments
 from dataplane.client._async.calls import UNKNOWN, Call, ask, attach, send
 from dataplane.client._async.space import give_back, land, write_columns
-from dataplane.client.deadline import Deadline
-from dataplane.client.handle import Handle
+from dataplane.client.arguments import Deadline
 from dataplane.client.read.selection import positions
 from dataplane.client.session.connection import expect
-from dataplane.client.session.session import Abandoned
+from dataplane.client.session.session import Abandoned, Handle
 from dataplane.client.write.chunks import (
     NewChunk,
     NewPiece,
     chunks_of,
+    committed,
+    message_bytes,
     room_of,
     select,
     spaces_of,
+    unnamed,
+    values_of,
     without,
 )
-from dataplane.client.write.message import committed, message_bytes, unnamed, values_of
 from dataplane.client.write.rows import (
     Index,
     Names,

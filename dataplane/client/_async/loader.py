@@ -20,9 +20,9 @@ from dataplane.client._async.batch import Batch
 from dataplane.client._async.calls import public
 from dataplane.client._async.claiming import Claiming
 from dataplane.client._async.lease import LEFT, Lease
-from dataplane.client.deadline import Deadline
-from dataplane.client.handle import Handle
+from dataplane.client.arguments import Deadline
 from dataplane.client.requests import Demand
+from dataplane.client.session.session import Handle
 from dataplane.client.tracebacks import public_at_once
 from dataplane.errors import InvalidCall, StreamEnd
 from dataplane.wire.arrays import shown

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 from dataplane.client import arguments
 from dataplane.client._async.calls import attach_to_wait, milliseconds, public, wait_for
-from dataplane.client.handle import Handle
+from dataplane.client.session.session import Handle
 from dataplane.errors import PartitionGone
 from dataplane.wire.messages import Losses, LossesDone
 from dataplane.wire.tables import Name

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 from dataplane.client._async.backend import offload
 from dataplane.client._async.space import give_back, room_for
-from dataplane.client.deadline import Deadline
-from dataplane.client.handle import Handle
-from dataplane.client.session.session import Session
+from dataplane.client.arguments import Deadline
+from dataplane.client.session.session import Handle, Session
 from dataplane.client.write.chunks import NewChunk, NewPiece, chunks_of, spaces_of
 
 if TYPE_CHECKING:

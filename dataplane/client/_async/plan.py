@@ -15,8 +15,8 @@ from dataplane.client._async.batch import LeasedRows
 from dataplane.client._async.calls import DEFAULT_TIMEOUT_S, public
 from dataplane.client._async.lease import Added
 from dataplane.client._async.plan_part import Fetching, Index, Part, fetch, fetch_rows
+from dataplane.client.arguments import Deadline
 from dataplane.client.balancing import Rows
-from dataplane.client.deadline import Deadline
 from dataplane.client.read.selection import Selection
 from dataplane.client.write.columns import named_once, prepare
 from dataplane.errors import DataplaneError, LeaseExpired, StreamEnd, counted

@@ -23,10 +23,10 @@ from dataplane.client._async.calls import (
     wait_for,
 )
 from dataplane.client._async.lease import Lease
+from dataplane.client.arguments import Deadline
 from dataplane.client.balancing import Layout, Rows
-from dataplane.client.deadline import Deadline
-from dataplane.client.handle import Handle
 from dataplane.client.read.table import TableReader, reader_of
+from dataplane.client.session.session import Handle
 from dataplane.errors import (
     FrameTooLarge,
     InvalidRows,

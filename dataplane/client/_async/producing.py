@@ -21,9 +21,8 @@ from dataplane.client._async.calls import (
     takes_rows,
     wait_for,
 )
-from dataplane.client.deadline import Deadline
-from dataplane.client.handle import Handle
-from dataplane.client.session.session import caller
+from dataplane.client.arguments import Deadline
+from dataplane.client.session.session import Handle, caller
 from dataplane.errors import (
     DataplaneError,
     InvalidCall,

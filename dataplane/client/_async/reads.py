@@ -9,11 +9,10 @@ from msgspec.structs import replace
 
 from dataplane.client import arguments
 from dataplane.client._async.calls import ask, attach
-from dataplane.client.deadline import Deadline
-from dataplane.client.handle import Handle
+from dataplane.client.arguments import Deadline
 from dataplane.client.read.table import TableReader, reader_of
 from dataplane.client.ref import Ref
-from dataplane.client.session.session import Session
+from dataplane.client.session.session import Handle, Session
 from dataplane.client.write.rows import (
     Names,
     in_parts,

@@ -17,9 +17,9 @@ from dataplane.client._async.calls import public
 from dataplane.client._async.claiming import Claiming
 from dataplane.client._async.lease import LEFT, Lease
 from dataplane.client._async.loader import refuse_workers, tell_what_is_left
-from dataplane.client.deadline import Deadline
-from dataplane.client.handle import Handle
+from dataplane.client.arguments import Deadline
 from dataplane.client.requests import Demand
+from dataplane.client.session.session import Handle
 from dataplane.errors import DataplaneError, StreamEnd
 
 log = logging.getLogger(__name__)

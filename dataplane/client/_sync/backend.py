@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from dataplane.client.deadline import Deadline
+from dataplane.client.arguments import Deadline
 from dataplane.client.read.selection import Selection
 from dataplane.client.session.connection import Cancelled, Connection
 from dataplane.client.session.handshake import further

@@ -17,13 +17,13 @@ from dataplane.client._sync.backend import Fetching, convert_off_loop
 from dataplane.client._sync.calls import DEFAULT_TIMEOUT_S, public
 from dataplane.client._sync.lease import ENDED, Lease, Outcome, dropped
 from dataplane.client._sync.reads import read_rows
-from dataplane.client.deadline import Deadline
-from dataplane.client.handle import Handle
+from dataplane.client.arguments import Deadline
 from dataplane.client.read import convert
 from dataplane.client.read.ragged import Padding, Side
 from dataplane.client.read.selection import Selection
 from dataplane.client.read.table import TableReader, reader_of
 from dataplane.client.read.tensors import Each, Layout, TensorDictForm, to_tensordict
+from dataplane.client.session.session import Handle
 from dataplane.client.write.columns import named_once
 from dataplane.client.write.rows import Names, TagValues
 from dataplane.errors import DataplaneError, LeaseExpired, NotFetched, counted

@@ -20,8 +20,7 @@ from typing import ParamSpec, TypeVar
 import msgspec
 
 from dataplane.client._sync.backend import exchange, further
-from dataplane.client.deadline import Deadline
-from dataplane.client.handle import Handle
+from dataplane.client.arguments import Deadline
 from dataplane.client.session.connection import (
     REPEATS,
     UNENCODABLE,
@@ -29,7 +28,7 @@ from dataplane.client.session.connection import (
     expect,
     not_encoded,
 )
-from dataplane.client.session.session import Session, caller
+from dataplane.client.session.session import Handle, Session, caller
 from dataplane.client.tracebacks import shorten
 from dataplane.errors import (
     ClientClosed,

@@ -11,9 +11,9 @@ import numpy as np
 
 from dataplane.client import arguments
 from dataplane.client._sync.calls import ask, attach
-from dataplane.client.deadline import Deadline
-from dataplane.client.handle import Handle
+from dataplane.client.arguments import Deadline
 from dataplane.client.ref import Dropped
+from dataplane.client.session.session import Handle
 from dataplane.client.write.rows import (
     Index,
     Names,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from dataplane.client import arguments
 from dataplane.client._sync.calls import attach_to_wait, milliseconds, public, wait_for
-from dataplane.client.handle import Handle
+from dataplane.client.session.session import Handle
 from dataplane.errors import PartitionGone
 from dataplane.wire.messages import Losses, LossesDone
 from dataplane.wire.tables import Name

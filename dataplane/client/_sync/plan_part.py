@@ -26,10 +26,10 @@ from dataplane.client._sync.calls import (
     wait_for,
 )
 from dataplane.client._sync.lease import Lease
+from dataplane.client.arguments import Deadline
 from dataplane.client.balancing import Layout, Rows
-from dataplane.client.deadline import Deadline
-from dataplane.client.handle import Handle
 from dataplane.client.read.table import TableReader, reader_of
+from dataplane.client.session.session import Handle
 from dataplane.errors import (
     FrameTooLarge,
     InvalidRows,

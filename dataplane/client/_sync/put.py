@@ -29,11 +29,10 @@ from dataplane.client._sync.space import (
     run_end,
     write_chunks,
 )
-from dataplane.client.arguments import flag, texts
-from dataplane.client.deadline import Deadline
-from dataplane.client.handle import Handle
+from dataplane.client.arguments import Deadline, flag, texts
 from dataplane.client.ref import Ref
 from dataplane.client.session.connection import expect
+from dataplane.client.session.session import Handle
 from dataplane.client.session.slabs import AHEAD_BYTES
 from dataplane.client.write import schema
 from dataplane.client.write.chunks import (
@@ -44,21 +43,22 @@ from dataplane.client.write.chunks import (
     order_of,
     pieces_of,
     plan,
+    values_of,
 )
 from dataplane.client.write.columns import ValueColumn, by_name, prepare
-from dataplane.client.write.message import values_of
 from dataplane.client.write.rows import (
-    Identity,
     Index,
     Names,
     TagValues,
     check_groups,
     check_names,
+    continued_keys,
     group_names,
     identify,
     name_list,
     row_names,
     tag_columns,
+    take_rows,
     take_tags,
 )
 from dataplane.errors import (
@@ -73,7 +73,7 @@ from dataplane.errors import (
 )
 from dataplane.wire.messages import Put, PutDone
 from dataplane.wire.packed import EXTENT, KEY, column
-from dataplane.wire.tables import Name, Scalar
+from dataplane.wire.tables import Name, Rows, Scalar
 
 if TYPE_CHECKING:
     from dataplane.gpu.client.puts import OnDevice
@@ -139,36 +139,36 @@ def _put(
         if handle.definition.fields:
             prepared, others = _prepare(handle, columns, n, dedup, deadline)
     n = (prepared or others[0].columns)[0].count
-    identity = identify(session, n, names, group)
+    rows, groups = identify(session, n, names, group)
     tagged = tag_columns(tags, n)
     if tagged:
         tagged = {tag: v * n if len(v) == 1 else v for tag, v in tagged.items()}
-    order = order_of(identity.groups)
+    order = order_of(groups)
     units: list[list[Unit]] = offload(
         lambda: plan(
             prepared,
-            identity.groups,
+            groups,
             handle.takes_inline(),
             min(UNIT_BYTES, session.share_bytes[0] // 4),
-            identity.group_names,
+            rows.group_names or (),
             [one.columns for one in others],
             order,
         ),
         (n << 6) + (AHEAD_BYTES if dedup else 0),
     )
     generation = attach(handle, deadline)
-    check_groups(identity, handle.definition.group_size)
-    work = Putting(handle, generation, identity, tagged, replace, deadline, began, reuse)
+    check_groups(rows, groups, handle.definition.group_size)
+    work = Putting(handle, generation, rows, tagged, replace, deadline, began, reuse)
     if order is not None:
         work.order = np.array(order, np.intp)
     if len(units[0]) > 1:
-        check_names(identity)
+        check_names(rows)
         work.check_units(units[0])
     work.others = others
     for other, some in zip(others, units[1:], strict=True):
         other.units = some
-    work.put_units(units[0], row_cost(identity))
-    session.known_keys.note(generation, identity.continued_keys())
+    work.put_units(units[0], row_cost(rows))
+    session.known_keys.note(generation, continued_keys(rows))
     session.tally.put_waited(time.monotonic() - began)
     if session.spans is not None:
         session.spans.put(handle.name, began, n, tagged)
@@ -180,9 +180,9 @@ def _put(
         session.peer,
         handle.name,
         generation,
-        identity.keys,
-        None if identity.names is None else tuple(identity.names),
-        tuple(identity.group_names),
+        rows.keys,
+        None if rows.names is None else tuple(rows.names),
+        tuple(rows.group_names or ()),
         tuple(columns),
         kept,
     )
@@ -190,8 +190,7 @@ def _put(
 
 def _check_passed_over(work: Putting, field: str) -> None:
     """FieldExists or RowsGone where all rows of a put were there. field: one that it brings."""
-    partition, identity = work.handle.name, work.identity
-    n = len(identity)
+    partition, n = work.handle.name, work.rows.count
     if work.gone + work.there < n:
         if work.there:
             log.warning(
@@ -202,7 +201,7 @@ def _check_passed_over(work: Putting, field: str) -> None:
                 n,
             )
         return
-    keys = row_names(identity.wire(None))[:SHOWN_NAMES]
+    keys = row_names(work.rows)[:SHOWN_NAMES]
     rows, have, were = (f"all {n} rows", "have", "were") if n > 1 else ("the row", "has", "was")
     if work.there:
         freed = f" ({work.gone} of them freed since)" if work.gone else ""
@@ -214,7 +213,7 @@ def _check_passed_over(work: Putting, field: str) -> None:
             field=field,
             keys=keys,
         )
-    groups = identity.group_names[:SHOWN_NAMES]
+    groups = (work.rows.group_names or [])[:SHOWN_NAMES]
     which = f"group {groups[0]!r}" if groups else f"key {keys[0]!r}"
     which += ", …" if len(groups or keys) > 1 else ""
     raise RowsGone(
@@ -256,7 +255,7 @@ class Putting(msgspec.Struct, eq=False):
 
     handle: Handle
     generation: int
-    identity: Identity
+    rows: Rows
     tags: dict[str, list[Scalar]]
     replace: bool
     deadline: Deadline
@@ -276,7 +275,7 @@ class Putting(msgspec.Struct, eq=False):
     """whether this client put or leased the first group or row of the put before"""
 
     def __post_init__(self) -> None:
-        known = self.identity.continued_keys()[: KEY.itemsize]
+        known = continued_keys(self.rows)[: KEY.itemsize]
         self.continuing = self.handle.session.known_keys.knows(self.generation, known)
 
     def check_units(self, units: list[Unit]) -> None:
@@ -331,8 +330,8 @@ class Putting(msgspec.Struct, eq=False):
             for other in self.others:
                 ahead[other.memory] = self._want(other.memory, other.units, here)
             index = None
-            if self.order is not None or last - first < len(self.identity):
-                index = whole(self._rows(first, last), len(self.identity))
+            if self.order is not None or last - first < self.rows.count:
+                index = whole(self._rows(first, last), self.rows.count)
         except BaseException:
             give_back(session, chunks_of(pieces))
             session.pinned(pin)
@@ -382,7 +381,7 @@ class Putting(msgspec.Struct, eq=False):
             body = Put(
                 self.handle.name,
                 self.generation,
-                self.identity.wire(index),
+                take_rows(self.rows, index),
                 values,
                 take_tags(self.tags, index),
                 pin,
@@ -412,7 +411,7 @@ class Putting(msgspec.Struct, eq=False):
             chunk.offset, chunk.number = -1, None
         self.gone += reply.gone
         self.there += reply.there
-        rows = len(self.identity) if index is None else len(index)
+        rows = self.rows.count if index is None else len(index)
         session.tally.put(rows, nbytes, copied_bytes)
 
     def _want(self, memory: int, units: Sequence[Unit], here: slice) -> int:
@@ -426,11 +425,11 @@ class Putting(msgspec.Struct, eq=False):
 
     def _incomplete(self, exc: Exception) -> PutIncomplete:
         rows = np.concatenate([self._rows(*rows) for rows in self.committed])
-        there = self.identity.wire(rows)
+        there = take_rows(self.rows, rows)
         message = exc.message if isinstance(exc, DataplaneError) else str(exc)
         return PutIncomplete(
             f"the put failed ({type(exc).__name__}: {message}) after storing "
-            f"{len(rows)} of {counted(len(self.identity), 'row')} in partition "
+            f"{len(rows)} of {counted(self.rows.count, 'row')} in partition "
             f"{self.handle.name!r}. Repeat the put with the same keys to store the other rows",
             committed=row_names(there),
             committed_groups=group_names(there),
@@ -443,9 +442,9 @@ def whole(rows: Index, n: int) -> Index | None:
     return None if len(rows) == n and (n == 1 or np.array_equal(rows, np.arange(n))) else rows
 
 
-def row_cost(identity: Identity) -> int:
+def row_cost(rows: Rows) -> int:
     """Return about how many bytes each row adds to a message, without its values."""
     cost = 64
-    if identity.names is not None:
-        cost += sum(len(n) for n in identity.names if isinstance(n, str)) // len(identity.names)
+    if rows.names is not None:
+        cost += sum(len(n) for n in rows.names if isinstance(n, str)) // len(rows.names)
     return cost

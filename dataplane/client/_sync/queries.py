@@ -9,9 +9,8 @@ from typing import Any
 
 from dataplane.client import arguments
 from dataplane.client._sync.calls import ask, attach
-from dataplane.client.deadline import Deadline
-from dataplane.client.handle import Handle
-from dataplane.client.session.session import Session
+from dataplane.client.arguments import Deadline
+from dataplane.client.session.session import Handle, Session
 from dataplane.errors import InvalidCall, PartitionGone, Unavailable
 from dataplane.events.merge import Event, merged
 from dataplane.wire.checkpoint import Census, CensusDone

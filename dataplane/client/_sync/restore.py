@@ -23,12 +23,11 @@ from dataplane.client._sync.backend import to_its_end
 from dataplane.client._sync.calls import UNKNOWN, Call, ask, attach, define, limit_beside, send
 from dataplane.client._sync.save import filing, path_of, within
 from dataplane.client._sync.space import give_back, room_for
+from dataplane.client.arguments import Deadline
 from dataplane.client.checkpoint.archive import Manifest, PartitionNote, file_name, verified
 from dataplane.client.checkpoint.records import RecordReader
-from dataplane.client.deadline import Deadline
-from dataplane.client.handle import Handle
 from dataplane.client.session.connection import expect
-from dataplane.client.session.session import Session
+from dataplane.client.session.session import Handle, Session
 from dataplane.client.write.chunks import NewChunk, room_of, spaces_of
 from dataplane.errors import DataplaneError, PartitionConflict, counted
 from dataplane.progress import Bar

@@ -21,11 +21,10 @@ from msgspec.structs import replace
 from dataplane import progress
 from dataplane.client._sync.backend import offload
 from dataplane.client._sync.calls import DEFAULT_TIMEOUT_S, ask
+from dataplane.client.arguments import Deadline
 from dataplane.client.checkpoint import records
 from dataplane.client.checkpoint.archive import Archive, FileNote, PartitionNote, SummedFile
-from dataplane.client.deadline import Deadline
-from dataplane.client.handle import Handle
-from dataplane.client.session.session import Session
+from dataplane.client.session.session import Handle, Session
 from dataplane.errors import InvalidCall, PartitionGone, RowsGone
 from dataplane.metadata.tables.keys import keys_in
 from dataplane.progress import Bar

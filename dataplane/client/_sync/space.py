@@ -18,22 +18,24 @@ import numpy as np
 
 from dataplane.client._sync.backend import offload
 from dataplane.client._sync.calls import ask, attach
-from dataplane.client.deadline import Deadline
-from dataplane.client.handle import Handle
-from dataplane.client.session.session import Session
+from dataplane.client.arguments import Deadline
+from dataplane.client.session.session import Handle, Session
 from dataplane.client.write.chunks import (
+    CHUNK_COST_BYTES,
     NewChunk,
     NewPiece,
     Unit,
     chunks_of,
+    committed,
+    digests_of,
     pieces_of,
     plan,
     room_of,
     spaces_of,
+    unnamed,
 )
 from dataplane.client.write.columns import prepare
 from dataplane.client.write.copying import copy_chunks, is_stored
-from dataplane.client.write.message import CHUNK_COST_BYTES, committed, digests_of, unnamed
 from dataplane.errors import ShardFull
 from dataplane.memory.placement import placed
 from dataplane.wire.limits import MAX_CHUNKS_PER_MESSAGE

@@ -13,18 +13,17 @@ from typing import Any, Self, overload
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.client.handle import Handle
 from dataplane.client.read import convert
 from dataplane.client.read.column_view import ColumnView
 from dataplane.client.read.ragged import Offsets, Padding, Side
 from dataplane.client.read.table import TableReader
 from dataplane.client.read.tensors import Layout, padding_mask, to_torch
 from dataplane.client.ref import Ref
+from dataplane.client.session.session import Handle
 from dataplane.client.tracebacks import public_at_once
 from dataplane.client.write.rows import group_names, row_groups, row_name, row_names, tag_values
 from dataplane.errors import InvalidCall, InvalidRows, NotFetched, counted
-from dataplane.wire.arrays import is_interval, shown
-from dataplane.wire.foreign import unreadable
+from dataplane.wire.arrays import is_interval, shown, unreadable
 from dataplane.wire.limits import NO_GROUP
 from dataplane.wire.packed import KEY, U4, column
 from dataplane.wire.tables import Name, Rows, Scalar, Table

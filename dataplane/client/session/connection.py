@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import msgspec
 
-from dataplane.client.deadline import Deadline
+from dataplane.client.arguments import Deadline
 from dataplane.errors import (
     ClientClosed,
     DataplaneError,

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from dataplane.client.deadline import Deadline
+from dataplane.client.arguments import Deadline
 from dataplane.client.session.connection import (
     Connection,
     Opener,

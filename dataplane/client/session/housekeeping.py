@@ -16,7 +16,7 @@ import weakref
 
 import msgspec
 
-from dataplane.client.deadline import Deadline
+from dataplane.client.arguments import Deadline
 from dataplane.client.session.connection import REPEATS, Connection
 from dataplane.client.session.handshake import further
 from dataplane.client.session.session import Session

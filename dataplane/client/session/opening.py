@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from msgspec.structs import replace
 
-from dataplane.client.deadline import Deadline
+from dataplane.client.arguments import Deadline
 from dataplane.client.session.connection import Connections, Opener, expect
 from dataplane.client.session.handshake import (
     HANDSHAKE_S,

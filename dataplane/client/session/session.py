@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,8 +17,9 @@ from functools import partial
 from itertools import accumulate, chain
 from queue import Empty, SimpleQueue
 from struct import Struct
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 
 from dataplane.client.session import spans
@@ -31,6 +33,7 @@ from dataplane.memory.mapping import Pin, ReadMap, WriteMaps
 from dataplane.metadata.tables.names import RUN_KEYS, mint_many
 from dataplane.wire.messages import (
     Body,
+    Defined,
     Finish,
     GiveBack,
     HelloDone,
@@ -38,7 +41,7 @@ from dataplane.wire.messages import (
     Welcome,
 )
 from dataplane.wire.packed import EXTENT, KEY
-from dataplane.wire.tables import Owner
+from dataplane.wire.tables import Definition, Owner
 
 if TYPE_CHECKING:
     from dataplane.gpu.client.pools import OpenPools
@@ -48,6 +51,8 @@ log = logging.getLogger(__name__)
 MAX_KNOWN_KEYS = 65_536
 _KNOWN_BYTES = MAX_KNOWN_KEYS * KEY.itemsize
 _KEYS = Struct(f"{KEY.itemsize}s")
+SHARD_FULL_S = 1.0
+"""After the shard refused small values, puts do not offer it any for this many seconds."""
 MAX_WARNED = 64
 MAX_ORPHANS = 64
 """Connections of calls that were given up, and that a peer which does not run has not ended. What
@@ -393,6 +398,47 @@ class Session:
             "call dataplane.connect() in the child"
         )
         self.connections.close(self.closed)
+
+
+class Handle(msgspec.Struct, eq=False):
+    """A partition, its session, and its definition.
+
+    Batches, streams and plans of a partition refer to its handle, and so keep the plane connected.
+    """
+
+    session: Session
+    name: str
+    defined: Defined | None = None
+    """The peer's reply; None until this handle has attached."""
+    plane: Any = None
+    """The `Plane`, which disconnects when nothing refers to it."""
+    full_until: float = 0.0
+
+    def takes_inline(self) -> bool:
+        """Return whether the shard may have space for small values: it has not refused any
+        recently."""
+        return time.monotonic() >= self.full_until
+
+    def shard_is_full(self) -> None:
+        """Note that the shard has no space for small values, so that the next puts send none."""
+        self.full_until = time.monotonic() + SHARD_FULL_S
+
+    @property
+    def generation(self) -> int:
+        """The generation of the partition that this handle has attached to."""
+        assert self.defined is not None
+        return self.defined.generation
+
+    @property
+    def definition(self) -> Definition:
+        return self.defined.definition if self.defined is not None else Definition()
+
+    @property
+    def unit(self) -> str:
+        """The unit that `claim` and `wait` count by default: "rows" or "groups"."""
+        defined = self.defined
+        grouped = defined is not None and defined.definition.group_size is not None
+        return "groups" if grouped else "rows"
 
 
 class Abandoned(NamedTuple):

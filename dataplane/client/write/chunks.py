@@ -1,4 +1,5 @@
-"""Chunks: how the rows of a write are cut into what is stored, named and freed whole.
+"""Chunks: how the rows of a write are cut into what is stored, named and freed whole, and what a
+message says of them.
 
 Runs in the client: pure planning, in plain Python a chunk. A write is a list of units. A unit is
 reserved and committed whole: the rows of one group, or up to 32 rows without a group. Each column
@@ -11,17 +12,20 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
-from itertools import accumulate, chain, groupby, pairwise, repeat
+from functools import lru_cache
+from itertools import accumulate, chain, count, groupby, pairwise, repeat
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from dataplane.client.write.columns import ValueColumn
 from dataplane.errors import LimitExceeded
 from dataplane.memory.extents import Extent
+from dataplane.metadata.tables.bits import all_of, bits_of, bytes_of
 from dataplane.metadata.tables.pieces import UNUSED
 from dataplane.wire import layouts
 from dataplane.wire.limits import (
@@ -32,8 +36,8 @@ from dataplane.wire.limits import (
     NO_GROUP,
 )
 from dataplane.wire.objects import Buffer
-from dataplane.wire.packed import U4
-from dataplane.wire.tables import Name
+from dataplane.wire.packed import DIGEST, U4, ids_of
+from dataplane.wire.tables import INLINE, Chunk, Name, Owner, Piece, Values
 
 CHUNK_BYTES = 1 << 20
 """Chunks are at most this large. A larger value is alone in its chunk."""
@@ -51,11 +55,20 @@ UNIT_BYTES = 16 << 20
 
 DEDUP_BYTES = 4 << 10
 """Values of at least this size, in fields that are deduplicated, have chunks of their own."""
+CHUNK_COST_BYTES = 64
+"""About what a chunk and its piece take in a message."""
+SHARED_PIECES = 64
+"""The pieces of a message are cached if it has no more."""
 _PADDING = [bytes(length) for length in range(ALIGNMENT_BYTES)]
 _UP, _DOWN = ALIGNMENT_BYTES - 1, -ALIGNMENT_BYTES
 """`n + _UP & _DOWN` is `layouts.aligned(n)`"""
 _field, _spec, _lengths = attrgetter("field"), attrgetter("spec"), attrgetter("lengths")
 _nbytes, _space, _chunk = attrgetter("nbytes"), attrgetter("space"), attrgetter("chunk")
+_layout, _is_inline = attrgetter("layout"), attrgetter("is_inline")
+_use = attrgetter("fields", "rows", "first", "at")
+_Use = tuple[int, tuple[tuple[str, ...], Sequence[int], int, Sequence[int] | None]]
+"""Which chunk of the message, and `_use` of the piece."""
+_Item = TypeVar("_Item")
 
 
 class NewChunk(msgspec.Struct, eq=False):
@@ -532,3 +545,89 @@ def _same(one: Any, other: Any) -> bool:
     if one is other:
         return True
     return np.array_equal(np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8))
+
+
+# the message
+
+
+def values_of(owner: Owner, pieces: Sequence[NewPiece], base: int = 0) -> Values:
+    """Return what a message says of these pieces: each chunk once, in the order of the pieces.
+    owner: the peer of this host. base: the row of the write that is the first one of the
+    message."""
+    chunks = _numbered(map(_chunk, pieces))
+    layout_of = _numbered(map(_layout, chunks))
+    owners = _numbered(map(_is_inline, chunks))
+    uses = tuple(zip(map(chunks.__getitem__, map(_chunk, pieces)), map(_use, pieces), strict=True))
+    try:
+        used = _shared_pieces(uses, base) if len(uses) <= SHARED_PIECES else _pieces(uses, base)
+    except TypeError:  # lists of rows have no hash, and rarely repeat
+        used = _pieces(uses, base)
+    fields, wire_pieces = used
+    wire_chunks = [
+        Chunk(
+            owners[one.is_inline],
+            one.number or 0,
+            one.rows,
+            one.nbytes,
+            layout_of[one.layout],
+            one.beside,
+            max(0, one.offset),
+            one.digest,
+        )
+        for one in chunks
+    ]
+    owner_of = [INLINE if is_inline else owner for is_inline in owners]
+    return Values(fields, owner_of, list(layout_of), wire_chunks, wire_pieces)
+
+
+def _numbered(items: Iterable[_Item]) -> dict[_Item, int]:
+    """Return the distinct items in order, each with its index."""
+    return dict(zip(dict.fromkeys(items), count()))
+
+
+def _pieces(uses: tuple[_Use, ...], base: int) -> tuple[list[str], list[Piece]]:
+    """Return the fields and the pieces of a message. uses: which rows use which chunk, one
+    entry per piece."""
+    fields: dict[str, int] = {}
+    pieces: list[Piece] = []
+    for number, (of_columns, rows, first, at) in uses:
+        mine = [-1 if f == UNUSED else fields.setdefault(f, len(fields)) for f in of_columns]
+        lowest = rows[0]
+        if isinstance(rows, range):
+            given = bytes_of(all_of(len(rows)))
+        else:
+            given = bytes_of(bits_of([row - lowest for row in rows]))
+        places = b"" if at is None else np.array(at, U4).tobytes()
+        pieces.append(Piece(number, tuple(mine), lowest - base, given, first, places))
+    return list(fields), pieces
+
+
+_shared_pieces = lru_cache(128)(_pieces)
+"""Most messages of a producer differ only in their chunks, so they have the same pieces."""
+
+
+def unnamed(pieces: Iterable[NewPiece]) -> list[NewChunk]:
+    """Return the arena chunks that the peer does not know yet, in order. A message of these pieces
+    names them."""
+    every = chunks_of(pieces)
+    return [chunk for chunk in every if chunk.number is None and not chunk.is_inline]
+
+
+def committed(chunks: Iterable[NewChunk], ranges: npt.NDArray[Any] | None = None) -> None:
+    """Note that a message names these chunks, which were `unnamed`, so the peer owns their space.
+    ranges: the peer's RANGE records of them, if the peer keeps them for a later message."""
+    for chunk in chunks:
+        chunk.offset = -1
+    if ranges is not None:
+        for chunk, known in zip(chunks, ids_of(ranges).tolist(), strict=False):
+            chunk.number = known
+
+
+def digests_of(chunks: Sequence[NewChunk]) -> bytes:
+    """A DIGEST record per deduplicated chunk."""
+    return np.array([(chunk.digest, chunk.nbytes) for chunk in chunks], DIGEST).tobytes()
+
+
+def message_bytes(chunks: Iterable[NewChunk]) -> int:
+    """About what these chunks add to a message."""
+    return sum([CHUNK_COST_BYTES + len(chunk.beside) for chunk in chunks])

@@ -37,12 +37,14 @@ from dataplane.wire.arrays import (
     is_jagged,
     is_ready,
     is_torch,
+    items_of,
     jagged_parts,
     kind_of,
+    pairs_of,
     raw,
     shown,
+    unreadable,
 )
-from dataplane.wire.foreign import items_of, pairs_of, unreadable
 from dataplane.wire.layouts import OBJECT_ALIGNMENT_BYTES, OPEN, ColumnSpec
 from dataplane.wire.limits import MAX_FIELDS, MAX_NAME_BYTES
 from dataplane.wire.objects import Buffer

@@ -23,8 +23,7 @@ from dataplane.metadata.tables.names import (
     hash_names,
     unencodable,
 )
-from dataplane.wire.arrays import is_time, shown
-from dataplane.wire.foreign import items_of, pairs_of, unreadable
+from dataplane.wire.arrays import is_time, items_of, pairs_of, shown, unreadable
 from dataplane.wire.limits import NO_GROUP
 from dataplane.wire.packed import KEY, U4, column
 from dataplane.wire.tables import Name, Rows, Scalar, Table
@@ -41,86 +40,70 @@ _NAMES, _NAMES_OR_NONE = {str, int}, {str, int, type(None)}
 _encoder = msgspec.msgpack.Encoder()
 
 
-class Identity(msgspec.Struct, eq=False):
-    """The rows of one put: keys, and the group of each."""
-
-    count: int
-    keys: bytes
-    """KEY records"""
-    names: list[Name] | None
-    groups: list[int] | None = None
-    """of each row, its place in `group_names`, or NO_GROUP"""
-    group_keys: bytes = b""
-    group_names: list[Name] = []
-
-    def __len__(self) -> int:
-        return self.count
-
-    def wire(self, index: Index | None = None) -> Rows:
-        """These rows, or those at `index`, with just the groups that they are in."""
-        if index is None:
-            if self.groups is None:
-                return Rows(self.keys, self.names)
-            groups = pack(f"<{self.count}I", *self.groups)
-            return Rows(self.keys, self.names, groups, self.group_keys, self.group_names)
-        keys = np.frombuffer(self.keys, KEY)[index].tobytes()
-        names = None if self.names is None else [self.names[i] for i in index.tolist()]
-        if self.groups is None:
-            return Rows(keys, names)
-        taken = [self.groups[i] for i in index.tolist()]
-        used = sorted({*taken} - {NO_GROUP})
-        numbers = {group: number for number, group in enumerate(used)} | {NO_GROUP: NO_GROUP}
-        return Rows(
-            keys,
-            names,
-            pack(f"<{len(taken)}I", *[numbers[group] for group in taken]),
-            np.frombuffer(self.group_keys, KEY)[used].tobytes(),
-            [self.group_names[group] for group in used],
-        )
-
-    def continued_keys(self) -> bytes:
-        """What tells whether this put goes on with something: its groups, else its given keys."""
-        return self.group_keys or (b"" if self.names is None else self.keys)
-
-
 def identify(
     session: Session, n: int, key: Names | None, group: Names | Sequence[Name | None] | None
-) -> Identity:
-    """The identity of n rows: their keys as given, else minted; their groups."""
+) -> tuple[Rows, list[int] | None]:
+    """Return n rows with these keys, or with generated ones, and the group of each row: an index
+    into `Rows.group_keys`, or NO_GROUP. None if no row has a group."""
     if key is None:
-        identity = Identity(n, session.mint_keys(n), None)
+        rows = Rows(session.mint_keys(n))
     else:
         names = name_list(key, "key")
         _check_length("key", len(names), n)
-        identity = Identity(n, hash_names(names), names)
+        rows = Rows(hash_names(names), names)
     if group is None:
-        return identity
+        return rows, None
     group = _listed(group, "group")
     if isinstance(group, (str, int)):
-        names = name_list(group, "group")
-        identity.groups = [0] * n
-        identity.group_keys, identity.group_names = hash_names(names), names
-        return identity
-    ids: list[Any] = name_list(group, "group", or_none=True)
-    _check_length("group", len(ids), n)
-    numbers: dict[Name, int] = {}
-    identity.groups = [
-        NO_GROUP if name is None else numbers.setdefault(name, len(numbers)) for name in ids
-    ]
-    names = list(numbers)
-    identity.group_keys, identity.group_names = hash_names(names), names
-    return identity
+        names, groups = name_list(group, "group"), [0] * n
+    else:
+        ids: list[Any] = name_list(group, "group", or_none=True)
+        _check_length("group", len(ids), n)
+        numbers: dict[Name, int] = {}
+        groups = [
+            NO_GROUP if name is None else numbers.setdefault(name, len(numbers)) for name in ids
+        ]
+        names = list(numbers)
+    rows.group_index = pack(f"<{n}I", *groups)
+    rows.group_keys, rows.group_names = hash_names(names), names
+    return rows, groups
 
 
-def check_groups(identity: Identity, group_size: int | None) -> None:
+def take_rows(rows: Rows, index: Index | None) -> Rows:
+    """The rows at `index`, with just the groups that they are in. None: all of them."""
+    if index is None:
+        return rows
+    keys = np.frombuffer(rows.keys, KEY)[index].tobytes()
+    names = None if rows.names is None else [rows.names[i] for i in index.tolist()]
+    if not rows.group_index:
+        return Rows(keys, names)
+    groups = column(rows.group_index, U4)[index].tolist()
+    used = sorted({*groups} - {NO_GROUP})
+    numbers = {group: number for number, group in enumerate(used)} | {NO_GROUP: NO_GROUP}
+    every = group_names(rows)
+    return Rows(
+        keys,
+        names,
+        pack(f"<{len(groups)}I", *[numbers[group] for group in groups]),
+        np.frombuffer(rows.group_keys, KEY)[used].tobytes(),
+        [every[group] for group in used],
+    )
+
+
+def continued_keys(rows: Rows) -> bytes:
+    """KEY records that tell whether a put continues an earlier one: of its groups, or of its given
+    keys."""
+    return rows.group_keys or (b"" if rows.names is None else rows.keys)
+
+
+def check_groups(rows: Rows, groups: list[int] | None, group_size: int | None) -> None:
     """InvalidRows for a new row without a group where groups have a size, as no claim of whole
     groups would ever get it (of rows with given keys the peer knows whether they are new);
-    GroupClosed for a group of more rows."""
+    GroupClosed for a group of more rows. groups: as `identify` returns them."""
     if group_size is None:
         return
-    groups = identity.groups
-    alone = len(identity) if groups is None else groups.count(NO_GROUP)
-    if alone and identity.names is None:
+    alone = rows.count if groups is None else groups.count(NO_GROUP)
+    if alone and rows.names is None:
         raise without_group(alone, group_size)
     if groups is None or len(groups) <= group_size:
         return
@@ -128,7 +111,7 @@ def check_groups(identity: Identity, group_size: int | None) -> None:
     del counts[NO_GROUP]
     ((group, most),) = counts.most_common(1) or [(0, 0)]
     if most > group_size:
-        name = identity.group_names[group]
+        name = group_names(rows)[group]
         raise GroupClosed(
             f"nothing was put: group {name!r} has {most} rows in this put, but a group in this "
             f"partition has at most {counted(group_size, 'row')}: use another group id for "
@@ -137,11 +120,11 @@ def check_groups(identity: Identity, group_size: int | None) -> None:
         )
 
 
-def check_names(identity: Identity) -> None:
+def check_names(rows: Rows) -> None:
     """InvalidRows for a key that occurs twice, in a put of several messages: the shard would find
     it only where both are in one."""
-    if identity.names is not None and len({*split_keys(identity.keys)}) < len(identity):
-        twice = Counter(identity.names).most_common(1)[0][0]
+    if rows.names is not None and len({*split_keys(rows.keys)}) < len(rows.names):
+        twice = Counter(rows.names).most_common(1)[0][0]
         raise InvalidRows(f"key {twice!r} appears twice in this call: give each row its own key")
 
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dataplane.client.deadline import Deadline
+from dataplane.client.arguments import Deadline
 from dataplane.client.write.chunks import NewChunk, Unit
 from dataplane.client.write.columns import ValueColumn, checked_name, lengths_of, spec_of
 from dataplane.errors import InvalidCall, InvalidRows, counted

@@ -17,8 +17,7 @@ import numpy as np
 from dataplane.errors import InvalidValue, LimitExceeded, ProtocolError, mixed_releases
 from dataplane.metadata.tables.names import unencodable
 from dataplane.metadata.tables.tags import Tags
-from dataplane.wire.arrays import shown
-from dataplane.wire.foreign import items_of
+from dataplane.wire.arrays import items_of, shown
 from dataplane.wire.limits import MAX_NAME_BYTES, MAX_NESTING, MAX_WHERE_NODES
 from dataplane.wire.tables import Scalar
 from dataplane.wire.tables import Where as WireWhere

@@ -1,5 +1,5 @@
-"""Check single arguments of public calls. InvalidCall names the argument and its value. A `timeout`
-becomes a `Deadline`.
+"""Check the arguments of public calls. InvalidCall names the argument and its value. A `timeout`
+becomes a `Deadline`, and the arguments of a claim or a plan become what their message carries.
 
 `client/write` checks whether the rows of a call fit together.
 """
@@ -7,16 +7,21 @@ becomes a `Deadline`.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from numbers import Real
 from operator import index
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
 
 from dataplane.errors import DeadlineExceeded, InvalidCall, LimitExceeded
 from dataplane.metadata.tables.where import Where
 from dataplane.wire.arrays import is_time, items_of, pairs_of, shown, unreadable
-from dataplane.wire.limits import MAX_NAME_BYTES
+from dataplane.wire.limits import MAX_NAME_BYTES, MAX_PLAN_PARTS, MAX_RANKS
+from dataplane.wire.messages import Want
+from dataplane.wire.tables import Shape
 from dataplane.wire.tables import Where as WireWhere
 
 _FOREVER_S = 1e9
@@ -171,3 +176,120 @@ def filter_of(where: object) -> WireWhere | None:
             "dataplane.tag('version') >= 6"
         )
     return where.to_wire()
+
+
+# the arguments of a claim, and of a plan
+
+
+class Demand(msgspec.Struct, eq=False):
+    """The arguments of a claim. `want` checks them."""
+
+    rows: int | None
+    groups: int | None
+    budget: Mapping[str, float] | None
+    minimum: int | None
+    where: Where | None
+    unit: str | None
+
+    def want(self, default_unit: str) -> Want:
+        """Return the demand as messages carry it. Raise InvalidCall for invalid ones."""
+        given = (self.rows is not None) + (self.groups is not None) + (self.budget is not None)
+        if given != 1:
+            raise InvalidCall(
+                "a claim takes exactly one of rows=, groups= and budget={tag: limit}, got "
+                f"{given or 'none'}: pass one of them"
+            )
+        where = filter_of(self.where)
+        if self.budget is not None:
+            return self._budget(self.budget, self.unit or default_unit, where)
+        kind: Literal["rows", "groups"] = "rows" if self.rows is not None else "groups"
+        most = count(self.rows if self.rows is not None else self.groups, kind)
+        if self.unit not in (None, kind):
+            raise InvalidCall(
+                f"unit={self.unit!r} can only be combined with budget=, because {kind}= already "
+                "sets the unit: leave out unit="
+            )
+        least = most if self.minimum is None else count(self.minimum, "min")
+        if least > most:
+            raise InvalidCall(
+                f"min={least!r}: expected a number from 1 to {most}, because {kind}={most}"
+            )
+        return Want(kind, most, least, where)
+
+    def _budget(self, budget: Mapping[str, float], unit: str, where: list[Any] | None) -> Want:
+        given = mapping(budget, "budget", "{tag: limit}")
+        if len(given) != 1:
+            raise InvalidCall(
+                f"budget={shown(given):.80}: expected one tag with a limit on the sum of its "
+                "values, for example {'tokens': 65536}"
+            )
+        if self.minimum is not None:
+            raise InvalidCall(
+                "min= cannot be combined with budget=, which claims as many rows or groups as "
+                "fit: leave out min="
+            )
+        if unit not in ("rows", "groups"):
+            raise InvalidCall(f"unit={unit!r}: expected 'rows' or 'groups'")
+        ((tag, amount),) = given.items()
+        limit = 0.0
+        if isinstance(amount, Real) and not isinstance(amount, bool):
+            try:
+                limit = float(amount)
+            except OverflowError:
+                pass
+            except Exception as exc:  # of the user's number
+                raise unreadable("the limit in budget=", amount, exc, InvalidCall) from exc
+        if not 0 < limit <= sys.float_info.max:
+            raise InvalidCall(
+                f"budget={shown(given):.80}: expected a limit that is a finite number above 0"
+            )
+        text(tag, "a tag")
+        return Want(unit, 0, 0, where, tag, limit)  # type: ignore[arg-type]
+
+
+def shape_of(
+    rank: int,
+    ranks: int,
+    minibatches: int,
+    budget: Mapping[str, float] | None,
+    balance: str | None,
+    epochs: int,
+    seed: int,
+    remainder: str,
+    unit: str,
+) -> tuple[Shape, int]:
+    """Return the shape from the arguments of `plan(…)`, and the rank. Raise InvalidCall if one is
+    invalid."""
+    rank, ranks = whole(rank, "rank"), count(ranks, "ranks")
+    if ranks > MAX_RANKS:
+        raise InvalidCall(f"ranks={ranks}: expected at most {MAX_RANKS} ranks in a plan")
+    if rank >= ranks:
+        raise InvalidCall(
+            f"rank={rank}: expected a value from 0 to {ranks - 1}, because ranks={ranks}"
+        )
+    minibatches = count(minibatches, "minibatches")
+    if ranks * minibatches > MAX_PLAN_PARTS:
+        raise InvalidCall(
+            f"ranks={ranks} × minibatches={minibatches} exceeds the limit of {MAX_PLAN_PARTS} "
+            "parts: use fewer mini-batches"
+        )
+    if remainder not in ("pad", "drop"):
+        raise InvalidCall(f"remainder={shown(remainder):.40}: expected 'pad' or 'drop'")
+    if unit not in ("rows", "groups"):
+        raise InvalidCall(f"unit={shown(unit):.40}: expected 'rows' or 'groups'")
+    tag, amount = None, 0.0
+    if budget is not None:
+        want = Demand(None, None, budget, None, None, None).want("rows")
+        tag, amount = want.budget_tag, want.budget
+    shape = Shape(
+        ranks,
+        minibatches,
+        tag,
+        amount,
+        tag if balance is None else text(balance, "a tag"),
+        count(epochs, "epochs"),
+        whole(seed, "seed"),
+        remainder,  # type: ignore[arg-type]
+        unit,  # type: ignore[arg-type]
+    )
+    return shape, rank

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 from dataplane.client import arguments
 from dataplane.client._async.calls import Call, attach_to_wait, limit_beside, milliseconds, send
-from dataplane.client.arguments import Deadline
+from dataplane.client.arguments import Deadline, Demand
 from dataplane.client.read.table import TableReader, reader_of
-from dataplane.client.requests import Demand
 from dataplane.client.session.connection import expect
 from dataplane.client.session.session import Handle
 from dataplane.errors import InvalidCall

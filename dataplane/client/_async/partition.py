@@ -27,9 +27,8 @@ from dataplane.client._async.put import put
 from dataplane.client._async.queries import partition_stats
 from dataplane.client._async.reads import read
 from dataplane.client._async.stream import Stream
-from dataplane.client.arguments import Deadline
+from dataplane.client.arguments import Deadline, Demand, shape_of
 from dataplane.client.ref import Dropped, Ref
-from dataplane.client.requests import Demand, shape_of
 from dataplane.client.session.session import Handle
 from dataplane.client.tracebacks import public_at_once
 from dataplane.client.write.rows import Names, TagValues, name_list

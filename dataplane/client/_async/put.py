@@ -155,7 +155,7 @@ async def _put(
     )
     generation = await attach(handle, deadline)
     check_groups(rows, groups, handle.definition.group_size)
-    work = Putting(handle, generation, rows, tagged, replace, deadline, began, reuse)
+    work = Putting(handle, generation, n, rows, tagged, replace, deadline, began, reuse)
     if order is not None:
         work.order = np.array(order, np.intp)
     if len(units[0]) > 1:
@@ -187,7 +187,7 @@ async def _put(
 
 def _check_passed_over(work: Putting, field: str) -> None:
     """FieldExists or RowsGone where all rows of a put were there. field: one that it brings."""
-    partition, n = work.handle.name, work.rows.count
+    partition, n = work.handle.name, work.count
     if work.gone + work.there < n:
         if work.there:
             log.warning(
@@ -252,6 +252,7 @@ class Putting(msgspec.Struct, eq=False):
 
     handle: Handle
     generation: int
+    count: int
     rows: Rows
     tags: dict[str, list[Scalar]]
     replace: bool
@@ -327,8 +328,8 @@ class Putting(msgspec.Struct, eq=False):
             for other in self.others:
                 ahead[other.memory] = self._want(other.memory, other.units, here)
             index = None
-            if self.order is not None or last - first < self.rows.count:
-                index = whole(self._rows(first, last), self.rows.count)
+            if self.order is not None or last - first < self.count:
+                index = self._rows(first, last)
         except BaseException:
             give_back(session, chunks_of(pieces))
             session.pinned(pin)
@@ -408,7 +409,7 @@ class Putting(msgspec.Struct, eq=False):
             chunk.offset, chunk.number = -1, None
         self.gone += reply.gone
         self.there += reply.there
-        rows = self.rows.count if index is None else len(index)
+        rows = self.count if index is None else len(index)
         session.tally.put(rows, nbytes, copied_bytes)
 
     def _want(self, memory: int, units: Sequence[Unit], here: slice) -> int:
@@ -426,17 +427,12 @@ class Putting(msgspec.Struct, eq=False):
         message = exc.message if isinstance(exc, DataplaneError) else str(exc)
         return PutIncomplete(
             f"the put failed ({type(exc).__name__}: {message}) after storing "
-            f"{len(rows)} of {counted(self.rows.count, 'row')} in partition "
+            f"{len(rows)} of {counted(self.count, 'row')} in partition "
             f"{self.handle.name!r}. Repeat the put with the same keys to store the other rows",
             committed=row_names(there),
             committed_groups=group_names(there),
             rows=rows.tolist(),
         )
-
-
-def whole(rows: Index, n: int) -> Index | None:
-    """Return None if these are all n rows in order."""
-    return None if len(rows) == n and (n == 1 or np.array_equal(rows, np.arange(n))) else rows
 
 
 def row_cost(rows: Rows) -> int:

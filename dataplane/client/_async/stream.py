@@ -17,8 +17,7 @@ from dataplane.client._async.calls import public
 from dataplane.client._async.claiming import Claiming
 from dataplane.client._async.lease import LEFT, Lease
 from dataplane.client._async.loader import refuse_workers, tell_what_is_left
-from dataplane.client.arguments import Deadline
-from dataplane.client.requests import Demand
+from dataplane.client.arguments import Deadline, Demand
 from dataplane.client.session.session import Handle
 from dataplane.errors import DataplaneError, StreamEnd
 

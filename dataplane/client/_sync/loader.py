@@ -23,8 +23,7 @@ from dataplane.client._sync.batch import Batch
 from dataplane.client._sync.calls import public
 from dataplane.client._sync.claiming import Claiming
 from dataplane.client._sync.lease import LEFT, Lease
-from dataplane.client.arguments import Deadline
-from dataplane.client.requests import Demand
+from dataplane.client.arguments import Deadline, Demand
 from dataplane.client.session.session import Handle
 from dataplane.client.tracebacks import public_at_once
 from dataplane.errors import InvalidCall, StreamEnd

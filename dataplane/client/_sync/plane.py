@@ -20,11 +20,11 @@ from dataplane.client._sync.partition import Partition
 from dataplane.client._sync.reads import handle_of, read_ref
 from dataplane.client.arguments import Deadline
 from dataplane.client.ref import Ref
-from dataplane.client.requests import definition_of
 from dataplane.client.session.housekeeping import Housekeeper
 from dataplane.client.session.opening import open_session, reconnect
 from dataplane.client.session.session import Handle
 from dataplane.client.tracebacks import public_at_once
+from dataplane.client.write.schema import definition_of
 from dataplane.errors import reading_statistics
 from dataplane.events.merge import Event
 from dataplane.gpu.registry import wish_of

@@ -20,8 +20,7 @@ from dataplane.client._sync.calls import public
 from dataplane.client._sync.claiming import Claiming
 from dataplane.client._sync.lease import LEFT, Lease
 from dataplane.client._sync.loader import refuse_workers, tell_what_is_left
-from dataplane.client.arguments import Deadline
-from dataplane.client.requests import Demand
+from dataplane.client.arguments import Deadline, Demand
 from dataplane.client.session.session import Handle
 from dataplane.errors import DataplaneError, StreamEnd
 

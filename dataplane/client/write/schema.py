@@ -2,14 +2,15 @@
 
 "int64[*]" is a vector of any length in each row, "float32[3,*]" has three of them, "float32" is one
 number, "bfloat16[...]" any shape, "object" a Python object (a text, a dict). It is part of the
-partition's definition, and looked at by whoever puts, before the first byte leaves.
+partition's definition, which `definition_of` makes. A put checks its values before the first byte
+leaves.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from dataplane.wire.arrays import dtype_of, shown
 from dataplane.wire.layouts import OPEN, ColumnSpec
 from dataplane.wire.limits import MAX_FIELDS, MAX_RANK
 from dataplane.wire.packed import U4
+from dataplane.wire.tables import Definition
 
 if TYPE_CHECKING:
     from dataplane.client.write.columns import ValueColumn
@@ -50,6 +52,45 @@ class FieldForm:
         return len(shape) == len(self.shape) and all(
             [wanted in (None, given) for wanted, given in zip(self.shape, shape, strict=True)]
         )
+
+
+def definition_of(
+    stages: Mapping[str, Sequence[str]] | None,
+    group_size: int | None,
+    groups: int | None,
+    free: str | None,
+    replicas: int,
+    fields: Mapping[str, str] | None = None,
+) -> Definition | None:
+    """Return the definition from the arguments of `partition(…)`; None if they only attach."""
+    if (stages, group_size, groups, free, replicas, fields) == (None, None, None, None, 1, None):
+        return None
+    if group_size is not None:
+        group_size = arguments.count(group_size, "group_size")
+    if groups is not None:
+        groups = arguments.count(groups, "groups")
+    free = free or ("acked" if stages else "drop")
+    if free not in ("acked", "drop"):
+        raise InvalidCall(f"free={free!r}: expected 'acked' or 'drop'")
+    if arguments.integer(replicas) not in (1, 2):
+        raise InvalidCall(
+            f"replicas={shown(replicas):.80}: expected 1, or 2 to keep a second copy on another "
+            "peer"
+        )
+    named: dict[str, list[str]] = {}
+    form = "of stage names to lists of fields"
+    for stage, needed in arguments.mapping(
+        {} if stages is None else stages, "stages", form
+    ).items():
+        named[arguments.text(stage, "a stage")] = arguments.texts(needed, f"stages[{stage!r}]")
+    return Definition(
+        named,
+        group_size,
+        groups,
+        free,  # type: ignore[arg-type]
+        int(replicas),  # type: ignore[arg-type]
+        canonical({} if fields is None else fields),
+    )
 
 
 def canonical(fields: object) -> dict[str, str]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from dataplane.metadata.tables.names import format_minted_many
+from dataplane.metadata.tables.keys import format_minted_many
 from dataplane.wire.packed import KEY
 from dataplane.wire.tables import Name
 

@@ -11,7 +11,7 @@ from dataplane.client._sync.partition import Partition
 from dataplane.client._sync.producing import Admission
 from dataplane.client.session.session import MAX_KNOWN_KEYS, Handle, KnownKeys
 from dataplane.errors import InvalidCall
-from dataplane.metadata.tables.names import mint_many
+from dataplane.metadata.tables.keys import mint_many
 
 NOWHERE = cast(Handle, None)
 

@@ -15,7 +15,7 @@ from dataplane.client.balancing import Layout
 from dataplane.client.session.tally import Tally
 from dataplane.errors import FrameTooLarge, RowsGone, Unavailable
 from dataplane.memory.mapping import Pin
-from dataplane.metadata.tables import names
+from dataplane.metadata.tables.keys import hash_names
 from dataplane.wire.messages import (
     Claim,
     Claimed,
@@ -62,7 +62,7 @@ class Shard:
         at = at[self.there[at]]
         keys: list[Name] = [int(one) for one in at]
         return Fetched(
-            len(self.asked), Table(Rows(names.hash_names(keys), keys)), at.astype(U4).tobytes()
+            len(self.asked), Table(Rows(hash_names(keys), keys)), at.astype(U4).tobytes()
         )
 
     def fetched(self, rows: list[int]) -> Fetching:

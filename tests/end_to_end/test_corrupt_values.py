@@ -15,7 +15,7 @@ import pytest
 from dataplane import Plane, ValueCorrupt, aio, cli
 from dataplane.client._sync.calls import Call, send
 from dataplane.client.arguments import Deadline
-from dataplane.metadata.tables.names import hash_names
+from dataplane.metadata.tables.keys import hash_names
 from dataplane.wire import layouts
 from dataplane.wire.layouts import OPEN, ColumnSpec
 from dataplane.wire.messages import Put

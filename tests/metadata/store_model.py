@@ -22,7 +22,7 @@ from dataplane.errors import (
     RowsDropped,
 )
 from dataplane.metadata.shard.store import Store
-from dataplane.metadata.tables import names
+from dataplane.metadata.tables.keys import mint_many
 from dataplane.wire.limits import NO_GROUP
 from dataplane.wire.tables import Definition, Owner, Rows, Shape, Table
 from tests.metadata.stores import INLINE_AT, Column, Value, numbers
@@ -33,11 +33,11 @@ WHERE = ["ge", "v", 2]
 
 
 def row_key(number: int) -> bytes:
-    return names.mint_many(7, number, 1)
+    return mint_many(7, number, 1)
 
 
 def group_key(number: int) -> bytes:
-    return names.mint_many(8, number, 1)
+    return mint_many(8, number, 1)
 
 
 def is_inline(number: int) -> bool:

@@ -11,8 +11,8 @@ from dataplane.metadata.shard import rows_out
 from dataplane.metadata.shard.claim_queue import WaitingClaim
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.shard.takes import Taken
-from dataplane.metadata.tables import names
 from dataplane.metadata.tables.bits import all_of, bytes_of, in_bytes, rows_of
+from dataplane.metadata.tables.keys import hash_names
 from dataplane.wire.limits import NO_GROUP
 from dataplane.wire.messages import Claim, Claimed, Finish, Put, Want
 from dataplane.wire.tables import (
@@ -117,14 +117,14 @@ def numbers(values: Values, rows: int) -> dict[str, list[int | bytes | None]]:
 def named(keys: Sequence[Name], groups: Sequence[Name | None] | None = None) -> Rows:
     keys = list(keys)
     if groups is None:
-        return Rows(names.hash_names(keys), keys)
+        return Rows(hash_names(keys), keys)
     table = list(dict.fromkeys(group for group in groups if group is not None))
     index = [NO_GROUP if group is None else table.index(group) for group in groups]
     return Rows(
-        names.hash_names(keys),
+        hash_names(keys),
         keys,
         np.array(index, "<u4").tobytes(),
-        names.hash_names(table),
+        hash_names(table),
         table,
     )
 

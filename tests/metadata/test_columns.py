@@ -9,8 +9,7 @@ import pytest
 from dataplane.metadata.shard.blocks import PENDING, READY, first_parts
 from dataplane.metadata.shard.stages import ReadyQueue, Units
 from dataplane.metadata.tables.bits import bits_of, first_of, of_mask, picked, rows_of
-from dataplane.metadata.tables.keys import keys_in
-from dataplane.metadata.tables.names import hash_names
+from dataplane.metadata.tables.keys import hash_names, keys_in
 from dataplane.metadata.tables.remembered import Tombstones
 
 SEEDS = pytest.mark.parametrize("seed", range(5))

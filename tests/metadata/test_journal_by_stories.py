@@ -21,9 +21,8 @@ from dataplane.metadata.shard import checkpoint
 from dataplane.metadata.shard.journal import snapshot
 from dataplane.metadata.shard.replicas import named_by
 from dataplane.metadata.shard.store import Store
-from dataplane.metadata.tables import names
 from dataplane.metadata.tables.bits import bits_of, bytes_of, rows_of
-from dataplane.metadata.tables.keys import keys_in
+from dataplane.metadata.tables.keys import hash_name, keys_in, mint_many
 from dataplane.wire.checkpoint import Progress, Restore
 from dataplane.wire.journal import LogRecord, Lost, Relocated, encode
 from dataplane.wire.limits import NO_GROUP
@@ -125,7 +124,7 @@ class Story:
 
     def key(self) -> tuple[bytes, Any]:
         name = self.any.randrange(30)
-        return names.hash_name(name), name
+        return hash_name(name), name
 
     def some(self, of: Any, most: int = 4) -> list[Any]:
         of = list(of)
@@ -192,7 +191,7 @@ class Story:
             found = dict(self.key() for _ in range(count))
             keys, given = list(found), list(found.values())
         else:
-            keys, given = [names.mint_many(3, next(self.minted), 1) for _ in range(count)], None
+            keys, given = [mint_many(3, next(self.minted), 1) for _ in range(count)], None
         table: list[Any] = []
         index = [NO_GROUP] * len(keys)
         if self.definition.group_size is not None or self.any.random() < 0.6:
@@ -204,7 +203,7 @@ class Story:
         if table:
             rows = Rows(
                 b"".join(keys), given, np.array(index, "<u4").tobytes(),
-                b"".join(map(names.hash_name, table)), table,
+                b"".join(map(hash_name, table)), table,
             )  # fmt: skip
         op = Put("p", 1, rows, self.values(len(keys)), self.tags(len(keys)))
         op.replace = self.any.random() < 0.33

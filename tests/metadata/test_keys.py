@@ -12,8 +12,16 @@ from dataplane.metadata.shard import rows_out
 from dataplane.metadata.shard.blocks import Block
 from dataplane.metadata.shard.index import KeyIndex
 from dataplane.metadata.tables.bits import all_of
-from dataplane.metadata.tables.keys import KeyRun, keys_in, records_of, run_in, some_of
-from dataplane.metadata.tables.names import format_minted_many, hash_names, mint_many
+from dataplane.metadata.tables.keys import (
+    KeyRun,
+    format_minted_many,
+    hash_names,
+    keys_in,
+    mint_many,
+    records_of,
+    run_in,
+    some_of,
+)
 from dataplane.metadata.tables.pieces import Pieces, shape_of
 from dataplane.wire.messages import Finish, Want
 from dataplane.wire.tables import Rows

@@ -12,7 +12,7 @@ from dataplane.metadata.shard import inspection, rows_out
 from dataplane.metadata.shard.journal import apply, snapshot
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.shard.takes import PullCredit
-from dataplane.metadata.tables.names import KEY_BYTES
+from dataplane.metadata.tables.keys import KEY_BYTES
 from dataplane.wire.limits import MAX_FIELDS, MAX_NAME_BYTES
 from dataplane.wire.messages import Want
 from dataplane.wire.packed import RANGE

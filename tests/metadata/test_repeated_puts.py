@@ -10,7 +10,7 @@ from dataplane.errors import FieldExists, PartitionSealed, RowsDropped
 from dataplane.metadata.shard import inspection, puts, rows_out
 from dataplane.metadata.shard.journal import snapshot
 from dataplane.metadata.shard.store import Store
-from dataplane.metadata.tables import names
+from dataplane.metadata.tables.keys import format_minted, mint_many
 from dataplane.wire.journal import LogRecord
 from dataplane.wire.messages import PutDone, Want
 from dataplane.wire.tables import Definition, Name
@@ -131,7 +131,7 @@ def test_rows_that_were_lost_or_have_no_given_name_are_not_remembered() -> None:
     put(s, ["a"])
     s.lost(OWNERS[0])
     assert put(s, ["a"]).gone == 0
-    minted = named([names.format_minted(names.mint_many(1, 1, 1))])
+    minted = named([format_minted(mint_many(1, 1, 1))])
     s.put(wrote(minted, [Column("x", values(1))], OWNERS, {}))
     consume(s, 2)
     assert inspection.stats(s)["tombstones"] == 1

@@ -25,7 +25,7 @@ from dataplane.errors import (
     TagConflict,
 )
 from dataplane.metadata.shard import inspection, puts, rows_out
-from dataplane.metadata.tables.names import format_minted, parse_minted
+from dataplane.metadata.tables.keys import format_minted, parse_minted
 from dataplane.wire.journal import Unit
 from dataplane.wire.messages import Finish, Want
 from dataplane.wire.tables import Shape

@@ -20,7 +20,7 @@ from dataplane.errors import (
 )
 from dataplane.metadata.shard import inspection, rows_out
 from dataplane.metadata.shard.puts import SHOWN_NAMES
-from dataplane.metadata.tables import names
+from dataplane.metadata.tables.keys import hash_name, hash_names, mint_many
 from dataplane.wire.messages import Finish, Put, Want
 from dataplane.wire.tables import INLINE, Rows, Values
 from tests.metadata.stores import (
@@ -51,7 +51,7 @@ def damaged(**parts: Any) -> Values:
     return msgspec.structs.replace(told, **given)
 
 
-KEYS = names.hash_names([1, 2])
+KEYS = hash_names([1, 2])
 ONE = damaged().pieces[0]
 CHUNK = damaged().chunks[0]
 PUTS: list[tuple[type[DataplaneError], dict[str, Any]]] = [
@@ -62,7 +62,7 @@ PUTS: list[tuple[type[DataplaneError], dict[str, Any]]] = [
     (ProtocolError, {"rows": Rows(KEYS, None, b"\x05\0\0\0" * 2, KEYS)}),
     (ProtocolError, {"rows": Rows(KEYS, None, b"\0", KEYS)}),
     (InvalidRows, {"rows": Rows(KEYS, None, bytes(8), KEYS[:16] * 2)}),
-    (LimitExceeded, {"rows": Rows(names.mint_many(1, 0, 65_537))}),
+    (LimitExceeded, {"rows": Rows(mint_many(1, 0, 65_537))}),
     (ProtocolError, {"values": brought([Column("tokens", values(3))])}),
     *[
         (ProtocolError, {"values": damaged(chunk=part)})
@@ -216,7 +216,7 @@ def test_a_group_is_not_told_to_have_more_rows_than_can_be_counted() -> None:
     s = store(free="drop")
     with pytest.raises(InvalidRows, match="pass a value from 1 to"):
         s.close("g", 1 << 31)
-    assert names.hash_name("g") not in s.groups
+    assert hash_name("g") not in s.groups
     s.close("g", (1 << 31) - 1)
 
 

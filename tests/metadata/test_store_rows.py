@@ -22,7 +22,8 @@ from dataplane.errors import (
 )
 from dataplane.metadata.shard import inspection, rows_out
 from dataplane.metadata.shard.store import Store
-from dataplane.metadata.tables import names, tags
+from dataplane.metadata.tables import tags
+from dataplane.metadata.tables.keys import format_minted_many, mint_many
 from dataplane.wire.messages import Finish, Put, Want
 from dataplane.wire.tables import (
     Change,
@@ -286,11 +287,11 @@ def test_a_table_carries_only_what_it_uses_and_tells_what_is_absent() -> None:
 
 def test_minted_keys_need_no_names() -> None:
     s = store()
-    keys = names.mint_many(9, 0, 2)
+    keys = mint_many(9, 0, 2)
     s.put(wrote(Rows(keys), [Column("tokens", values(2))], OWNERS, {}))
     assert rows_out.table(s, rows_out.read(s)[0]).rows == Rows(keys)
     put(s, ["given"])
-    shown = names.format_minted_many(keys)
+    shown = format_minted_many(keys)
     assert rows_out.table(s, rows_out.read(s)[0]).rows.names == [*shown, "given"]
 
 
@@ -321,10 +322,10 @@ def test_a_row_costs_less_than_500_bytes_of_metadata() -> None:
     for turn in range(6):
         index = (np.arange(count) // 8).astype("<u4").tobytes()
         rows = Rows(
-            names.mint_many(2, turn * count, count),
+            mint_many(2, turn * count, count),
             None,
             index,
-            names.mint_many(3, turn * count, count // 8),
+            mint_many(3, turn * count, count // 8),
         )
         chunks = [Chunk(0, 1 + turn * count + at, 8, 9_000, 0) for at in range(0, count, 8)]
         pieces = [Piece(at, (0, 1, 2, 3), 8 * at, b"\xff") for at in range(len(chunks))]
@@ -384,7 +385,7 @@ def test_a_drained_partition_that_nobody_drops_keeps_next_to_nothing() -> None:
         s = Store("p", Definition({"s": ["x"]}, group_size=size, free="acked"), 1)
         drained.append(s)
         for n in range(200):
-            keys, group = names.mint_many(2, n * size, size), names.mint_many(3, n, 1)
+            keys, group = mint_many(2, n * size, size), mint_many(3, n, 1)
             rows = Rows(keys, None, bytes(4 * size), group)
             s.put(wrote(rows, [Column("x", values(size))], change=alone(numbers)))
             s.freed()

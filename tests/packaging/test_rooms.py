@@ -33,8 +33,8 @@ ORDER = {
         *("peer", "main"),
     ],
     "client": [
-        *("ref", "arguments", "deadline", "tracebacks", "session", "write", "handle", "read"),
-        *("balancing", "requests", "checkpoint", "_async", "_sync"),
+        *("ref", "arguments", "tracebacks", "session", "write", "read"),
+        *("balancing", "checkpoint", "_async", "_sync"),
     ],
 }
 """Modules and folders of each folder; each imports from those before it only."""

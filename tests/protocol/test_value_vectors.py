@@ -18,7 +18,7 @@ from dataplane.client.read.chunk_columns import ChunkForm
 from dataplane.errors import TicketRefused
 from dataplane.launch.token import Token
 from dataplane.metadata.roster.roster import Roster
-from dataplane.metadata.tables import names
+from dataplane.metadata.tables.keys import format_minted, hash_name, mint_many
 from dataplane.transport import tickets
 from dataplane.transport.bulk_frames import Get, Ticket
 from dataplane.wire import layouts, objects
@@ -133,11 +133,11 @@ def test_the_rows_of_a_chunk_are_read(vector: Vector) -> None:
 
 @pytest.mark.parametrize("vector", NAMES, ids=[repr(v["name"]) for v in NAMES])
 def test_a_name_has_its_key(vector: Vector) -> None:
-    key = names.hash_name(vector["name"])
+    key = hash_name(vector["name"])
     assert key.hex() == vector["key"]
     if "minted" in vector:
-        assert names.mint_many(vector["minted"]["session"], vector["minted"]["counter"], 1) == key
-        assert names.format_minted(key) == vector["name"]
+        assert mint_many(vector["minted"]["session"], vector["minted"]["counter"], 1) == key
+        assert format_minted(key) == vector["name"]
 
 
 def _pack(*parts: Any) -> bytes:

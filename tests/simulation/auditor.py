@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataplane.errors import DeadlineExceeded
-from dataplane.metadata.tables.names import format_minted
+from dataplane.metadata.tables.keys import format_minted
 from dataplane.wire import messages as m
 from dataplane.wire.tables import Name
 from tests.simulation.ledger import Row

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from dataplane.metadata.tables.names import hash_name
+from dataplane.metadata.tables.keys import hash_name
 from dataplane.wire import messages as m
 from dataplane.wire.tables import Name, Rows
 from tests.simulation.roles import MAX_LENGTH, Producer, Role, length_of

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dataplane.metadata.shard.store import Store
-from dataplane.metadata.tables.keys import keys_in
-from dataplane.metadata.tables.names import KEY_BYTES, hash_name
+from dataplane.metadata.tables.keys import KEY_BYTES, hash_name, keys_in
 from dataplane.metadata.tables.remembered import of_group
 from dataplane.peer.peer import Peer
 from dataplane.wire.tables import Definition, Name, Owner

@@ -37,7 +37,7 @@ from dataplane.errors import (
 )
 from dataplane.memory.extents import padded
 from dataplane.metadata.tables import bits
-from dataplane.metadata.tables.names import KEY_BYTES, hash_name, mint_many
+from dataplane.metadata.tables.keys import KEY_BYTES, hash_name, mint_many
 from dataplane.wire import layouts
 from dataplane.wire import messages as m
 from dataplane.wire.limits import ALIGNMENT_BYTES, INLINE_ROW_BYTES

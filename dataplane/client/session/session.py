@@ -30,7 +30,7 @@ from dataplane.errors import ClientClosed, PeerLost, counted, few
 from dataplane.gpu.direct import DirectCopies
 from dataplane.memory.extents import Extent
 from dataplane.memory.mapping import Pin, ReadMap, WriteMaps
-from dataplane.metadata.tables.names import RUN_KEYS, mint_many
+from dataplane.metadata.tables.keys import RUN_KEYS, mint_many
 from dataplane.wire.messages import (
     Body,
     Defined,

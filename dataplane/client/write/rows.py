@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from dataplane.client.session.session import Session, split_keys
 from dataplane.errors import GroupClosed, InvalidRows, InvalidValue, counted, few, without_group
-from dataplane.metadata.tables.names import (
+from dataplane.metadata.tables.keys import (
     format_minted,
     format_minted_many,
     hash_names,

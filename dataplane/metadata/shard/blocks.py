@@ -13,13 +13,14 @@ from typing import Any, ClassVar
 import msgspec
 
 from dataplane.metadata.tables.bits import first_of, rows_of
-from dataplane.metadata.tables.keys import KeyRun, records_of
-from dataplane.metadata.tables.names import (
+from dataplane.metadata.tables.keys import (
     KEY_BYTES,
     PROGRESS,
+    KeyRun,
     format_minted,
     format_minted_many,
     is_minted,
+    records_of,
 )
 from dataplane.metadata.tables.pieces import Pieces
 from dataplane.metadata.tables.tags import Tags

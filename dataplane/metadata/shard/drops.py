@@ -14,7 +14,7 @@ from dataplane.errors import (
 )
 from dataplane.metadata.shard.blocks import MAX_GROUP_ROWS, READY, Group, Rows, names_of
 from dataplane.metadata.shard.state import State
-from dataplane.metadata.tables.names import KEY_BYTES, format_minted_many, hash_name
+from dataplane.metadata.tables.keys import KEY_BYTES, format_minted_many, hash_name
 from dataplane.metadata.tables.remembered import of_group
 from dataplane.wire.events import EventRecord, Kind
 from dataplane.wire.journal import Lost

@@ -22,7 +22,7 @@ from dataplane.metadata.shard.blocks import LEASED, PENDING, READY, UNKNOWN_SIZE
 from dataplane.metadata.shard.leases import Lease, Plan
 from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.shard.state import State
-from dataplane.metadata.tables.names import hash_name
+from dataplane.metadata.tables.keys import hash_name
 from dataplane.metadata.tables.where import tags_of, wanted_values
 from dataplane.wire.messages import Done
 from dataplane.wire.tables import Name, Scalar, Where

@@ -42,8 +42,7 @@ from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables.bits import all_of, bytes_of, in_bytes, rows_of
 from dataplane.metadata.tables.incoming import different
-from dataplane.metadata.tables.keys import keys_in
-from dataplane.metadata.tables.names import KEY_BYTES, PROGRESS
+from dataplane.metadata.tables.keys import KEY_BYTES, PROGRESS, keys_in
 from dataplane.metadata.tables.outgoing import OutgoingValues
 from dataplane.metadata.tables.pieces import MAX_BLOCK_ROWS, Chunk, Piece, Pieces, pieces_of, split
 from dataplane.metadata.tables.tags import MISSING

@@ -29,8 +29,7 @@ from dataplane.metadata.shard.state import State, Written
 from dataplane.metadata.tables import tags as tagging
 from dataplane.metadata.tables.bits import rows_of
 from dataplane.metadata.tables.incoming import RowsIn, rows_in
-from dataplane.metadata.tables.keys import Keys, some_of
-from dataplane.metadata.tables.names import format_minted
+from dataplane.metadata.tables.keys import Keys, format_minted, some_of
 from dataplane.metadata.tables.pieces import MAX_BLOCK_ROWS, Pieces, split
 from dataplane.metadata.tables.remembered import of_group
 from dataplane.wire.events import EventRecord, Kind

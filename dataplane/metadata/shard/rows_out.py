@@ -24,8 +24,7 @@ from dataplane.metadata.shard.finishes import lease_of, positions_of
 from dataplane.metadata.shard.puts import shown
 from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables.bits import all_of, rows_of
-from dataplane.metadata.tables.keys import keys_in
-from dataplane.metadata.tables.names import KEY_BYTES, PROGRESS, format_minted
+from dataplane.metadata.tables.keys import KEY_BYTES, PROGRESS, format_minted, keys_in
 from dataplane.metadata.tables.outgoing import OutgoingValues
 from dataplane.metadata.tables.pieces import Pieces, pieces_of
 from dataplane.metadata.tables.tags import MISSING

@@ -41,8 +41,7 @@ from dataplane.metadata.shard.stages import Stage
 from dataplane.metadata.tables.answers import Answers
 from dataplane.metadata.tables.bits import all_of, bytes_of, rows_of
 from dataplane.metadata.tables.incoming import ValuesIn, values_in
-from dataplane.metadata.tables.keys import Keys, records_of
-from dataplane.metadata.tables.names import KEY_BYTES, PROGRESS, is_minted
+from dataplane.metadata.tables.keys import KEY_BYTES, PROGRESS, Keys, is_minted, records_of
 from dataplane.metadata.tables.pieces import Chunk, Pieces, nbytes_of, pieces_of
 from dataplane.metadata.tables.remembered import LostNames, Producers, Tombstones, of_group
 from dataplane.metadata.tables.tags import Tags

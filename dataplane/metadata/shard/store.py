@@ -40,7 +40,7 @@ from dataplane.metadata.shard.state import State
 from dataplane.metadata.tables import tags as tagging
 from dataplane.metadata.tables.bits import rows_of
 from dataplane.metadata.tables.incoming import rows_in
-from dataplane.metadata.tables.names import hash_name
+from dataplane.metadata.tables.keys import hash_name
 from dataplane.metadata.tables.pieces import nbytes_of
 from dataplane.metadata.tables.tags import Tags
 from dataplane.metadata.tables.where import checked

@@ -18,8 +18,7 @@ import numpy as np
 
 from dataplane.errors import InvalidRows, LimitExceeded, ProtocolError, counted, mixed_releases
 from dataplane.metadata.tables.bits import in_bytes
-from dataplane.metadata.tables.keys import KeyRun, Keys, keys_in, run_in, some_of
-from dataplane.metadata.tables.names import PROGRESS
+from dataplane.metadata.tables.keys import PROGRESS, KeyRun, Keys, keys_in, run_in, some_of
 from dataplane.metadata.tables.pieces import (
     MAX_BLOCK_ROWS,
     UNUSED,

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from dataplane.errors import InvalidValue, LimitExceeded, ProtocolError, mixed_releases
-from dataplane.metadata.tables.names import unencodable
+from dataplane.metadata.tables.keys import unencodable
 from dataplane.metadata.tables.tags import Tags
 from dataplane.wire.arrays import items_of, shown
 from dataplane.wire.limits import MAX_NAME_BYTES, MAX_NESTING, MAX_WHERE_NODES

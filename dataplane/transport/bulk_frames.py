@@ -60,17 +60,6 @@ class Frame(msgspec.Struct, array_like=True):
 # between two workers
 
 
-class Ticket(msgspec.Struct, array_like=True, frozen=True):
-    """The right to read some pieces of one peer, once; see `tickets`."""
-
-    peer: str
-    incarnation: int
-    expiry_ms: int
-    nonce: bytes
-    digest: bytes
-    mac: bytes
-
-
 class Greeting(Frame, tag=1):
     """The owner's first frame: protocol versions, and what tickets must be bound to."""
 
@@ -95,17 +84,18 @@ class Joined(Frame, tag=7):
 class Get(Frame, tag=2):
     """A request for pieces, which the owner pins until they have arrived.
 
-    pieces: PIECE records. nbytes: their sum, which detects a damaged column. transport: what moves
-    the bytes. tag, card: of the reader, for a transport whose owner sends.
+    expiry_ms: how long the owner works on it, from its arrival. pieces: PIECE records. transport:
+    what moves the bytes. tag, card: of the reader, for a transport whose owner sends. ticket: the
+    right to read these pieces, once; see `tickets`.
     """
 
-    version: int
-    ticket: Ticket
+    owner: Owner
+    expiry_ms: int
     pieces: bytes
-    nbytes: int
     transport: str = "tcp"
     tag: int = 0
     card: bytes = b""
+    ticket: bytes = b""
 
 
 class Sent(Frame, tag=4):

@@ -41,7 +41,6 @@ class Connection:
     remote: Remote
     stream: BulkStream
     greeting: Greeting
-    version: int
     sequence: int = 0
     clean: bool = False
     idle_since: float = 0.0
@@ -111,7 +110,7 @@ class Connections:
             joining = Joining(remote.address, self._key, _opening(stream, deadline))
             stream.send(joining.join(), deadline)
             joining.check(_opening(stream, deadline))
-            return Connection(remote, stream, joining.greeting, joining.version)
+            return Connection(remote, stream, joining.greeting)
         except BaseException:
             reading.unwatch()
             stream.reset()

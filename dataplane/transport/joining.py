@@ -42,14 +42,14 @@ class Joining:
                 f"the process at {address} is not a bulk worker: check that no other program uses "
                 "this address"
             )
-        self.greeting, self.version = greeting, _common_version(greeting.versions)
+        self.greeting, self._version = greeting, _common_version(greeting.versions)
         self._address, self._key = address, key
         self._challenge = secrets.token_bytes(CHALLENGE_BYTES)
 
     def join(self) -> bytearray:
         """Return the frame to send."""
         mine, theirs = self._challenge, self.greeting.challenge
-        return encode(Join(self.version, mine, proof(self._key, "reader", theirs, mine)))
+        return encode(Join(self._version, mine, proof(self._key, "reader", theirs, mine)))
 
     def check(self, answer: FromOwner) -> None:
         """Raise TicketRefused unless the owner proves that it has the key too."""

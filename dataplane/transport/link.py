@@ -210,30 +210,21 @@ class WorkerLink(asyncio.Protocol):
                     self.ready.set_result(None)
 
     def _pin_for(self, asked: PinAsked) -> None:
+        task = asyncio.get_running_loop().create_task(self._pinned(asked))
+        self._pinning[asked.ask] = task
+        task.add_done_callback(lambda _: self._pinning.pop(asked.ask))
+
+    async def _pinned(self, asked: PinAsked) -> None:
         ask = asked.ask
         try:
             pinned = self._pin(column(asked.ranges, RANGE))
+            pin, places = pinned if isinstance(pinned, tuple) else await pinned
         except Exception as exc:
             self._send(_not_pinned(ask, exc, self._peer))
             return
-        if isinstance(pinned, tuple):
-            self._send(self._answer(ask, *pinned))
-            return
-        task = asyncio.get_running_loop().create_task(self._pin_later(ask, pinned))
-        self._pinning[ask] = task
-        task.add_done_callback(lambda _: self._pinning.pop(ask))
-
-    async def _pin_later(self, ask: int, pinned: Awaitable[Pinning]) -> None:
-        try:
-            answer = self._answer(ask, *await pinned)
-        except Exception as exc:
-            answer = _not_pinned(ask, exc, self._peer)
-        self._send(answer)
-
-    def _answer(self, ask: int, pin: int, places: Records) -> PinAnswer:
         self._pins[ask] = pin
         self._traffic.pins_served += 1
-        return PinAnswer(ask, np.ascontiguousarray(places, EXTENT).tobytes())
+        self._send(PinAnswer(ask, np.ascontiguousarray(places, EXTENT).tobytes()))
 
     def _finished(self, finished: Finished) -> None:
         future, count, transport = self._jobs.pop(finished.job)

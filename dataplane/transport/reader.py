@@ -42,7 +42,7 @@ from dataplane.transport.reading import Reading
 from dataplane.transport.seam import Mask, ReadRequest, Transport
 from dataplane.transport.slices import pieces_of
 from dataplane.transport.stream import BulkStream
-from dataplane.transport.tickets import held_mac, issue
+from dataplane.transport.tickets import held_mac, ticket_of
 from dataplane.wire.packed import U8, column
 from dataplane.wire.tables import Owner
 
@@ -129,12 +129,10 @@ class Reads:
 
     def _ask(self, connection: Connection, reading: Reading, tag: int, card: bytes) -> bytes:
         """Send the request. Return its nonce."""
-        copies, name = reading.copies, self._transport.name
-        pieces, nonce = pieces_of(copies).tobytes(), connection.nonce()
+        pieces, nonce = pieces_of(reading.copies).tobytes(), connection.nonce()
         expiry_ms = max(1, int((reading.deadline - time.monotonic()) * 1000))
-        ticket = issue(self._key, reading.remote.owner, expiry_ms, nonce, pieces, name, card)
-        nbytes = int(copies["nbytes"].sum())
-        get = Get(connection.version, ticket, pieces, nbytes, name, tag, card)
+        get = Get(reading.remote.owner, expiry_ms, pieces, self._transport.name, tag, card)
+        get.ticket = ticket_of(self._key, nonce, get)
         with suppress(ConnectionError):  # then there is no answer
             connection.stream.send(encode(get), reading.deadline)
         return nonce

@@ -1,11 +1,10 @@
 """Proofs in bulk transfer: that both sides belong to the run, what a read may read, and which
 certificate a peer has.
 
-A connection starts with a proof of each side: an HMAC of its role and of both sides' challenges.
-A ticket then names one incarnation of the owner, binds the request by digest and the connection
-by nonce (the owner's challenge and a counter), and carries an HMAC-SHA256 under the run's key. A
-copied ticket is worthless on another connection, so no clocks are compared: `expiry_ms` is how
-long the owner works on the request, on its own clock from its arrival.
+A connection starts with a proof of each side: an HMAC of its role and of both sides' challenges. A
+ticket then signs one request with the run's key, and a nonce (the owner's challenge and a counter)
+binds it to the connection. A copied ticket is worthless on another connection, so no clocks are
+compared: `expiry_ms` is how long the owner works on the request, on its own clock from its arrival.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Literal
 import msgspec
 
 from dataplane.errors import TicketRefused
-from dataplane.transport.bulk_frames import Get, Ticket
+from dataplane.transport.bulk_frames import Get
 from dataplane.wire.tables import Owner
 
 _CONTEXT = b"dataplane bulk ticket 1"
@@ -50,76 +49,31 @@ def proof(
     key: bytes, role: Literal["owner", "reader"], owners_challenge: bytes, readers_challenge: bytes
 ) -> bytes:
     """The proof that one side of a new connection shows to the other."""
-    signed = msgspec.msgpack.encode((_JOIN_CONTEXT, role, owners_challenge, readers_challenge))
-    return hmac.digest(key, signed, "sha256")
+    return _mac(key, _JOIN_CONTEXT, role, owners_challenge, readers_challenge)
 
 
-def issue(
-    key: bytes,
-    owner: Owner,
-    expiry_ms: int,
-    nonce: bytes,
-    pieces: bytes,
-    transport: str = "tcp",
-    card: bytes = b"",
-) -> Ticket:
-    """Issue a ticket for exactly this column of PIECE records at this owner, this transport and
-    this card."""
-    digest = _digest(pieces, transport, card)
-    mac = _mac(key, owner.peer, owner.incarnation, expiry_ms, nonce, digest)
-    return Ticket(owner.peer, owner.incarnation, expiry_ms, nonce, digest, mac)
-
-
-def verify(key: bytes, get: Get, owner: Owner, nonce: bytes) -> None:
-    """Raise TicketRefused unless the ticket is valid for this owner, connection and request."""
-    ticket, digest = get.ticket, _digest(get.pieces, get.transport, get.card)
-    expected = _mac(
-        key,
-        ticket.peer,
-        ticket.incarnation,
-        ticket.expiry_ms,
-        ticket.nonce,
-        ticket.digest,
-    )
-    authentic = hmac.compare_digest(expected, ticket.mac)
-    # One answer for every way to be a stranger: it tells nothing about the key.
-    if not authentic or ticket.nonce != nonce or ticket.digest != digest:
-        raise TicketRefused(
-            "the ticket is invalid: it was issued with the key of a different run, for a "
-            "different connection, or for different ranges. Start all peers with the same --run "
-            "and --token-file"
-        )
-    if (ticket.peer, ticket.incarnation) != (owner.peer, owner.incarnation):
-        raise TicketRefused(
-            f"the ticket is for incarnation {ticket.incarnation} of peer {ticket.peer!r}, but it "
-            f"reached incarnation {owner.incarnation} of peer {owner.peer!r}: repeat the call to "
-            "find where the values are now",
-            peer=owner.peer,
-            incarnation=owner.incarnation,
-        )
+def ticket_of(key: bytes, nonce: bytes, get: Get) -> bytes:
+    """The ticket of a request: for all that it says, on one connection, in its turn."""
+    way = get.transport, get.tag, get.card
+    return _mac(key, _CONTEXT, nonce, *_named(get.owner), get.expiry_ms, get.pieces, *way)
 
 
 def held_mac(key: bytes, nonce: bytes, card: bytes, sources: bytes) -> bytes:
     """The owner's proof that a card and offsets are its own, for this request."""
-    signed = msgspec.msgpack.encode((_HELD_CONTEXT, nonce, card, sources))
-    return hmac.digest(key, signed, "sha256")
+    return _mac(key, _HELD_CONTEXT, nonce, card, sources)
 
 
 def watched_mac(key: bytes, nonce: bytes, owner: Owner, ended: bool) -> bytes:
     """The proof that the answer whether this process has exited comes from the owner's host."""
-    signed = (_WATCHED_CONTEXT, nonce, owner.peer, owner.incarnation, ended)
+    return _mac(key, _WATCHED_CONTEXT, nonce, *_named(owner), ended)
+
+
+def _mac(key: bytes, *signed: object) -> bytes:
     return hmac.digest(key, msgspec.msgpack.encode(signed), "sha256")
 
 
-def _digest(pieces: bytes, transport: str, card: bytes) -> bytes:
-    return hashlib.blake2b(pieces + transport.encode() + card, digest_size=32).digest()
-
-
-def _mac(
-    key: bytes, peer: str, incarnation: int, expiry_ms: int, nonce: bytes, digest: bytes
-) -> bytes:
-    signed = msgspec.msgpack.encode((_CONTEXT, peer, incarnation, expiry_ms, nonce, digest))
-    return hmac.digest(key, signed, "sha256")
+def _named(owner: Owner) -> tuple[str, int]:
+    return owner.peer, owner.incarnation
 
 
 @dataclass(frozen=True, slots=True)

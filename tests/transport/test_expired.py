@@ -33,7 +33,7 @@ from dataplane.transport.secure_stream import door
 from dataplane.transport.slices import pieces_of
 from dataplane.transport.stream import BulkStream
 from dataplane.transport.tcp import TcpTransport
-from dataplane.transport.tickets import issue, new_identity
+from dataplane.transport.tickets import new_identity, ticket_of
 from dataplane.wire.packed import EXTENT
 from dataplane.wire.tables import Owner
 
@@ -106,8 +106,9 @@ def test_a_ticket_that_runs_out_between_pin_and_first_byte_is_refused(
     deadline = time.monotonic() + 30
     connection = Connections(KEY).borrow(Reading(served.remote, np.zeros(0, COPY), deadline))
     pieces = pieces_of(np.array([(0, 1, 0, NBYTES, 0)], COPY)).tobytes()
-    ticket = issue(KEY, OWNER, 50, connection.nonce(), pieces, transport)
-    connection.stream.send(encode(Get(1, ticket, pieces, NBYTES, transport)), deadline)
+    get = Get(OWNER, 50, pieces, transport)
+    get.ticket = ticket_of(KEY, connection.nonce(), get)
+    connection.stream.send(encode(get), deadline)
     frame = connection.stream.receive(MAX_GET_FRAME_BYTES, deadline)
     assert frame is not None, "the owner closed the connection without a word"
     answer = decode_from_owner(frame)

@@ -18,7 +18,7 @@ from dataplane.transport.reading import Reading
 from dataplane.transport.seam import Remote
 from dataplane.transport.slices import pieces_of
 from dataplane.transport.stream import iovecs
-from dataplane.transport.tickets import issue
+from dataplane.transport.tickets import ticket_of
 
 StartHost = Callable[..., Awaitable[Any]]  # a Host of conftest
 ZERO_WINDOW_PROBE = "04"
@@ -26,9 +26,8 @@ ZERO_WINDOW_PROBE = "04"
 
 
 def ask(connection: Connection, remote: Remote, copies: np.ndarray) -> None:
-    pieces = pieces_of(copies).tobytes()
-    ticket = issue(KEY, remote.owner, 60_000, connection.nonce(), pieces)
-    get = Get(connection.version, ticket, pieces, int(copies["nbytes"].sum()))
+    get = Get(remote.owner, 60_000, pieces_of(copies).tobytes())
+    get.ticket = ticket_of(KEY, connection.nonce(), get)
     connection.stream.send(encode(get), time.monotonic() + 10)
 
 

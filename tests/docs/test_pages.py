@@ -104,6 +104,7 @@ def test_every_link_and_picture_of_a_page_leads_somewhere(name: str) -> None:
     [
         ("CONTRIBUTING.md", "## Where an idea lives", 2, ROOT),
         ("docs/architecture.md", "### The same way in the code", 3, ROOT / "dataplane"),
+        ("docs/architecture.md", "### A put, call by call", 2, ROOT / "dataplane"),
     ],
 )
 def test_every_file_that_a_page_names_for_an_idea_is_there(
@@ -120,6 +121,19 @@ def test_every_file_that_a_page_names_for_an_idea_is_there(
                 path = path.with_suffix(".py")
             assert path.exists(), name
             folder = path if path.is_dir() else path.parent
+
+
+def test_every_call_on_the_way_of_a_put_is_in_a_file_that_its_line_names() -> None:
+    table = (ROOT / "docs/architecture.md").read_text().split("### A put, call by call")[1]
+    rows = [line.split("|") for line in table.split("\n#")[0].splitlines() if line[:3] == "| `"]
+    assert len(rows) > 10
+    for _, calls, files, *_ in rows:
+        folder, code = ROOT / "dataplane", ""
+        for name in re.findall(r"`([^`]+)`", files):
+            path = ROOT / "dataplane" / name if "/" in name else folder / name
+            folder, code = path.parent, code + path.read_text()
+        for call in re.findall(r"`([^`]+)`", calls):
+            assert re.search(rf"def {call.split('.')[-1]}\(", code), call
 
 
 def test_the_pages_stay_short() -> None:

@@ -349,6 +349,23 @@ def test_an_ack_without_an_answer_is_asked_again_under_its_number(
     assert batch.state == "acked"
 
 
+def test_values_for_rows_that_are_acked_are_refused(peer: ScriptedPeer, batch: Batch) -> None:
+    """Nobody would store them: the ack that should, would find nothing to do."""
+    batch.rows([1]).drop()
+    peer.scripts[Finish] = lambda r, b: SILENCE
+    with pytest.raises(dataplane.DeadlineExceeded):
+        batch.rows([2]).ack(timeout=0.1)
+    del peer.scripts[Finish]
+    batch.rows([3]).ack()  # the peer says that row 2 is acked, too
+    for rows in ([2], [0, 2, 3]):
+        with pytest.raises(dataplane.LeaseExpired, match="of them are already acked") as refused:
+            batch.rows(rows).add(reward=rows)
+        assert refused.value.details["rows"] == [row for row in rows if row]
+    batch.rows([0, 1]).add(reward=[1, 2])  # a value of a dropped row is of no use, and no error
+    batch.ack()
+    assert batch.state == "acked"
+
+
 def answer_slowly(peer: ScriptedPeer, *answers: Body, seconds: float = SLOW_S) -> None:
     """Answer the next finishes so, this long after each arrives, and the others at once."""
     left = list(answers)

@@ -231,7 +231,8 @@ class Batch(LeasedRows):
 
         The call copies the values. The ack stores them and makes them visible to other stages.
 
-        Raises FieldExists if a field was already added, and LeaseExpired if the lease has ended.
+        Raises FieldExists if a field was already added, and LeaseExpired if the lease has ended or
+        some of the rows are already acked or released.
         """
         await self.lease.add(named_once(columns, named), Deadline(timeout), self._at)
 

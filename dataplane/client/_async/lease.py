@@ -146,6 +146,8 @@ class Lease:
         self._all = all_of(n)
         self._closed = 0
         """the rows that are finished or dropped, as a bit mask of positions"""
+        self._finished = 0
+        """of these, the rows that are acked or released"""
         self._added: list[Added] = []
         self._doubt: Doubt | None = None
         """what may have taken effect"""
@@ -191,6 +193,13 @@ class Lease:
             await self._settle_doubt(deadline)
             self.check()
         at = self._bits(rows)
+        if finished := at & self._finished:
+            raise LeaseExpired(
+                f"cannot add values to {counted(at.bit_count(), 'row')}: {finished.bit_count()} of "
+                "them are already acked or released. Add values to the others: batch.rows([…])",
+                stage=self.stage,
+                rows=[*rows_of(finished)],
+            )
         if self._added:
             self._check_new(columns, at)
         # values are in the order of the rows as they were given
@@ -572,6 +581,8 @@ class Lease:
     def _close(self, outcome: str, rows: int) -> None:
         """Note that these rows are finished or dropped. The lease ends with the last of them."""
         self._closed |= rows
+        if outcome != "drop":
+            self._finished |= rows
         if self._closed == self._all:
             self._end(ENDED[outcome])
 

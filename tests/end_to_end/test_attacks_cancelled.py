@@ -122,6 +122,44 @@ def test_nor_does_one_that_opens_a_connection_for_each_of_its_messages(
         assert runner.run(cancelled_everywhere(a, b, call, late=False, crowded=True)) > 1
 
 
+def test_rows_come_back_though_the_end_of_a_block_is_cancelled_before_it_has_a_connection(
+    cluster: Cluster,
+) -> None:
+    async def leave(part: aio.Partition, leaving: asyncio.Event) -> None:
+        async with part.stream("s", rows=1, timeout=20) as batches:
+            async for _ in batches:
+                waits = [part.wait("t", rows=1, timeout=20) for _ in range(4)]
+                others.extend(map(asyncio.ensure_future, waits))
+                await asyncio.sleep(0.1)  # until they have all connections
+                leaving.set()
+                break
+
+    async def at_every_turn() -> None:
+        async with aio.connect("a", run="test") as client:
+            part = await client.partition("p", stages={"s": ["x"], "t": ["y"]})
+            for turns in range(12):
+                await part.put({"x": [turns]}, key=[turns])
+                leaving = asyncio.Event()
+                task = asyncio.ensure_future(leave(part, leaving))
+                await leaving.wait()
+                for _ in range(turns):  # of the loop
+                    await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.wait([task], timeout=20)
+                assert task.done()
+                del task
+                for other in others:
+                    other.cancel()
+                await asyncio.wait(others)
+                others.clear()
+            await asyncio.to_thread(no_leaks, a)
+
+    others: list[asyncio.Task[None]] = []
+    with cluster.connect("a") as a:
+        asyncio.run(at_every_turn())
+        a.partition("p").drop()
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 def test_a_cancelled_restore_leaves_no_partition_and_a_cancelled_checkpoint_no_file(
     cluster: Cluster, late: bool, tmp_path: Path

@@ -619,12 +619,19 @@ class Lease:
         if self.state == "leased":
             await self.finish("release", deadline)
         elif self._abandoned:
-            self._abandoned = False
-            self.handle.session.leases.discard(self.id)
             deadline.check("release")
-            with contextlib.suppress(LeaseExpired):  # it was told already
-                call = Call(Finish(self.id, "release"), deadline)
-                await send(self.handle.session, call)
+            self._abandoned, session = False, self.handle.session
+            untold = session.leases.discard(self.id) is not None
+            call = Call(Finish(self.id, "release"), deadline)
+            try:
+                await send(session, call)
+            except LeaseExpired:
+                pass  # it was told already
+            except BaseException:
+                if untold and not call.in_flight:
+                    session.leases.add(self.id, self.handle.name)
+                    session.abandon(Abandoned(self.id, self.handle.name, self.stage, 0), [])
+                raise
 
     def abandon(self, forgotten: tuple[str, str] | None = None) -> None:
         """Return the rows to their stage from a finalizer, without waiting. A loop may end while

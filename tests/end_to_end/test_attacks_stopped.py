@@ -227,6 +227,38 @@ def test_an_ack_holds_that_a_stopped_peer_reads_after_the_limit_of_its_lease(
             batch.ack()
 
 
+@pytest.mark.parametrize("kind", ["stream", "loader", "plan"])
+def test_leaving_a_loop_at_a_stopped_peer_takes_its_time_out_once(
+    cluster: Cluster, kind: str
+) -> None:
+    """Not once for the ack, once for the release, and more for what was claimed ahead."""
+    timeout_s, longest_s, rows = 5.0, 9.0, 3000
+    cluster.start("a")
+    with cluster.connect("a") as plane:
+        part = plane.partition("p", {"s": ["x"]}, free="drop")
+        part.put({"x": list(range(rows))}, tags={"n": 1})
+        part.seal()
+        began = 0.0
+        with pytest.raises(dataplane.DeadlineExceeded):
+            if kind == "plan":
+                ahead = part.plan("s", rank=0, ranks=1, budget={"n": 1}, prefetch=rows)
+                with ahead as plan:
+                    next(iter(next(iter(plan))))
+                    cluster.freeze("a")  # while one of the others is fetched
+                    began = time.monotonic()
+                    plan.release(timeout=timeout_s)
+            else:
+                with getattr(part, kind)("s", rows=1, timeout=timeout_s) as batches:
+                    for _ in batches:
+                        cluster.freeze("a")
+                        began = time.monotonic()
+        assert time.monotonic() - began < longest_s
+        cluster.wake("a")
+        part.claim("s", rows=rows, min=rows - 1, timeout=20).ack()  # perhaps it heard of the first
+        part.drop()
+        no_leaks(plane)
+
+
 @pytest.mark.parametrize("outcome", ["ack", "release", "drop"])
 def test_a_batch_can_be_finished_after_the_peer_of_its_shard_had_not_answered(
     cluster: Cluster, outcome: str

@@ -192,11 +192,12 @@ class Prefetch(Generic[B]):
         with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(self._task.cancel)
 
-    async def end(self) -> None:
-        """Cancel the task and wait until it has stopped."""
+    async def end(self, deadline: Deadline) -> None:
+        """Cancel the task and wait until it has stopped, and, until the deadline, until the peer
+        has back what the task was given."""
         self._task.cancel()
         await asyncio.wait([self._task])
-        await self._loop.run_in_executor(None, self._session.settle)
+        await self._loop.run_in_executor(None, self._session.settle, deadline.until)
 
     def left(self) -> list[Lease]:
         """Remove the unused prefetched batches, and return a list of their leases."""

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from dataplane.client import arguments
 from dataplane.client._async.backend import Fetching, convert_off_loop
-from dataplane.client._async.calls import DEFAULT_TIMEOUT_S, public
+from dataplane.client._async.calls import DEFAULT_TIMEOUT_S, UNKNOWN, public
 from dataplane.client._async.lease import ENDED, Lease, Outcome, dropped
 from dataplane.client._async.reads import read_rows
 from dataplane.client.arguments import Deadline
@@ -298,6 +298,9 @@ class Batch(LeasedRows):
             return
         if kind is None:
             await self.ack()
+            return
+        if isinstance(exc, UNKNOWN) and self._at is None:
+            self.lease.abandon()  # the peer did not answer: do not wait once more
             return
         try:
             await self.release()

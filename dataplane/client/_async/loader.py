@@ -17,7 +17,7 @@ import numpy as np
 from dataplane.client import arguments
 from dataplane.client._async.backend import Prefetch
 from dataplane.client._async.batch import Batch
-from dataplane.client._async.calls import public
+from dataplane.client._async.calls import UNKNOWN, public
 from dataplane.client._async.claiming import Claiming
 from dataplane.client._async.lease import LEFT, Lease
 from dataplane.client.arguments import Deadline, Demand
@@ -139,8 +139,8 @@ class Loader:
         if self._behind is None:
             return
         (prefetch, held), self._behind = self._behind, None
-        await prefetch.end()
         deadline = Deadline(self._limit_s)
+        await prefetch.end(deadline)
         for lease in held + prefetch.left():
             await lease.give_back(deadline)
 
@@ -149,7 +149,10 @@ class Loader:
         return self
 
     async def __aexit__(self, kind: object, exc: object, trace: object) -> None:
-        await self.aclose()
+        if not isinstance(exc, UNKNOWN):
+            await self.aclose()
+        elif self._loop is not None:  # the peer did not answer: do not wait once more
+            self._loop.leave()
 
     async def _take(self) -> Batch:
         """Claim the next batch, without rows that a loaded state lists; those are acked."""
@@ -199,6 +202,9 @@ class LoaderLoop(AsyncIterator[Any]):
             self.over = True
             tell_what_is_left(exc)
             raise StopAsyncIteration from None
+        except UNKNOWN:
+            self.leave()
+            raise
         except Exception:
             await self._loader.aclose()
             raise

@@ -12,7 +12,7 @@ import numpy as np
 from dataplane.client import arguments
 from dataplane.client._async.backend import Prefetch
 from dataplane.client._async.batch import LeasedRows
-from dataplane.client._async.calls import DEFAULT_TIMEOUT_S, public
+from dataplane.client._async.calls import DEFAULT_TIMEOUT_S, UNKNOWN, public
 from dataplane.client._async.lease import Added
 from dataplane.client._async.plan_part import Fetching, Index, Part, fetch, fetch_rows
 from dataplane.client.arguments import Deadline
@@ -220,43 +220,45 @@ class Plan:
     @public
     async def ack(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
         """Ack this rank's part of the plan. A no-op if the part is already acked."""
-        await self._stop()
+        deadline = Deadline(timeout)
+        await self._stop(deadline)
         part = self._part
         if part.state == "acked":
             return
         part.check()
-        await part.finish("ack", Deadline(timeout))
+        await part.finish("ack", deadline)
 
     @public
     async def release(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
         """End the plan for all ranks. The rows return to their stage."""
-        await self._stop()
+        deadline = Deadline(timeout)
+        await self._stop(deadline)
         part = self._part
         part.check()
-        await part.finish("release", Deadline(timeout))
+        await part.finish("release", deadline)
 
     async def _take(self, mini: int, at: int) -> Micro:
         self._part.check()
         if self._prefetch is None or self._upcoming != (mini, at):
-            await self._stop()
+            await self._stop(Deadline(DEFAULT_TIMEOUT_S))
             take = _upcoming(self._part, len(self), mini, at)
             session = self._part.handle.session
             self._prefetch = Prefetch(take, None, self._ahead, None, session)
         try:
             micro, _ = await self._prefetch.next()
-        except Exception:
-            await self._stop()
+        except Exception as exc:
+            await self._stop(Deadline(0 if isinstance(exc, UNKNOWN) else DEFAULT_TIMEOUT_S))
             raise
         more = at + 1 < len(self._part.mini(mini))
         self._upcoming = (mini, at + 1) if more else (mini + 1, 0)
         return micro
 
-    async def _stop(self) -> None:
+    async def _stop(self, deadline: Deadline) -> None:
         """Nothing is fetched any more."""
         prefetch, self._prefetch = self._prefetch, None
         if prefetch is not None:
             prefetch.left()
-            await prefetch.end()
+            await prefetch.end(deadline)
 
     def __del__(self) -> None:
         # Nobody has it any more, but for a prefetch that is under way.
@@ -274,8 +276,13 @@ class Plan:
         return self
 
     async def __aexit__(self, kind: object, exc: object, trace: object) -> None:
+        if isinstance(exc, UNKNOWN):  # the peer did not answer: do not wait once more
+            if self._prefetch is not None:
+                self._prefetch.stop()
+            self._part.abandon()
+            return
         if self.state != "leased":
-            await self._stop()
+            await self._stop(Deadline(DEFAULT_TIMEOUT_S))
             return
         if kind is None:
             await self.ack()

@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 from dataplane.client import arguments
 from dataplane.client._async.batch import Batch
-from dataplane.client._async.calls import public
+from dataplane.client._async.calls import UNKNOWN, public
 from dataplane.client._async.claiming import Claiming
 from dataplane.client._async.lease import LEFT, Lease
 from dataplane.client._async.loader import refuse_workers, tell_what_is_left
@@ -62,13 +62,18 @@ class Stream:
     async def aclose(self) -> None:
         """Release the current batch and end the stream."""
         self._closed = True
-        await self._settle([loop.lease for loop in list(self._loops) if loop.lease is not None])
+        await self._settle(self._held())
 
     async def __aenter__(self) -> Stream:
         self._entered = True
         return self
 
     async def __aexit__(self, kind: object, exc: object, trace: object) -> None:
+        if isinstance(exc, UNKNOWN):  # the peer did not answer: do not wait once more
+            self._closed = True
+            for lease in self._held():
+                lease.abandon()
+            return
         try:
             await self.aclose()
         except DataplaneError as failure:
@@ -81,6 +86,10 @@ class Stream:
                 self,
                 failure,
             )
+
+    def _held(self) -> list[Lease]:
+        """The current batches of all loops."""
+        return [loop.lease for loop in list(self._loops) if loop.lease is not None]
 
     async def _settle(self, held: list[Lease]) -> None:
         held, self._left = self._left + held, []
@@ -101,8 +110,7 @@ class Stream:
         )
 
     def __repr__(self) -> str:
-        held = [loop.lease for loop in list(self._loops) if loop.lease is not None]
-        rows = ", ".join(f"{lease.open_rows} rows" for lease in held) or "no batch"
+        rows = ", ".join(f"{lease.open_rows} rows" for lease in self._held()) or "no batch"
         state = "ended" if self._closed else f"holds {rows}"
         return f"<{self._kind} of {self._what}: {state}>"
 

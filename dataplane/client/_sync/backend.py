@@ -138,14 +138,15 @@ class Prefetch(Generic[B]):
             self._changed.notify_all()
             self._changed.release()
 
-    def end(self) -> None:
-        """End the thread and wait until it has stopped."""
+    def end(self, deadline: Deadline) -> None:
+        """End the thread and wait until it has stopped, and, until the deadline, until the peer has
+        back what the thread was given."""
         self.stop()
         with self._changed:
             self._changed.notify_all()
         if self._thread is not threading.current_thread():
             self._thread.join()
-        self._session.settle()
+        self._session.settle(deadline.until)
 
     def left(self) -> list[Lease]:
         """Forget the prefetched batches that were not used. Returns their leases."""

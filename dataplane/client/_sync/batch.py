@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from dataplane.client import arguments
 from dataplane.client._sync.backend import Fetching, convert_off_loop
-from dataplane.client._sync.calls import DEFAULT_TIMEOUT_S, public
+from dataplane.client._sync.calls import DEFAULT_TIMEOUT_S, UNKNOWN, public
 from dataplane.client._sync.lease import ENDED, Lease, Outcome, dropped
 from dataplane.client._sync.reads import read_rows
 from dataplane.client.arguments import Deadline
@@ -301,6 +301,9 @@ class Batch(LeasedRows):
             return
         if kind is None:
             self.ack()
+            return
+        if isinstance(exc, UNKNOWN) and self._at is None:
+            self.lease.abandon()  # the peer did not answer: do not wait once more
             return
         try:
             self.release()

@@ -20,7 +20,7 @@ import numpy as np
 from dataplane.client import arguments
 from dataplane.client._sync.backend import Prefetch
 from dataplane.client._sync.batch import Batch
-from dataplane.client._sync.calls import public
+from dataplane.client._sync.calls import UNKNOWN, public
 from dataplane.client._sync.claiming import Claiming
 from dataplane.client._sync.lease import LEFT, Lease
 from dataplane.client.arguments import Deadline, Demand
@@ -142,8 +142,8 @@ class Loader:
         if self._behind is None:
             return
         (prefetch, held), self._behind = self._behind, None
-        prefetch.end()
         deadline = Deadline(self._limit_s)
+        prefetch.end(deadline)
         for lease in held + prefetch.left():
             lease.give_back(deadline)
 
@@ -152,7 +152,10 @@ class Loader:
         return self
 
     def __exit__(self, kind: object, exc: object, trace: object) -> None:
-        self.close()
+        if not isinstance(exc, UNKNOWN):
+            self.close()
+        elif self._loop is not None:  # the peer did not answer: do not wait once more
+            self._loop.leave()
 
     def _take(self) -> Batch:
         """Claim the next batch, without rows that a loaded state lists; those are acked."""
@@ -202,6 +205,9 @@ class LoaderLoop(Iterator[Any]):
             self.over = True
             tell_what_is_left(exc)
             raise StopIteration from None
+        except UNKNOWN:
+            self.leave()
+            raise
         except Exception:
             self._loader.close()
             raise

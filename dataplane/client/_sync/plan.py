@@ -15,7 +15,7 @@ import numpy as np
 from dataplane.client import arguments
 from dataplane.client._sync.backend import Prefetch
 from dataplane.client._sync.batch import LeasedRows
-from dataplane.client._sync.calls import DEFAULT_TIMEOUT_S, public
+from dataplane.client._sync.calls import DEFAULT_TIMEOUT_S, UNKNOWN, public
 from dataplane.client._sync.lease import Added
 from dataplane.client._sync.plan_part import Fetching, Index, Part, fetch, fetch_rows
 from dataplane.client.arguments import Deadline
@@ -223,43 +223,45 @@ class Plan:
     @public
     def ack(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
         """Ack this rank's part of the plan. A no-op if the part is already acked."""
-        self._stop()
+        deadline = Deadline(timeout)
+        self._stop(deadline)
         part = self._part
         if part.state == "acked":
             return
         part.check()
-        part.finish("ack", Deadline(timeout))
+        part.finish("ack", deadline)
 
     @public
     def release(self, *, timeout: float | None = DEFAULT_TIMEOUT_S) -> None:
         """End the plan for all ranks. The rows return to their stage."""
-        self._stop()
+        deadline = Deadline(timeout)
+        self._stop(deadline)
         part = self._part
         part.check()
-        part.finish("release", Deadline(timeout))
+        part.finish("release", deadline)
 
     def _take(self, mini: int, at: int) -> Micro:
         self._part.check()
         if self._prefetch is None or self._upcoming != (mini, at):
-            self._stop()
+            self._stop(Deadline(DEFAULT_TIMEOUT_S))
             take = _upcoming(self._part, len(self), mini, at)
             session = self._part.handle.session
             self._prefetch = Prefetch(take, None, self._ahead, None, session)
         try:
             micro, _ = self._prefetch.next()
-        except Exception:
-            self._stop()
+        except Exception as exc:
+            self._stop(Deadline(0 if isinstance(exc, UNKNOWN) else DEFAULT_TIMEOUT_S))
             raise
         more = at + 1 < len(self._part.mini(mini))
         self._upcoming = (mini, at + 1) if more else (mini + 1, 0)
         return micro
 
-    def _stop(self) -> None:
+    def _stop(self, deadline: Deadline) -> None:
         """Nothing is fetched any more."""
         prefetch, self._prefetch = self._prefetch, None
         if prefetch is not None:
             prefetch.left()
-            prefetch.end()
+            prefetch.end(deadline)
 
     def __del__(self) -> None:
         # Nobody has it any more, but for a prefetch that is under way.
@@ -277,8 +279,13 @@ class Plan:
         return self
 
     def __exit__(self, kind: object, exc: object, trace: object) -> None:
+        if isinstance(exc, UNKNOWN):  # the peer did not answer: do not wait once more
+            if self._prefetch is not None:
+                self._prefetch.stop()
+            self._part.abandon()
+            return
         if self.state != "leased":
-            self._stop()
+            self._stop(Deadline(DEFAULT_TIMEOUT_S))
             return
         if kind is None:
             self.ack()

@@ -16,7 +16,7 @@ from weakref import WeakSet
 
 from dataplane.client import arguments
 from dataplane.client._sync.batch import Batch
-from dataplane.client._sync.calls import public
+from dataplane.client._sync.calls import UNKNOWN, public
 from dataplane.client._sync.claiming import Claiming
 from dataplane.client._sync.lease import LEFT, Lease
 from dataplane.client._sync.loader import refuse_workers, tell_what_is_left
@@ -65,13 +65,18 @@ class Stream:
     def close(self) -> None:
         """Release the current batch and end the stream."""
         self._closed = True
-        self._settle([loop.lease for loop in list(self._loops) if loop.lease is not None])
+        self._settle(self._held())
 
     def __enter__(self) -> Stream:
         self._entered = True
         return self
 
     def __exit__(self, kind: object, exc: object, trace: object) -> None:
+        if isinstance(exc, UNKNOWN):  # the peer did not answer: do not wait once more
+            self._closed = True
+            for lease in self._held():
+                lease.abandon()
+            return
         try:
             self.close()
         except DataplaneError as failure:
@@ -84,6 +89,10 @@ class Stream:
                 self,
                 failure,
             )
+
+    def _held(self) -> list[Lease]:
+        """The current batches of all loops."""
+        return [loop.lease for loop in list(self._loops) if loop.lease is not None]
 
     def _settle(self, held: list[Lease]) -> None:
         held, self._left = self._left + held, []
@@ -104,8 +113,7 @@ class Stream:
         )
 
     def __repr__(self) -> str:
-        held = [loop.lease for loop in list(self._loops) if loop.lease is not None]
-        rows = ", ".join(f"{lease.open_rows} rows" for lease in held) or "no batch"
+        rows = ", ".join(f"{lease.open_rows} rows" for lease in self._held()) or "no batch"
         state = "ended" if self._closed else f"holds {rows}"
         return f"<{self._kind} of {self._what}: {state}>"
 

@@ -129,10 +129,17 @@ class Housekeeper:
             if self._anchor is None and not self._over():
                 self._anchor = self._another(_SEND_S)
 
-    def settle(self) -> None:
-        """What calls that nobody waits for any more were given is back when this returns."""
-        with self._undoing:
-            self.tell(self._undone(_SEND_S))
+    def settle(self, until: float) -> None:
+        """What calls that nobody waits for any more were given is back when this returns, unless
+        the peer does not answer until then (by the monotonic clock)."""
+        until = min(until, time.monotonic() + _SEND_S)
+        if not self._undoing.acquire(timeout=max(0.0, until - time.monotonic())):
+            return  # the housekeeping thread waits for the same answers
+        try:
+            due = self._undone(max(0.0, until - time.monotonic()))
+            self.tell(due, max(0.0, until - time.monotonic()))
+        finally:
+            self._undoing.release()
 
     def _undone(self, limit_s: float = 0.0) -> list[Body]:
         """What takes back the answers that came when nobody waited for them any more. A connection

@@ -143,8 +143,8 @@ class Session:
         """wakes the housekeeper"""
         self.tend: Callable[[], None] = lambda: None
         """starts the housekeeper; called where there is something to keep house for"""
-        self.settle: Callable[[], None] = lambda: None
-        """waits until what was given to calls that were given up is back"""
+        self.settle: Callable[[float], None] = lambda until: None
+        """waits until what was given to calls that were given up is back, or until this time"""
         self.close_arena: Callable[[], object] = lambda: None
         """closes the arena's descriptor, which is open for `writes`"""
         self.direct = DirectCopies(reads, self._call_housekeeper)

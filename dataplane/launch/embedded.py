@@ -123,7 +123,8 @@ class Attached:
                 said += ". To start with an empty run instead, call connect(fresh=True)"
             return [said]
         named = self.run.said_by in ("hand", "variable") and not self.run.unnamed
-        if named and starter is not None and not runs.is_of_launch(starter):
+        # Nobody has left: the process that started this run is about to connect.
+        if named and found.left_by and starter is not None and not runs.is_of_launch(starter):
             return [
                 "another launch started this run and has no clients left. To start with a new "
                 "run instead, call connect(fresh=True)"

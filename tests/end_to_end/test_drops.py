@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from dataplane import tag
+from dataplane import LeaseExpired, tag
 from tests.end_to_end.conftest import Cluster
 
 
@@ -34,3 +36,24 @@ def test_a_drop_says_what_it_took_wherever_its_shard_is(pair: Cluster, replicas:
             took(there.drop(), 2)
             assert here.drop() == (0, 0)
             del held
+
+
+def test_a_part_without_rows_can_be_finished_like_any_other(pair: Cluster) -> None:
+    """As a filter leaves it that finds nothing: `batch.rows(np.flatnonzero(is_bad)).drop()`."""
+    with pair.connect("a") as a, pair.connect("b") as b:
+        a.partition("p", stages={"s": ["x"]}).put({"x": [1, 2], "y": [3, 4]})
+        batch = b.partition("p").claim("s", rows=2, timeout=20)
+        nothing: list[Any] = [[], np.flatnonzero(np.zeros(2))]
+        for at in nothing:
+            for finish in ("ack", "drop", "release"):
+                none = batch.rows(at)
+                assert none.state == "leased" and list(none["y"]) == []
+                getattr(none, finish)()
+                getattr(none, finish)()
+            with batch.rows(at) as none:
+                none.release(tags={"n": []}, values={"so_far": []})
+        assert batch.state == "leased"
+        batch.ack()
+        with pytest.raises(LeaseExpired, match="this batch is already acked"):
+            batch.rows([]).ack()
+        assert a.partition("p").stats()["stages"]["s"]["acked_rows"] == 2

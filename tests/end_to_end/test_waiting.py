@@ -116,11 +116,18 @@ def test_what_is_asked_for_is_part_of_the_reason(plane: Plane) -> None:
         "2 of 2 rows ready, and the claim returns once its budget of 50 (tag `n`) is full or "
         "the partition is sealed"
     )
-    assert said(part.wait, below=2) == ("2 of 2 rows ready, fewer than 2 unfinished wanted")
+    assert said(part.wait, below=2) == "2 of 2 rows ready, fewer than 2 unfinished wanted"
     stale = said(part.wait, below=1, where=tag("n") > 5)
     assert stale == (
         "1 of 2 rows ready, fewer than 1 unfinished wanted; the filter excludes 1 ready row"
     )
+    part = plane.partition("forgotten", stages={"s": ["x"], "judge": ["x"]})
+    part.put({"x": [1, 2]})
+    with pytest.raises(
+        dataplane.ClaimTimeout,
+        match="2 rows are ready for stage 'judge', but no client has ever claimed from it",
+    ):
+        part.wait("judge", below=1, timeout=0.3)
     part = plane.partition("q", stages={"s": ["x"]}, group_size=2, groups=5)
     for group in range(2):
         part.put({"x": [1, 2]}, group=group)

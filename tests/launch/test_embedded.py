@@ -23,6 +23,7 @@ from dataplane.errors import (
     TokenMissing,
 )
 from dataplane.launch import embedded, rundir, runs
+from dataplane.version import __version__
 from dataplane.wire.messages import HelloDone
 from tests.launch import stand_in
 from tests.processes import all_ending
@@ -209,6 +210,17 @@ def test_of_many_other_runs_the_latest_are_named(run_dir: Path) -> None:
     assert re.search(f"this host also has {shown} and 2 more: to share rows", line)
     for lock in locks:
         lock.release()
+
+
+def test_a_run_whose_starter_is_still_connecting_is_not_called_left(run_dir: Path) -> None:
+    other = rundir.Starter("another launch", "1:1", 4711, "python train.py")
+    card = rundir.Card("embedded", 4712, "p", __version__, 0.0, starter=other)
+    run = rundir.LivingRun("p", run_dir, [rundir.LivingPeer("embedded", run_dir / "s", card)])
+    joined = embedded.Attached(runs.Run("p", "hand"), run.peers[0], run, runs.this_process())
+    level, line = joined.line(HelloDone(0, (0, 0, 0)))
+    assert "fresh" not in line and level == logging.INFO
+    level, line = joined.line(HelloDone(0, (0, 0, 0), left_by="python train.py"))
+    assert "started this run and has no clients left" in line and level == logging.WARNING
 
 
 def test_looking_for_a_peer_of_whatever_run_leaves_no_folder_of_ones_own(run_dir: Path) -> None:

@@ -197,6 +197,8 @@ class LeasedRows(Converting):
             return self.lease.state
         if self.lease.open_among(self._at):
             return "leased"
+        if not len(self._at):  # as its batch, until it is finished itself
+            return self._outcome or self.lease.state
         return self._outcome or self.lease.state.replace("leased", "finished")
 
     def _become_part(self, of: Selection, at: npt.NDArray[np.intp]) -> None:
@@ -331,8 +333,10 @@ class Batch(LeasedRows):
         self._outcome = ENDED[outcome]
 
     def _check(self) -> None:
-        """LeaseExpired where these rows are finished."""
-        if self._at is not None and self.lease.state == "leased" and self.state != "leased":
+        """LeaseExpired where these rows are finished. A part without rows never is."""
+        if self._at is None or not len(self._at):
+            return
+        if self.lease.state == "leased" and self.state != "leased":
             raise LeaseExpired(
                 f"the rows of this part of the batch are already {self.state}, so they can no "
                 "longer be changed: claim a new batch",

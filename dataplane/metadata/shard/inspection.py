@@ -58,7 +58,8 @@ class Look:
         budget_tag: str | None = None,
     ) -> None:
         """budget_tag: the tag by which the call weighs rows."""
-        self.state, self.stage, self.where, self.tag = state, state.stage(name), where, budget_tag
+        self.state, self.name, self.where, self.tag = state, name, where, budget_tag
+        self.stage = state.stage(name)
         self.unit, self.units = unit, self.stage.units(unit)
         self.lacking = Counter[str]()
         """by field, the pending rows without it"""
@@ -107,6 +108,7 @@ def missing(look: Look, now: float) -> dict[str, Any]:
     """
     state, stage, units, where = look.state, look.stage, look.units, look.where
     ready, counts = units.ready(where), units.count()
+    ready_rows = look.ready | Counter({look.name: stage.rows.counts[READY]})
     still_open = [group for group in state.groups.values() if not group.closed]
     still_open.sort(key=lambda group: group.seen > 0)
     short = still_open[:SHOWN_GROUPS]
@@ -123,7 +125,7 @@ def missing(look: Look, now: float) -> dict[str, Any]:
             tag: nearest(tag, sorted(state.tag_names)) for tag in _unknown_tags(state, where)
         },
         "unknown_values": _unknown_values(look) if units.ready(None) > ready else [],
-        "idle": idle(state, now, look.ready),
+        "idle": idle(state, now, ready_rows),
         "open_groups": len(still_open),
         "short": [
             (group.name, group.seen, group.expected, _near_group(group, still_open))

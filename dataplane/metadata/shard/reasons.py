@@ -48,13 +48,13 @@ class Facts:
     the call needs at least, 0 if it counts none. excluded: ready, but the filter leaves them out.
     unknown_tags: tags of the filter that no row has → one with a similar name. unknown_values:
     (tag, values of the filter that no row has, values that rows have, how many more). alone: rows
-    without
-    a group. open_groups: how many; short: the first of them as (name, rows, rows it needs or -1, a
-    similar name if it has no rows). missing: field → rows without it. adders: field → the stage
-    that has added it to other rows. near_fields: field → a similar one that rows have. idle: stages
-    that nobody claims and that have pending rows ready, see `inspection.Idle`. leases: [(who,
-    stage, rows, seconds)]. put_rows: that were ever put. groups_wanted: after which the partition
-    seals itself, 0 if it does not; groups_closed: so far. producers: who put rows, the most recent
+    without a group. open_groups: how many; short: the first of them as (name, rows, rows it needs
+    or -1, a similar name if it has no rows). missing: field → rows without it. adders: field → the
+    stage that has added it to other rows. near_fields: field → a similar one that rows have. idle:
+    stages that no client claims and that have rows ready: of this stage, or of those whose rows
+    this stage waits for; see `inspection.Idle`. leases: [(who, stage, rows, seconds)]. put_rows:
+    that were ever put. groups_wanted: after which the partition seals itself, 0 if it does not;
+    groups_closed: so far. producers: who put rows, the most recent
     first. lost: rows of the stage that went with a peer. waiting_puts: puts that wait for room, in
     an arena or in a shard. before: older claims that want the same. weightless: for a claim
     by budget, how many rows have no weight, its tag, one of these rows. plan: why a rank waits for
@@ -152,7 +152,7 @@ def reason(facts: Facts, stage: str, wanted: str, me: str = "", for_rows: bool =
             f"number) in the tag `{tag}`, for example row {such!r}"
         )
     parts += [_lacking(facts, name, stage) for name in facts.missing]
-    parts += [_nobody_claims(*one) for one in facts.idle]
+    parts += [_nobody_claims(*one) for one in facts.idle if one[0] != stage or not for_rows]
     if facts.unit == "groups":
         parts += _open(facts)
         if facts.alone:

@@ -37,6 +37,7 @@ from dataplane.client.session.slabs import AHEAD_BYTES
 from dataplane.client.write import schema
 from dataplane.client.write.chunks import (
     UNIT_BYTES,
+    NewChunk,
     NewPiece,
     Unit,
     chunks_of,
@@ -319,88 +320,28 @@ class Putting(msgspec.Struct, eq=False):
             stop = done + count
         here = slice(done, stop)
         pieces = pieces_of(units[here])
-        first, last = units[done].first, units[stop - 1].last
         try:
             for other in self.others:
                 pieces += other_memory.write(
                     other, handle, generation, here, self.continuing, until
                 )
-            ahead = [self._want(0, units, here)]
-            if self.others:
-                ahead += [0] * (len(session.slabs) - 1)
-            for other in self.others:
-                ahead[other.memory] = self._want(other.memory, other.units, here)
-            index = None
-            if self.order is not None or last - first < self.count:
-                index = self._rows(first, last)
+            chunks, body = chunks_of(pieces), self._message(units, here, pieces, pin)
         except BaseException:
             give_back(session, chunks_of(pieces))
             session.pinned(pin)
             raise
-        self._send(pieces, first, pin, index, ahead)
-        self.committed.append((first, last))
-        return stop - done
-
-    def _rows(self, first: int, last: int) -> Index:
-        """Return which rows of the put these units have."""
-        return np.arange(first, last) if self.order is None else self.order[first:last]
-
-    def _send(
-        self,
-        pieces: list[NewPiece],
-        first: int,
-        pin: int,
-        index: Index | None,
-        ahead: list[int],
-    ) -> None:
-        """Send the rows at `index`. If the shard has no space for their inline values, store those
-        in the arena and send the rows again. first: which row of the units is their first."""
+        first, last = units[done].first, units[stop - 1].last
         try:
-            self._tell(pieces, first, pin, index, ahead)
+            reply = self._send(body, chunks)
         except ShardFull as full:
-            if not full.details.get("values"):  # it has none for rows
+            if not full.details.get("values"):  # it has no space for rows
                 raise
-            self.handle.shard_is_full()
-            held, pin = named_again(self.handle.session, pieces, full, pin)
-            land(self.handle, self.generation, pieces, self.continuing, self.deadline)
-            self._tell(pieces, first, pin, index, ahead)
+            handle.shard_is_full()
+            held, body.pin = named_again(session, pieces, full, pin)
+            land(handle, generation, pieces, self.continuing, until)
+            body.values = values_of(session.owner, pieces, first)
+            reply = self._send(body, chunks)
             del held  # the values have another holder now
-
-    def _tell(
-        self,
-        pieces: list[NewPiece],
-        first: int,
-        pin: int,
-        index: Index | None,
-        ahead: list[int],
-    ) -> None:
-        """Send the rows at `index`, and keep the space that the reply grants. ahead: bytes to
-        reserve, by memory."""
-        session, chunks, call = self.handle.session, chunks_of(pieces), None
-        try:
-            values = values_of(session.owner, pieces, first)
-            body = Put(
-                self.handle.name,
-                self.generation,
-                take_rows(self.rows, index),
-                values,
-                take_tags(self.tags, index),
-                pin,
-                self.replace,
-                ahead[0],
-                continuing=self.continuing,
-                reuse=self.reuse,
-                want_in_pools=ahead[1:],
-                client_s=time.monotonic() - self.began,
-            )
-            self.deadline.check("put")
-            call = Call(body, self.deadline)
-            reply = expect(send(session, call), PutDone, body)
-        except BaseException:
-            session.pinned(pin)  # nobody keeps it, so it is released
-            if call is None or not call.in_flight:
-                give_back(session, chunks)
-            raise
         if reply.extents:
             session.keep(column(reply.extents, EXTENT).tolist())
         nbytes = copied_bytes = 0
@@ -412,8 +353,55 @@ class Putting(msgspec.Struct, eq=False):
             chunk.offset, chunk.number = -1, None
         self.gone += reply.gone
         self.there += reply.there
-        rows = self.count if index is None else len(index)
-        session.tally.put(rows, nbytes, copied_bytes)
+        session.tally.put(last - first, nbytes, copied_bytes)
+        self.committed.append((first, last))
+        return stop - done
+
+    def _message(
+        self, units: Sequence[Unit], here: slice, pieces: Sequence[NewPiece], pin: int
+    ) -> Put:
+        """Return the message of the units `here`, which have these pieces."""
+        session = self.handle.session
+        ahead = [self._want(0, units, here)]
+        if self.others:
+            ahead += [0] * (len(session.slabs) - 1)
+        for other in self.others:
+            ahead[other.memory] = self._want(other.memory, other.units, here)
+        first, last = units[here.start].first, units[here.stop - 1].last
+        index = None
+        if self.order is not None or last - first < self.count:
+            index = self._rows(first, last)
+        return Put(
+            self.handle.name,
+            self.generation,
+            take_rows(self.rows, index),
+            values_of(session.owner, pieces, first),
+            take_tags(self.tags, index),
+            pin,
+            self.replace,
+            ahead[0],
+            continuing=self.continuing,
+            reuse=self.reuse,
+            want_in_pools=ahead[1:],
+            client_s=time.monotonic() - self.began,
+        )
+
+    def _send(self, body: Put, chunks: Sequence[NewChunk]) -> PutDone:
+        """Send a message. If it fails before it leaves this process, return the space of its chunks
+        to the slab."""
+        session, call = self.handle.session, Call(body, self.deadline)
+        try:
+            self.deadline.check("put")
+            return expect(send(session, call), PutDone, body)
+        except BaseException:
+            session.pinned(body.pin)  # nobody keeps it, so it is released
+            if not call.in_flight:
+                give_back(session, chunks)
+            raise
+
+    def _rows(self, first: int, last: int) -> Index:
+        """Return which rows of the put these units have."""
+        return np.arange(first, last) if self.order is None else self.order[first:last]
 
     def _want(self, memory: int, units: Sequence[Unit], here: slice) -> int:
         """Return how many bytes to reserve ahead: what this put writes next, or else as much as it

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -331,6 +334,75 @@ def test_claims_behind_a_short_one_do_not_look_at_what_it_keeps_at_each_put() ->
     for key in range(8_000):
         assert shard.put(key, length=[1]) == []
     assert time.process_time() - began < 10
+
+
+ODD: list[object] = ["eq", "even", False]
+OF_ALL: list[object] = ["exists", "length"]
+
+
+@pytest.mark.parametrize(
+    ("older", "younger"),
+    [
+        (rows(9_000), Want("groups", 1, 1)),
+        (rows(9_000, where=EVEN), Want("groups", 1, 1)),
+        (rows(9_000, where=OF_ALL), rows(1, where=EVEN)),
+        (rows(9_000, where=OF_ALL), Want("rows", 0, 0, EVEN, "length", 9.0)),
+        (Want("groups", 9_000, 9_000), rows(1)),
+        (Want("groups", 9_000, 9_000, OF_ALL), rows(1, where=ODD)),
+    ],
+)
+def test_a_claim_of_another_form_does_not_look_at_what_is_kept_at_each_put(
+    older: Want, younger: Want
+) -> None:
+    assert _calls_of_a_put(older, younger, 1_000) < 2 * _calls_of_a_put(older, younger, 100)
+
+
+def _calls_of_a_put(older: Want, younger: Want, groups: int) -> int:
+    """The calls of functions, in a put that serves nobody beside so many ready groups."""
+    shard = Shard(group_size=2)
+    shard.now = 5.0
+    names, flags = [number // 2 for number in range(2 * groups)], [True, False] * groups
+    for at in range(0, 2 * groups, 2):
+        put(shard.store, [at, at + 1], names[at : at + 2], even=flags[:2], length=[1, 1])
+    shard.queue.add(waiting(1, older))
+    shard.queue.add(waiting(2, younger, since=1.0))
+    assert shard.serve() == []
+    with counted_calls() as calls:
+        put(shard.store, [-2, -1], [-1, -1], even=[True, False], length=[1, 1])
+        assert shard.serve() == []
+    return len(calls)
+
+
+def test_a_claim_beside_kept_rows_of_one_block_does_not_look_at_all_of_them_at_each_put() -> None:
+    shard = Shard(stages={"s": ["tokens", "reward"]})
+    shard.now = 5.0
+    put(shard.store, list(range(1_000)), even=[True] * 1_000, length=[1] * 1_000)
+    shard.claim(1, rows(9_000, where=OF_ALL))
+    shard.claim(2, rows(1, where=EVEN), since=1.0)
+    made = list[int]()
+    for row in range(400):
+        with counted_calls() as calls:
+            put(shard.store, [row], fields=("reward",))
+            assert shard.serve() == []
+        made.append(len(calls))
+    assert made[399] < made[39] + 100
+
+
+@contextmanager
+def counted_calls() -> Iterator[list[str]]:
+    """The names of the functions that the body calls, generators once for each item."""
+    calls = list[str]()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            calls.append(frame.f_code.co_name)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(before)
 
 
 def test_filters_of_waiting_claims_are_kept_however_many_there_are() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 
@@ -365,6 +367,79 @@ def test_what_is_kept_for_another_claim_is_not_taken() -> None:
     some = Want("rows", 1, 1, newer)
     assert take(s, "train", some, kept=[("rows", newer)]).lease is None
     assert keys_of(s, take(s, "train", group, kept=[("groups", ["ge", "version", 3])])) == [3, 4]
+
+
+RED: list[object] = ["eq", "color", "red"]
+COLORED: list[object] = ["exists", "color"]
+KEPT: list[tuple[str, list[object] | None]] = [
+    (unit, where) for unit in ("rows", "groups") for where in (None, RED, COLORED)
+]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_not_kept_is_the_same_however_often_claims_looked_before(seed: int) -> None:
+    """Whatever becomes of rows, their tags and their groups between two looks."""
+    rng = random.Random(seed)
+    looked, fresh = both = [store(stages={"train": ["tokens", "reward"]}) for _ in range(2)]
+    units: list[Unit] = ["rows", "groups"]
+    forms = [(unit, where, kept) for unit in units for where in (None, RED) for kept in KEPT]
+    no_room = PullCredit("b", 1)  # so that a look takes nothing
+    to_come = rng.sample(range(90), 90)
+    lacking, there = list[int](), set[Name]()
+    leases = list[tuple[list[Taken], list[Name]]]()
+
+    def groups_of(key: int) -> list[Name | None]:
+        return [None if key >= 60 else f"group-{key // 3}"]
+
+    for _ in range(300):
+        step = rng.choice(["put", "put", "fill", "fill", "tag", "drop", "take", "take", "end"])
+        color = rng.choice(["red", "blue"])
+        some = rng.choice(sorted(there, key=str)) if there else None
+        if step == "put" and to_come:
+            new = to_come.pop()
+            for s in both:
+                put(s, [new], groups_of(new), color=[color])
+                if new < 60:
+                    s.close(f"group-{new // 3}", 3)
+            lacking.append(new)
+            there.add(new)
+        elif step == "fill" and lacking:
+            new = lacking.pop(rng.randrange(len(lacking)))
+            for s in both:
+                put(s, [new], groups_of(new), ("reward",))
+        elif step == "tag" and some is not None:
+            for s in both:
+                s.tag(named([some]), {"color": [color]})
+        elif step == "drop" and some is not None and rng.random() < 0.3:
+            for s in both:
+                s.drop(named([some]))
+            there.discard(some)
+            lacking = [key for key in lacking if key != some]
+        elif step == "take":
+            want = Want(rng.choice(units), 1, 1, rng.choice([None, RED]))
+            taken = [take(s, "train", want) for s in both]
+            assert len({one.units for one in taken}) == 1
+            if taken[0].units:
+                leases.append((taken, keys_of(fresh, taken[1])))
+        elif step == "end" and leases:
+            ended, keys = leases.pop(rng.randrange(len(leases)))
+            outcome = rng.choice(["release", "ack"])
+            for s, one in zip(both, ended, strict=True):
+                finish(s, one, outcome)
+            there -= set(keys) if outcome == "ack" else set()
+        for unit, where, kept in rng.sample(forms, 6):
+            look = Want(unit, 99, 1, where)
+            assert not take(looked, "train", look, credit=no_room, kept=[kept]).units
+    found = 0
+    for unit, where, kept in forms:
+        taken = [take(s, "train", Want(unit, 99, 1, where), kept=[kept]) for s in both]
+        assert len({one.units for one in taken}) == 1, (unit, where, kept)
+        if taken[0].units:
+            found += len(keys := keys_of(fresh, taken[1]))
+            assert sorted(keys_of(looked, taken[0]), key=str) == sorted(keys, key=str)
+            for s, one in zip(both, taken, strict=True):
+                finish(s, one, "release")
+    assert found
 
 
 def test_rows_that_come_back_are_counted_and_again_when_they_are_handed_out_anew() -> None:

@@ -41,6 +41,8 @@ Picked = list[Part]
 _FEW = 64
 _STATES = [bytes([state]) for state in (PENDING, READY, LEASED, ACKED, SPLIT)]
 Test = Callable[[Where, Unit, int], int]
+Matches = Callable[[Unit, int], int]
+"""Returns those of a unit's rows, or of one group, that match."""
 
 
 class Entry(msgspec.Struct, gc=False, eq=False):
@@ -56,10 +58,12 @@ class ReadyQueue:
     leaves other than from the front is taken out of its entry, and empty entries are skipped.
 
     matches(unit, bits): which of them pass the filter now; None for the queue without a filter.
+    by_groups: the filter depends on the groups of rows too.
     """
 
-    def __init__(self, matches: Callable[[Unit, int], int] | None = None) -> None:
+    def __init__(self, matches: Matches | None = None, by_groups: bool = False) -> None:
         self._matches = matches
+        self.by_groups = by_groups
         self._queue: deque[Entry] = deque()
         self._of: dict[Unit, Entry] = {}
         """the last entry of each unit"""
@@ -229,16 +233,42 @@ class Units:
         if where is None:
             return self.plain
         name = msgspec.msgpack.encode(where)
-        queue = self._filtered.get(name)
-        if queue is None:
+        if name not in self._filtered:
             wanted = checked(where)
             queue = ReadyQueue(lambda unit, bits: self._test(wanted, unit, bits))
-            for unit, bits in self.plain:
-                queue.enter(unit, bits)
-            self._filtered[name] = queue
-            self._evict()
+            self._fill(name, queue, self.plain)
         self._filtered.move_to_end(name)
-        return queue
+        return self._filtered[name]
+
+    def beside(
+        self, where: Where | None, kept: Sequence[tuple[str, Where | None]], free: Matches
+    ) -> ReadyQueue:
+        """The queue of a filter without the units that are kept for other claims. kept: the units
+        and filters of these claims. free: which units are not kept."""
+        name = msgspec.msgpack.encode((where, kept))
+        if name not in self._filtered:
+            test = self._test
+
+            def matches(unit: Unit, bits: int) -> int:
+                return free(unit, bits if where is None else test(where, unit, bits))
+
+            self._fill(name, ReadyQueue(matches, by_groups=True), self.queue(where))
+        self._filtered.move_to_end(name)
+        return self._filtered[name]
+
+    def _fill(self, name: bytes, queue: ReadyQueue, of: ReadyQueue) -> None:
+        for unit, bits in of:
+            queue.enter(unit, bits)
+        self._filtered[name] = queue
+        self._evict()
+
+    def regrouped(self, unit: Unit, ready: int) -> None:
+        """Note that the group of a unit changed. Drop the queues in which the unit has another
+        place now: they are made again on their next use."""
+        for name, queue in list(self._filtered.items()):
+            if queue.by_groups and queue.holds(unit) != queue.matching(unit, ready):
+                del self._filtered[name]
+                self.changed = True
 
     def want(self, where: Where | None, wanted: bool) -> None:
         """Note a call that waits for matches of a filter, or its end. The queue of the filter is
@@ -402,6 +432,14 @@ class Stage:
             states, number = group.states, self.number
             group.states = states[:number] + _STATES[to] + states[number + 1 :]
             self.groups.move(group, 1, was, to, front)
+            if SPLIT in (was, to):
+                self.regrouped(group)
+
+    def regrouped(self, group: Group) -> None:
+        """Test the ready rows of a group again after a change of its rows, their tags, or whether
+        it is split."""
+        for block in group.blocks:
+            self.rows.regrouped(block, self.of(block).ready)
 
     def retest(self, blocks: Iterable[Block], groups: Iterable[Group]) -> None:
         """Test rows again after a change of their tags, or of a group's size."""
@@ -409,6 +447,7 @@ class Stage:
             self.rows.retest(block, self.of(block).ready)
         for group in groups:
             self.groups.retest(group, int(group.states[self.number] == READY))
+            self.regrouped(group)
 
     def reset(self, blocks: Sequence[Block], groups: Iterable[Group]) -> int:
         """Make every acked row ready again. Return how many."""

@@ -240,7 +240,7 @@ class State:
     def add_stage(self, name: str, fields: list[str]) -> None:
         stages = {**self.definition.stages, name: fields}
         self.definition = msgspec.structs.replace(self.definition, stages=stages)
-        stage = Stage(name, fields, len(self.stages), self.test, self._test_group)
+        stage = Stage(name, fields, len(self.stages), self.test, self.test_group)
         self.stages[name] = stage
         for field in fields:
             self.fields.setdefault(field, False)
@@ -527,6 +527,8 @@ class State:
             group.blocks = (*group.blocks, block)
             group.live += many
             group.seen += many
+            for stage in self.stages.values():
+                stage.regrouped(group)
         return block
 
     def merge(self, block: Block, values: Pieces, keep: bool) -> dict[str, int]:
@@ -781,7 +783,7 @@ class State:
         tags = Tags(block.count) if block.tags is None else block.tags
         return bits & holding(where, tags)
 
-    def _test_group(self, where: Where, group: Group, bits: int) -> int:
+    def test_group(self, where: Where, group: Group, bits: int) -> int:
         """Whether the filter holds for all its rows."""
         if not group.live:
             return 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 
 import msgspec
@@ -19,9 +19,9 @@ import msgspec
 from dataplane.errors import FrameTooLarge, counted
 from dataplane.metadata.shard import rows_out, weights
 from dataplane.metadata.shard.blocks import SPLIT, Block, Group, Reader, Rows, first_parts
-from dataplane.metadata.shard.stages import Part, Picked, ReadyQueue, Stage
+from dataplane.metadata.shard.stages import Picked, ReadyQueue, Stage
 from dataplane.metadata.shard.state import State
-from dataplane.metadata.shard.weights import Short
+from dataplane.metadata.shard.weights import Short, Unit
 from dataplane.metadata.tables.bits import rows_of
 from dataplane.metadata.tables.outgoing import OutgoingValues
 from dataplane.metadata.tables.pieces import Chunk, Piece
@@ -119,24 +119,24 @@ def take(
     """
     stage = state.stage(name)
     units, by_count = stage.units(want.unit), want.budget_tag is None
-    queue, ready = units.queue(want.where), units.ready(want.where)
+    queue = units.queue(want.where)
     least = max(1, min(want.minimum, want.count)) if by_count and not sealed else 1
-    if ready < least or (by_count and want.count < 1):
+    if queue.count < least or (by_count and want.count < 1):
         return Taken()
+    if kept:
+        queue = _not_kept(state, stage, want, kept)
+        if queue.count < least:
+            return Taken()
     if not by_count and not sealed and _is_short(queue, want, credit):
         return Taken()
-    for of, where in kept:
-        one_in_the_other = of == want.unit and (want.where is None or where in (None, want.where))
-        if one_in_the_other and ready - units.ready(where) < least:
-            return Taken()  # without a walk through all that is kept
-    offered = _not_kept(state, stage, want.unit, queue, kept) if kept else iter(queue)
+    ready = queue.count
     if not by_count:
         most = want.count if want.count > 0 else ready
-        offer = _by_budget(state, queue, offered, want, most)
+        offer = _by_budget(state, queue, want, most)
     elif credit.address and len(state.peers) > 1 and ready > want.count:
-        offer = _Offer(_local_first(stage, offered, want.count, credit.address))
+        offer = _Offer(_local_first(stage, queue, want.count, credit.address))
     else:
-        offer = _Offer(first_parts(offered, want.count))
+        offer = _Offer(first_parts(queue, want.count))
     many = offer.count
     if many < least:
         return Taken()
@@ -147,7 +147,7 @@ def take(
         many, rows = offer.count, offer.rows
         values = rows_out.claimed(state, rows, credit.fields, stage.name)
     if many < least or not (offer.full or sealed):
-        if not by_count and not kept and not needed_bytes:
+        if not by_count and not needed_bytes:
             _note_short(queue, want, credit, values)
         return Taken(needed_bytes=needed_bytes)
     if want.unit == "rows":
@@ -184,28 +184,38 @@ def _nbytes_of(parts: Sequence[Piece[Chunk]]) -> int:
 # which units
 
 
-def _not_kept(
-    state: State, stage: Stage, unit: str, queue: ReadyQueue, kept: Sequence[Reservation]
-) -> Iterator[Part]:
-    """Yield the ready units that are not kept for an older claim, and share no rows with those."""
-    others = [(of, stage.units(of).queue(where)) for of, where in kept]
-    for one, bits in queue:
-        for of, other in others:
-            if of == unit:
-                bits &= ~other.holds(one)
-            elif unit == "groups":
-                bits = 0 if any([other.holds(block) for block in one.blocks]) else bits
-            elif group := state.groups.get(one.group):
-                # The group need not be complete: a row taken singly would split it.
-                whole = group.states[stage.number] != SPLIT
-                bits = 0 if whole and other.matching(group, 1) else bits
-        if bits:
-            yield one, bits
+def _not_kept(state: State, stage: Stage, want: Want, kept: Sequence[Reservation]) -> ReadyQueue:
+    """The queue of the ready units that match, are not kept for an older claim, and share no rows
+    with those."""
+    others = tuple(kept)
+
+    def free(unit: Unit, bits: int) -> int:
+        for of, where in others:
+            bits &= ~_wanted(state, stage, of, where, unit, bits)
+        return bits
+
+    return stage.units(want.unit).beside(want.where, others, free)
 
 
-def _local_first(stage: Stage, offered: Iterable[Part], count: int, address: str) -> Picked:
+def _wanted(state: State, stage: Stage, of: str, where: Where | None, unit: Unit, bits: int) -> int:
+    """Return those of these ready units that a claim of this form may get, alone or in part."""
+    if isinstance(unit, Group):
+        if of == "groups":
+            return bits if where is None else state.test_group(where, unit, bits)
+        rows = where is None or any([state.test(where, one, one.live) for one in unit.blocks])
+        return bits if rows else 0
+    if of == "rows":
+        return bits if where is None else state.test(where, unit, bits)
+    group = state.groups.get(unit.group)
+    # The group need not be complete: a row taken singly would split it.
+    if group is None or group.states[stage.number] == SPLIT:
+        return 0
+    return bits if where is None else state.test_group(where, group, bits)
+
+
+def _local_first(stage: Stage, queue: ReadyQueue, count: int, address: str) -> Picked:
     local, others = Picked(), Picked()
-    for one, bits in first_parts(offered, max(LOCAL_UNITS, count)):
+    for one, bits in first_parts(queue, max(LOCAL_UNITS, count)):
         (local if address in _hosts(stage, one) else others).append((one, bits))
     return first_parts(local + others, count)
 
@@ -234,16 +244,14 @@ def _hosts(stage: Stage, unit: Block | Group) -> set[str]:
     return hosts
 
 
-def _by_budget(
-    state: State, queue: ReadyQueue, offered: Iterator[Part], want: Want, most: int
-) -> _Offer:
+def _by_budget(state: State, queue: ReadyQueue, want: Want, most: int) -> _Offer:
     """As many units from the front as fit the sum of a tag, at most so many, and at least one: a
     unit heavier than every budget would be in the way for ever. InvalidRows where a unit among them
     has a row without weight."""
     assert want.budget_tag is not None
     units: Picked = []
     total: int | Fraction = 0
-    for one, bits in offered:
+    for one, bits in queue:
         for row in rows_of(bits):
             if len(units) == most:
                 return _Offer(units)

@@ -450,7 +450,8 @@ def _end_unneeded(arguments: argparse.Namespace, bar: progress.Bar) -> int:
     base, some, code = rundir.run_dir(), False, 0
     who = f"`{processes.own_command()}` (pid {os.getpid()})"
     only = rundir.folder_of(arguments.run, base) if arguments.run else None
-    for folder in ending.without_files(base, only):
+    hidden = ending.without_files(base, only, embedded.EMBEDDED)
+    for folder in hidden:
         some, code, pid = True, 1, rundir.holder(folder, embedded.EMBEDDED)
         bar.print(
             f"could not end run {folder.name!r}: its peer (pid {pid or 'unknown'}) is alive, but "
@@ -482,7 +483,7 @@ def _end_unneeded(arguments: argparse.Namespace, bar: progress.Bar) -> int:
             code = 1
         bar.advance(1)
     for folder in rundir.abandoned(base):
-        if only in (None, folder) and rundir.remove(folder):
+        if only in (None, folder) and folder not in hidden and rundir.remove(folder):
             some = True
             bar.print(f"removed the files of run {folder.name!r} in {folder}")
     if not some:

@@ -181,14 +181,18 @@ def end(peer: rundir.LivingPeer, who: str) -> bool:
     return False
 
 
-def without_files(base: Path, only: Path | None) -> list[Path]:
+def without_files(base: Path, only: Path | None, name: str) -> list[Path]:
     """Return the folders of peers whose files another program has removed, and which have not
-    restored them within RESTORE_S. A folder that was removed too is not found. only: the folder of
-    the run to look at, or None for all."""
+    restored them within RESTORE_S. only: the folder of the run to look at, which may be gone too;
+    None for all that exist. name: the name of peers that are found without their folder."""
+
+    def lives(folder: Path) -> bool:
+        return rundir.is_inhabited(folder) or rundir.holder(folder, name) is not None
+
     until = time.monotonic() + RESTORE_S
     while True:
-        folders = [one for one in sorted(base.iterdir()) if one.is_dir() and only in (None, one)]
-        found = [f for f in folders if not rundir.living_peers(f) and rundir.is_inhabited(f)]
+        folders = [one for one in base.iterdir() if one.is_dir()] if only is None else [only]
+        found = [f for f in sorted(folders) if not rundir.living_peers(f) and lives(f)]
         if not found or time.monotonic() > until:
             return found
         time.sleep(LOOK_S)

@@ -455,6 +455,28 @@ def test_clean_waits_for_a_peer_that_restores_its_files(
         assert not rundir.living_peers(folder) and rundir.holder(folder, "embedded") is None
 
 
+@pytest.mark.parametrize("empty", [False, True], ids=["removed", "an empty one in its place"])
+def test_clean_names_a_stopped_peer_whose_folder_is_gone(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, empty: bool
+) -> None:
+    with dataplane.connect() as plane:
+        pid, run = plane.stats()["pid"], folder.name
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            shutil.rmtree(folder)
+            if empty:
+                folder.mkdir(mode=0o700)
+            monkeypatch.setattr("dataplane.launch.ending.RESTORE_S", 0.2)
+            assert cli.main(["clean", "--force", "--run", run]) == 1
+            assert f"its peer (pid {pid}) is alive" in (told := capsys.readouterr().out)
+            assert "removed the files" not in told and not gone(pid)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        monkeypatch.setattr("dataplane.launch.ending.RESTORE_S", 20.0)
+        assert cli.main(["clean", "--force", "--run", run]) == 0
+        assert f"ended run {run!r}" in capsys.readouterr().out and gone(pid)
+
+
 def test_clean_ends_a_peer_whose_card_is_gone_or_says_that_it_did_not(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

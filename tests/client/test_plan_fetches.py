@@ -12,7 +12,7 @@ from dataplane import Plane
 from dataplane.client._sync import calls
 from dataplane.client._sync.plan_part import SOUGHT, Fetching, Part, fetch
 from dataplane.client.balancing import Layout
-from dataplane.client.session.tally import Tally
+from dataplane.client.session.telemetry import Tally
 from dataplane.errors import FrameTooLarge, RowsGone, Unavailable
 from dataplane.memory.mapping import Pin
 from dataplane.metadata.tables.keys import hash_names

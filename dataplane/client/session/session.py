@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-from dataplane.client.session import spans
 from dataplane.client.session.connection import Connection, Connections
 from dataplane.client.session.slabs import IDLE_S, POOL_AHEAD, Slabs
-from dataplane.client.session.tally import Tally
+from dataplane.client.session.telemetry import Tally, spans_of
 from dataplane.errors import ClientClosed, PeerLost, counted, few
 from dataplane.gpu.direct import DirectCopies
 from dataplane.memory.extents import Extent
@@ -131,7 +130,7 @@ class Session:
         """by memory: the host arena, then each pool"""
         self.known_keys = KnownKeys()
         self.tally = Tally()
-        self.spans = spans.of(self.plane)
+        self.spans = spans_of(self.plane)
         self.leases, self.permits = Holdings(), Holdings()
         self.producers: set[tuple[str, int]] = set()
         """Partitions with the threads and tasks in the body of a loop over `producing`."""

@@ -77,8 +77,8 @@ class Repeats:
         """by operation: its answer, or the pin that its answer handed out"""
         self._forgotten: Spans | None = None
         """operations whose answers were forgotten by count, once there are any"""
-        self._pending: dict[int, asyncio.Future[None]] = {}
-        """operations that are being served: done when they are not"""
+        self._pending: dict[int, asyncio.Future[None] | None] = {}
+        """operations that are being served: done when they are not; None if no repetition waits"""
         self.claimed: dict[int, Body] = {}
         """by operation: what a claim was granted, until its client uses the lease"""
 
@@ -90,11 +90,11 @@ class Repeats:
         handler."""
         op, once = request.op, operation.once
         while op in self._pending:
-            await asyncio.wait([self._pending[op]])
+            await asyncio.wait([self._end_of(op)])
         before = self.claimed.get(op) if once is Once.LEASE else self.recall(op)
         if isinstance(before, Body):
             return before
-        self._pending[op] = ended = asyncio.get_running_loop().create_future()
+        self._pending[op] = None
         try:
             outcome = start(before or 0)
             reply = outcome if isinstance(outcome, Body) else await result_of(outcome)
@@ -104,14 +104,21 @@ class Repeats:
             # What the client wrote for this request is no longer granted to the client.
             reply = failed(exc)
         finally:
-            del self._pending[op]
-            ended.set_result(None)
+            if (ended := self._pending.pop(op)) is not None:
+                ended.set_result(None)
         if once is Once.LEASE:
             self.claimed[op] = reply
         else:
             answer: Any = reply.pin if once is Once.PIN else reply  # type: ignore[attr-defined]
             self.remember(op, request.floor, answer)
         return reply
+
+    def _end_of(self, op: int) -> asyncio.Future[None]:
+        """Return a future that is done when a pending operation ends."""
+        ended = self._pending[op]
+        if ended is None:
+            ended = self._pending[op] = asyncio.get_running_loop().create_future()
+        return ended
 
     def remember(self, op: int, floor: int, answer: Body | int) -> None:
         """Store the reply to an operation, and forget replies below the floor."""

@@ -133,15 +133,18 @@ def _resumed(work: Coroutine[Any, Any, None], awaited: object) -> Generator[Any,
             return
 
 
-async def result_of(outcome: Awaitable[T]) -> T:
-    """Return the result of a task. If this caller is cancelled after the task has ended, it
-    still returns the result, because the task can no longer take it back."""
+def result_of(outcome: Awaitable[T]) -> Awaitable[T]:
+    """Return what awaits the result of `outcome`. If the caller is cancelled after a task has
+    ended, it still gets the task's result, because the task can no longer take it back."""
+    return _result_of(outcome) if isinstance(outcome, asyncio.Future) else outcome
+
+
+async def _result_of(task: asyncio.Future[T]) -> T:
     try:
-        return await outcome
+        return await task
     except asyncio.CancelledError:
-        if isinstance(outcome, asyncio.Future) and outcome.done() and not outcome.cancelled():
-            result: T = outcome.result()
-            return result
+        if task.done() and not task.cancelled():
+            return task.result()
         raise
 
 

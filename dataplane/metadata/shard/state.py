@@ -314,9 +314,6 @@ class State:
         if new[:many] == old and has[:many] == had:  # most often, values are added
             self._count_rows(new[many:], has[many:])
             return
-        if not new:
-            self._count_rows(old, map(neg, had))
-            return
         more = dict(zip(new, has, strict=True))
         for chunk, rows in zip(old, had, strict=True):
             more[chunk] = more.get(chunk, 0) - rows
@@ -520,7 +517,7 @@ class State:
         self.index.add(block)
         self.used_bytes += block.nbytes
         self._note_fields(values.fields)
-        self._count_values(_NO_VALUES, values)
+        self._count_rows(values.chunks, values.shape.used)
         for stage in self.stages.values():
             stage.rows.add(many)
         if group is not None:
@@ -677,7 +674,7 @@ class State:
             self.used_bytes -= block.nbytes
             del self.blocks[block.number]
             self.blocks = self.blocks or {}  # an emptied dict keeps its size
-            self._count_values(block.values, _NO_VALUES)
+            self._count_rows(block.values.chunks, map(neg, block.values.shape.used))
             block.values, block.live = _NO_VALUES, 0
             return
         self.change(block, block.values.without(bits))

@@ -13,9 +13,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
-from itertools import accumulate, chain, count, groupby, pairwise, repeat
+from itertools import accumulate, chain, groupby, pairwise, repeat
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -64,11 +64,8 @@ _UP, _DOWN = ALIGNMENT_BYTES - 1, -ALIGNMENT_BYTES
 """`n + _UP & _DOWN` is `layouts.aligned(n)`"""
 _field, _spec, _lengths = attrgetter("field"), attrgetter("spec"), attrgetter("lengths")
 _nbytes, _space, _chunk = attrgetter("nbytes"), attrgetter("space"), attrgetter("chunk")
-_layout, _is_inline = attrgetter("layout"), attrgetter("is_inline")
-_use = attrgetter("fields", "rows", "first", "at")
-_Use = tuple[int, tuple[tuple[str, ...], Sequence[int], int, Sequence[int] | None]]
-"""Which chunk of the message, and `_use` of the piece."""
-_Item = TypeVar("_Item")
+_Use = tuple[int, tuple[str, ...], Sequence[int], int, Sequence[int] | None]
+"""Which chunk of the message, then `fields`, `rows`, `first` and `at` of the piece."""
 
 
 class NewChunk(msgspec.Struct, eq=False):
@@ -554,35 +551,33 @@ def values_of(owner: Owner, pieces: Sequence[NewPiece], base: int = 0) -> Values
     """Return what a message says of these pieces: each chunk once, in the order of the pieces.
     owner: the peer of this host. base: the row of the write that is the first one of the
     message."""
-    chunks = _numbered(map(_chunk, pieces))
-    layout_of = _numbered(map(_layout, chunks))
-    owners = _numbered(map(_is_inline, chunks))
-    uses = tuple(zip(map(chunks.__getitem__, map(_chunk, pieces)), map(_use, pieces), strict=True))
+    numbers, layout_of, owners = dict[NewChunk, int](), dict[bytes, int](), dict[bool, int]()
+    chunks, uses = list[Chunk](), list[_Use]()
+    for piece in pieces:
+        one = piece.chunk
+        number = numbers.get(one)
+        if number is None:
+            numbers[one] = number = len(chunks)
+            chunks.append(
+                Chunk(
+                    owners.setdefault(one.is_inline, len(owners)),
+                    one.number or 0,
+                    one.rows,
+                    one.nbytes,
+                    layout_of.setdefault(one.layout, len(layout_of)),
+                    one.beside,
+                    max(0, one.offset),
+                    one.digest,
+                )
+            )
+        uses.append((number, piece.fields, piece.rows, piece.first, piece.at))
+    made = _shared_pieces if len(uses) <= SHARED_PIECES else _pieces
     try:
-        used = _shared_pieces(uses, base) if len(uses) <= SHARED_PIECES else _pieces(uses, base)
+        fields, wire_pieces = made(tuple(uses), base)
     except TypeError:  # lists of rows have no hash, and rarely repeat
-        used = _pieces(uses, base)
-    fields, wire_pieces = used
-    wire_chunks = [
-        Chunk(
-            owners[one.is_inline],
-            one.number or 0,
-            one.rows,
-            one.nbytes,
-            layout_of[one.layout],
-            one.beside,
-            max(0, one.offset),
-            one.digest,
-        )
-        for one in chunks
-    ]
+        fields, wire_pieces = _pieces(tuple(uses), base)
     owner_of = [INLINE if is_inline else owner for is_inline in owners]
-    return Values(fields, owner_of, list(layout_of), wire_chunks, wire_pieces)
-
-
-def _numbered(items: Iterable[_Item]) -> dict[_Item, int]:
-    """Return the distinct items in order, each with its index."""
-    return dict(zip(dict.fromkeys(items), count()))
+    return Values(fields, owner_of, list(layout_of), chunks, wire_pieces)
 
 
 def _pieces(uses: tuple[_Use, ...], base: int) -> tuple[list[str], list[Piece]]:
@@ -590,7 +585,7 @@ def _pieces(uses: tuple[_Use, ...], base: int) -> tuple[list[str], list[Piece]]:
     entry per piece."""
     fields: dict[str, int] = {}
     pieces: list[Piece] = []
-    for number, (of_columns, rows, first, at) in uses:
+    for number, of_columns, rows, first, at in uses:
         mine = [-1 if f == UNUSED else fields.setdefault(f, len(fields)) for f in of_columns]
         lowest = rows[0]
         if isinstance(rows, range):

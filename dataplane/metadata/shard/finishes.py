@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import xxhash
@@ -74,8 +75,14 @@ def retry_key(asked: Finish, lease: Lease | None) -> int | None:
             return None if fields or asked.outcome != "ack" else member_key(asked.lease)
         if lease.many_left != lease.count:
             return None
-        index = np.arange(lease.count, dtype=U4).tobytes()
+        index = _every_row(lease.count)
     return _key(str(asked.lease), asked.outcome, *fields, index=index)
+
+
+@lru_cache(16)
+def _every_row(count: int) -> bytes:
+    """The index of a call that names all rows of a lease."""
+    return np.arange(count, dtype=U4).tobytes()
 
 
 def member_key(number: int) -> int:

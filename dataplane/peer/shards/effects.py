@@ -45,12 +45,9 @@ class Effects:
         entry.is_metered = False
         if entry.store.released:
             self._run(entry, self._free, entry)
-        self._run(entry, self._report_changes, entry)
+        self._run(entry, self.on_changed, entry, entry.store.dirty())
         if (note := self.references.host.on_first_rows) is not None and len(entry.store):
             self._run(entry, note)
-
-    def _report_changes(self, entry: Entry) -> None:
-        self.on_changed(entry, entry.store.dirty())
 
     def _free(self, entry: Entry) -> None:
         for owner, ranges, counts in entry.store.freed():

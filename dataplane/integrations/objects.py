@@ -1,8 +1,8 @@
 """Convert Python objects that frameworks put to values of the plane, and back.
 
 NumPy arrays of objects or text, and PIL images, become dicts of values that the plane can store.
-All other values stay as they are. If the plane cannot store one, its error names the path in the
-value.
+A mapping of any class is read back as a dict. All other values stay as they are. If the plane
+cannot store one, its error names the path in the value.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ def _packed_image(image: Any) -> dict[str, Any]:
     told = {_IMAGE: pixels, "mode": image.mode, "size": image.size}
     if image.palette is not None:
         told["palette"] = [image.palette.mode, bytes(image.getpalette(image.palette.mode))]
+    if "transparency" in image.info:
+        told["transparency"] = image.info["transparency"]
     return told
 
 
@@ -101,4 +103,6 @@ def _image(told: dict[str, Any]) -> Any:
     if "palette" in told:
         mode, colours = told["palette"]
         made.putpalette(colours, mode)
+    if "transparency" in told:
+        made.info["transparency"] = told["transparency"]
     return made

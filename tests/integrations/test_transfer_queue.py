@@ -190,6 +190,8 @@ def test_pictures_in_a_prompts_messages_come_back_as_pictures(tq: Any, mode: str
     image = pytest.importorskip("PIL.Image", reason="make test installs it")
     noise = image.effect_noise((40, 30), 80)
     picture = noise.convert("RGB").quantize(8) if mode == "P" else noise.convert(mode)
+    if mode in ("RGB", "P"):  # a colour that a PNG has for nothing
+        picture.info["transparency"] = (1, 2, 3) if mode == "RGB" else bytes([0, 255])
     messages = [[{"role": "user", "content": [{"type": "image", "image": picture}]}]] * 2
     column = tensordict.NonTensorStack(*messages)
     tq.kv_batch_put(["a", "b"], "train", tensordict.TensorDict({"raw_prompt": column}, 2))
@@ -197,6 +199,7 @@ def test_pictures_in_a_prompts_messages_come_back_as_pictures(tq: Any, mode: str
         got = one[0]["content"][0]["image"]
         assert isinstance(got, image.Image) and got.mode == mode and got.size == (40, 30)
         assert got.tobytes() == picture.tobytes() and got.getpalette() == picture.getpalette()
+        assert got.info.get("transparency") == picture.info.get("transparency")
 
 
 def test_rows_are_seen_by_whoever_sees_the_tag_that_says_so(tq: Any) -> None:

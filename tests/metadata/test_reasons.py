@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 from unittest import mock
@@ -218,6 +219,22 @@ def missing(of: Store, stage: str, unit: str, now: float, **form: Any) -> dict[s
         while look.go_on():
             pass
     return inspection.missing(look, now)
+
+
+def test_blocks_and_groups_are_looked_at_in_pieces() -> None:
+    s = store(stages={"train": ["tokens", "reward"]}, group_size=2)
+    for row in range(5):
+        put(s, [row], [f"group-{row}"])
+    with mock.patch.object(inspection, "PIECE", 2):
+        look, seen = inspection.Look(s, "train", "groups"), [(0, 0)]
+        while look.go_on():
+            seen.append((look.lacking["reward"], look.open_groups))
+        seen.append((look.lacking["reward"], look.open_groups))
+    pieces = itertools.pairwise(seen)
+    assert all(sum(after) - sum(before) <= 2 for before, after in pieces)
+    missing = inspection.missing(look, 0.0)
+    assert missing["open_groups"] == 5 and missing["missing"] == {"reward": 5}
+    assert [name for name, *_ in missing["short"]] == ["group-0", "group-1", "group-2"]
 
 
 def told(of: Store, stage: str, unit: str = "rows", **how: Any) -> str:

@@ -28,7 +28,7 @@ from dataplane.wire.messages import Done
 from dataplane.wire.tables import Name, Scalar, Where
 
 PIECE = 8_192
-"""Blocks that are scanned before a peer serves other calls: about 10 ms."""
+"""Blocks and groups that are scanned before a peer serves other calls: about 10 ms."""
 SHOWN_RANKS = 16
 SHOWN_GROUPS = 3
 SHOWN_TAGS = 3
@@ -46,8 +46,8 @@ None: never)."""
 
 
 class Look:
-    """A search for what keeps the pending rows of a stage from a call. It scans PIECE blocks at a
-    time. Rows that change during the search may or may not count."""
+    """A search for what keeps the pending rows of a stage from a call. It scans PIECE blocks or
+    groups at a time. Rows that change during the search may or may not count."""
 
     def __init__(
         self,
@@ -75,11 +75,18 @@ class Look:
         """the rows that have no weight"""
         self.such: Name = ""
         """one of them"""
-        self._left = iter(list(state.blocks.values()))
+        self.open_groups = 0
+        self.empty: list[Group] = []
+        """up to SHOWN_GROUPS open groups that never had a row"""
+        self.begun: list[Group] = []
+        """up to MAX_COMPARED open groups that had one"""
+        self._blocks = iter(list(state.blocks.values()))
+        self._groups = iter(list(state.groups.values()))
 
     def go_on(self) -> bool:
-        """Scan the next PIECE blocks. Return whether there may be more."""
-        blocks = list(itertools.islice(self._left, PIECE))
+        """Scan the next PIECE blocks, then groups. Return whether there may be more."""
+        blocks = list(itertools.islice(self._blocks, PIECE))
+        groups = list(itertools.islice(self._groups, PIECE - len(blocks)))
         live = [block for block in blocks if block.live]
         self.alone += sum([block.live.bit_count() for block in live if not block.group])
         pending = [(block, rows) for block in live if (rows := self.stage.pending(block))]
@@ -97,7 +104,15 @@ class Look:
             if found := weights.weightless(parts, self.tag):
                 self.weightless += len(found)
                 self.such = found[0][0].name(found[0][1])
-        return len(blocks) == PIECE
+        for group in groups:
+            if not group.closed:
+                self.open_groups += 1
+                some, most = (
+                    (self.begun, MAX_COMPARED) if group.seen else (self.empty, SHOWN_GROUPS)
+                )
+                if len(some) < most:
+                    some.append(group)
+        return len(blocks) + len(groups) == PIECE
 
 
 def missing(look: Look, now: float) -> dict[str, Any]:
@@ -109,9 +124,7 @@ def missing(look: Look, now: float) -> dict[str, Any]:
     state, stage, units, where = look.state, look.stage, look.units, look.where
     ready, counts = units.ready(where), units.count()
     ready_rows = look.ready | Counter({look.name: stage.rows.counts[READY]})
-    still_open = [group for group in state.groups.values() if not group.closed]
-    still_open.sort(key=lambda group: group.seen > 0)
-    short = still_open[:SHOWN_GROUPS]
+    short = [*look.empty, *look.begun][:SHOWN_GROUPS]
     return {
         "ready": ready,
         "units": counts.remaining,
@@ -126,9 +139,9 @@ def missing(look: Look, now: float) -> dict[str, Any]:
         },
         "unknown_values": _unknown_values(look) if units.ready(None) > ready else [],
         "idle": idle(state, now, ready_rows),
-        "open_groups": len(still_open),
+        "open_groups": look.open_groups,
         "short": [
-            (group.name, group.seen, group.expected, _near_group(group, still_open))
+            (group.name, group.seen, group.expected, _near_group(group, look.begun))
             for group in short
         ],
         "leases": _in_the_way(state, stage, now),
@@ -168,12 +181,12 @@ def _near_fields(state: State, lacking: Mapping[str, int]) -> dict[str, str]:
     return found
 
 
-def _near_group(group: Group, still_open: list[Group]) -> Name:
+def _near_group(group: Group, begun: list[Group]) -> Name:
     """Another open group, that has rows and whose name this one of none may be a misspelling of, ""
     where there is none."""
     if group.seen:
         return ""
-    others = [one.name for one in still_open[:MAX_COMPARED] if one.seen]
+    others = [one.name for one in begun]
     alike = next((one for one in others if str(one) == str(group.name)), None)  # 7 and "7"
     return nearest(str(group.name), map(str, others)) if alike is None else alike
 

@@ -137,9 +137,11 @@ class DirectCopies:
             event: Event | None = None
             try:
                 event = landing.device.event()
-                for offset, start, nbytes in runs.cut(PIECE_BYTES):
-                    landing.device.copy(target + start, first + offset, nbytes, landing.stream)
-                event.record(landing.stream)
+                try:
+                    for offset, start, nbytes in runs.cut(PIECE_BYTES):
+                        landing.device.copy(target + start, first + offset, nbytes, landing.stream)
+                finally:  # an interrupt ends the loop, and not the copies that are queued
+                    event.record(landing.stream)
             except DeviceMissing as exc:
                 event = None
                 self._refuse(exc.message)
@@ -197,7 +199,8 @@ class DirectCopies:
                 del self._pieces[number]
                 self._unpin(number, piece, self._mapped)
 
-    def _unpin(self, number: int, piece: _Piece, mapped: npt.NDArray[np.uint8] | None) -> None:
+    def _unpin(self, number: int, piece: _Piece, mapped: npt.NDArray[np.uint8] | None) -> bool:
+        """Return whether the driver let go of the piece."""
         assert mapped is not None
         first = int(mapped.__array_interface__["data"][0])
         try:
@@ -206,8 +209,10 @@ class DirectCopies:
             log.warning(
                 "arena: could not unpin piece %d (%s), so it stays pinned until this process exits",
                 number,
-                exc,
+                exc.message,
             )
+            return False
+        return True
 
     def _is_done(self, copy: _Copy) -> bool:
         try:
@@ -236,8 +241,9 @@ class DirectCopies:
                 return
             pieces, self._pieces = self._pieces, {}
             mapped, self._mapped = self._mapped, None
-        for number, piece in pieces.items():
-            self._unpin(number, piece, mapped)
+        unpinned = [self._unpin(number, piece, mapped) for number, piece in pieces.items()]
+        if not all(unpinned):
+            self._mapped = mapped  # CUDA would take what is mapped there next for pinned memory
 
     def poison(self) -> None:
         """Forget all copies and pins in a forked child, which owns neither."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import select
 from collections.abc import Iterator
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -110,6 +112,52 @@ def test_what_a_gpu_still_copies_from_is_held_when_the_batch_is_gone(
     go_on()
     until(lambda: plane.stats()["arena"]["used_bytes"] == 0, "the copy is done and all is free")
     assert np.array_equal(tensor.numpy(), order)
+
+
+def test_a_copy_that_is_interrupted_holds_its_bytes_until_the_gpu_is_done(
+    plane: dataplane.Plane, device: TwinDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "PIECE_BYTES", MIB)
+    part = plane.partition("p", stages={"s": ["x"]})
+    part.put({"x": np.ones((4, MIB), np.uint8)})
+    go_on, queued, copy = device.hold(), [0], device.copy
+    sink = np.empty(MIB, np.uint8)  # the interrupted call frees its own tensor
+
+    def interrupted(target: int, source: int, nbytes: int, stream: int = 0) -> None:
+        copy(sink.ctypes.data, source, nbytes, stream)
+        queued[0] += 1
+        if queued[0] == 2:
+            raise KeyboardInterrupt
+
+    device.copy = interrupted  # type: ignore[method-assign]
+    batch = part.claim("s", rows=4, timeout=10)
+    with pytest.raises(KeyboardInterrupt):
+        batch.torch("x")
+    batch.ack()
+    del batch
+    select.select([], [], [], 1)
+    assert plane.stats()["arena"]["pinned_bytes"] == 4 * MIB
+    go_on()
+    until(lambda: plane.stats()["arena"]["used_bytes"] == 0, "the copies are done and all is free")
+
+
+def test_memory_that_the_driver_does_not_unpin_stays_mapped(
+    plane: dataplane.Plane, device: TwinDevice
+) -> None:
+    part = plane.partition("p", free="drop")
+    part.put({"x": np.ones((4, MIB), np.uint8)}, key=[0, 1, 2, 3])
+    part.get(keys=[0, 1, 2, 3]).torch("x")
+    device.synchronize()
+    (address,) = device.pinned
+
+    def refuse(address: int) -> None:
+        raise DeviceMissing("cudaErrorIllegalAddress")
+
+    device.unpin_host = refuse  # type: ignore[method-assign]
+    plane.close()
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    assert any(line.startswith(f"{address:x}-") for line in maps)
 
 
 def test_a_client_that_leaves_keeps_the_arena_pinned_until_its_copies_are_done(

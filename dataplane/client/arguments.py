@@ -10,15 +10,16 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from numbers import Real
 from operator import index
 from typing import Any, Literal
 
 import msgspec
 
-from dataplane.errors import DeadlineExceeded, InvalidCall, LimitExceeded
+from dataplane.errors import DeadlineExceeded, InvalidCall, LimitExceeded, joined
 from dataplane.metadata.tables.where import Where
-from dataplane.wire.arrays import is_time, items_of, pairs_of, shown, unreadable
+from dataplane.wire.arrays import is_time, items_of, pairs_of, reader, shown
 from dataplane.wire.limits import MAX_NAME_BYTES, MAX_PLAN_PARTS, MAX_RANKS
 from dataplane.wire.messages import Want
 from dataplane.wire.tables import Shape
@@ -28,6 +29,7 @@ _FOREVER_S = 1e9
 _MAX_COUNT = 2**63 - 1
 
 
+@reader(InvalidCall)
 def text(value: object, what: str, role: str = "the name of ") -> str:
     """Return the name of `what`. Raise InvalidCall unless it is a non-empty str."""
     if not isinstance(value, str) or not value:
@@ -49,6 +51,7 @@ def text(value: object, what: str, role: str = "the name of ") -> str:
     return value if type(value) is str else str.__str__(value)
 
 
+@reader(InvalidCall)
 def texts(values: object, what: str) -> list[str]:
     """Return a list of names, such as fields. Raise InvalidCall for a single str."""
     if not isinstance(values, (list, tuple)) and (  # as most often; an ABC is slow to tell
@@ -62,6 +65,7 @@ def optional_texts(values: object, what: str) -> list[str] | None:
     return None if values is None else texts(values, what)
 
 
+@reader(InvalidCall)
 def count(value: object, what: str) -> int:
     """Return a positive int. NumPy ints are accepted."""
     number = value if type(value) is int else integer(value)
@@ -70,6 +74,7 @@ def count(value: object, what: str) -> int:
     return number
 
 
+@reader(InvalidCall)
 def whole(value: object, what: str) -> int:
     """Return an int of 0 or more. NumPy ints are accepted."""
     number = integer(value)
@@ -82,21 +87,28 @@ def integer(value: object) -> int:
     """Return an int, or -1 for anything else. NumPy ints are accepted."""
     if hasattr(type(value), "__index__") and not isinstance(value, bool):
         number: Any = value
-        try:
+        with suppress(TypeError):
             return index(number)
-        except TypeError:
-            pass
-        except Exception as exc:  # of the user's number
-            raise unreadable("a number", value, exc, InvalidCall) from exc
     return -1
 
 
+@reader(InvalidCall)
 def flag(value: object, what: str) -> bool:
     if not isinstance(value, bool):
         raise InvalidCall(f"{what}={shown(value):.80}: expected True or False")
     return value
 
 
+@reader(InvalidCall)
+def choice(value: object, what: str, *options: str) -> str:
+    """Return the value if it is one of the options."""
+    if not isinstance(value, str) or value not in options:
+        expected = joined([repr(option) for option in options], " or ")
+        raise InvalidCall(f"{what}={shown(value):.40}: expected {expected}")
+    return value
+
+
+@reader(InvalidCall)
 def seconds(value: object, what: str) -> float | None:
     """Return a duration in seconds, or None for no limit. More than 30 years counts as no limit. A
     negative duration is over already."""
@@ -143,6 +155,7 @@ class Deadline:
         return None if self.timeout_s is None else self.until - time.monotonic()
 
 
+@reader(InvalidCall)
 def moment(value: object, what: str) -> float:
     """Return a time on a monotonic clock, in seconds."""
     if not _is_number(value):
@@ -160,12 +173,23 @@ def _is_number(value: object) -> bool:
     )
 
 
+@reader(InvalidCall, "the limit in budget=")
+def _limit(value: object) -> float:
+    """Return 0 for anything but a number that a float holds."""
+    if isinstance(value, Real) and not isinstance(value, bool):
+        with suppress(OverflowError):
+            return float(value)
+    return 0.0
+
+
+@reader(InvalidCall)
 def mapping(value: object, what: str, form: str) -> Mapping[Any, Any]:
     if not isinstance(value, Mapping):
         raise InvalidCall(f"{what}={shown(value):.80}: expected a mapping {form}")
     return pairs_of(f"{what}=", value, InvalidCall)
 
 
+@reader(InvalidCall, "where=")
 def filter_of(where: object) -> WireWhere | None:
     """Return a filter as messages carry it."""
     if where is None:
@@ -201,10 +225,11 @@ class Demand(msgspec.Struct, eq=False):
             )
         where = filter_of(self.where)
         if self.budget is not None:
-            return self._budget(self.budget, self.unit or default_unit, where)
+            unit = default_unit if self.unit is None else self.unit
+            return self._budget(self.budget, unit, where)
         kind: Literal["rows", "groups"] = "rows" if self.rows is not None else "groups"
         most = count(self.rows if self.rows is not None else self.groups, kind)
-        if self.unit not in (None, kind):
+        if self.unit is not None and choice(self.unit, "unit", "rows", "groups") != kind:
             raise InvalidCall(
                 f"unit={self.unit!r} can only be combined with budget=, because {kind}= already "
                 "sets the unit: leave out unit="
@@ -228,20 +253,12 @@ class Demand(msgspec.Struct, eq=False):
                 "min= cannot be combined with budget=, which claims as many rows or groups as "
                 "fit: leave out min="
             )
-        if unit not in ("rows", "groups"):
-            raise InvalidCall(f"unit={unit!r}: expected 'rows' or 'groups'")
+        choice(unit, "unit", "rows", "groups")
         ((tag, amount),) = given.items()
-        limit = 0.0
-        if isinstance(amount, Real) and not isinstance(amount, bool):
-            try:
-                limit = float(amount)
-            except OverflowError:
-                pass
-            except Exception as exc:  # of the user's number
-                raise unreadable("the limit in budget=", amount, exc, InvalidCall) from exc
+        limit = _limit(amount)
         if not 0 < limit <= sys.float_info.max:
             raise InvalidCall(
-                f"budget={shown(given):.80}: expected a limit that is a finite number above 0"
+                f"the limit in budget= is {shown(amount):.80}: expected a finite number above 0"
             )
         text(tag, "a tag")
         return Want(unit, 0, 0, where, tag, limit)  # type: ignore[arg-type]
@@ -273,10 +290,8 @@ def shape_of(
             f"ranks={ranks} × minibatches={minibatches} exceeds the limit of {MAX_PLAN_PARTS} "
             "parts: use fewer mini-batches"
         )
-    if remainder not in ("pad", "drop"):
-        raise InvalidCall(f"remainder={shown(remainder):.40}: expected 'pad' or 'drop'")
-    if unit not in ("rows", "groups"):
-        raise InvalidCall(f"unit={shown(unit):.40}: expected 'rows' or 'groups'")
+    choice(remainder, "remainder", "pad", "drop")
+    choice(unit, "unit", "rows", "groups")
     tag, amount = None, 0.0
     if budget is not None:
         want = Demand(None, None, budget, None, None, None).want("rows")

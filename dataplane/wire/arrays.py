@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -38,7 +39,7 @@ _BY_NAME: dict[str, np.dtype[Any]] = {
     np.dtype(kind).name: np.dtype(kind) for kind in (*_BUILTIN, *_EXTENSIONS)
 }
 _NAMES: dict[np.dtype[Any], str] = {dtype: name for name, dtype in _BY_NAME.items()}
-_TIME = re.compile(r"(datetime64|timedelta64)(\[\d{0,9}(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?")
+_TIME = re.compile(r"(datetime64|timedelta64)(\[\d{0,10}(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?")
 
 _AS_INTEGERS = {
     "bfloat16": "int16",
@@ -52,6 +53,7 @@ _AS_INTEGERS = {
 """torch dtypes that numpy has only through ml_dtypes, and the integers of the same width."""
 
 
+MAX_TEXT = 400
 _OF_OTHERS = 2
 """`dtype.isbuiltin` of the dtypes of ml_dtypes. numpy's own have 1, or 0 where they carry metadata
 or were brought into native byte order."""
@@ -99,14 +101,18 @@ def as_array(value: object) -> Array | None:
     are detached, and copied from a device to the host.
     """
     try:
-        array = value if isinstance(value, np.ndarray) else _foreign(value)
-    except (InvalidValue, MemoryError):
+        return _as_array(value)
+    except InvalidValue:
         raise
     except Exception as exc:  # the code of another library, or of the user
         raise InvalidValue(
             f"{kind_of(value)} cannot be converted to a NumPy array: {type(exc).__name__}: "
-            f"{text_of(exc)}. Pass a NumPy array of its values instead"
+            f"{text_of(exc)}. {remedy(exc, 'Pass a NumPy array of its values instead')}"
         ) from exc
+
+
+def _as_array(value: object) -> Array | None:
+    array = value if isinstance(value, np.ndarray) else _foreign(value)
     if array is None:
         return None
     if type(array) is not np.ndarray:
@@ -215,9 +221,14 @@ def kind_of(value: object) -> str:
 
 def shown(value: object) -> str:
     """Return the representation of a user's value for an error. `repr` itself may fail, such as
-    NumPy's for a time without a unit."""
+    NumPy's for a time without a unit, or crash the process, such as torch's for a tensor whose
+    memory was freed."""
     try:
-        return repr(value)
+        if is_torch(value):
+            tensor: Any = value
+            return f"<{kind_of(value)} {str(tensor.dtype)[6:]}{list(tensor.shape)}>"
+        # the texts of others may hold half of a surrogate pair, which no log can print
+        return repr(value).encode(errors="backslashreplace").decode()
     except Exception:
         return f"<{kind_of(value)}>"
 
@@ -239,11 +250,18 @@ def _time_text(time: Any) -> str:
 
 
 def text_of(exc: Exception) -> str:
-    """Return the message of another's exception, whose `__str__` may fail too."""
+    """Return the message of another's exception, at most MAX_TEXT characters of it. Its `__str__`
+    may fail too."""
     try:
-        return str(exc)
+        text = str(exc).encode(errors="backslashreplace").decode()
     except Exception:
-        return shown(exc)
+        text = shown(exc)
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}…"
+
+
+def remedy(exc: Exception, otherwise: str) -> str:
+    """Return what a caller can do after a user's value has raised `exc`."""
+    return "Pass fewer or smaller values" if isinstance(exc, MemoryError) else otherwise
 
 
 def _foreign(value: object) -> Array | None:
@@ -268,7 +286,7 @@ def _foreign(value: object) -> Array | None:
     if hasattr(value, "__array_interface__") or hasattr(value, "__array__"):
         _check_unit(value)
         _check_columnar(value)
-        return np.asarray(value)
+        return np.asanyarray(value)  # `__array__` may return a masked array
     if hasattr(value, "__dlpack__"):
         return np.from_dlpack(value)
     return None
@@ -343,23 +361,74 @@ def _from_torch(tensor: Any, torch: Any) -> Array:
             f"a tensor with layout {tensor.layout} cannot be stored: pass tensor.to_dense()"
         )
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.device.type != "cpu":
-        tensor = tensor.cpu()
     name = str(tensor.dtype).removeprefix("torch.")
     try:
+        _check_storage(tensor)
+        if tensor.device.type != "cpu":
+            tensor = tensor.cpu()
         if name in _AS_INTEGERS:
             integers: Array = tensor.view(getattr(torch, _AS_INTEGERS[name])).numpy()
             return integers.view(_BY_NAME[name])
         plain: Array = tensor.numpy()
         return plain
-    except (TypeError, RuntimeError) as exc:
+    except InvalidValue:
+        raise
+    except TypeError as exc:
         raise InvalidValue(
             f"a torch tensor of dtype {name} cannot be converted to NumPy ({text_of(exc)}): "
             "cast it to another dtype"
         ) from exc
+    except RuntimeError as exc:
+        raise InvalidValue(
+            f"{kind_of(tensor)} cannot be converted to NumPy ({text_of(exc).strip(' .')}): pass a "
+            "plain CPU tensor of its values, for example full_tensor() of a DTensor"
+        ) from exc
+
+
+def _check_storage(tensor: Any) -> None:
+    """InvalidValue for a tensor whose memory was freed, as FSDP and offloading do. NumPy would
+    read other memory of this process."""
+    storage, needed = tensor.untyped_storage(), tensor.nbytes
+    there = storage.nbytes() if storage.data_ptr() else 0
+    if there == needed and not tensor.storage_offset() and tensor.is_contiguous():
+        return
+    if needed:
+        strides = zip(tensor.shape, tensor.stride(), strict=True)
+        items = tensor.storage_offset() + 1 + sum([(n - 1) * step for n, step in strides])
+        needed = items * tensor.element_size()
+    if there < needed:
+        raise InvalidValue(
+            f"the tensor's values need {needed} bytes of memory, but its storage has {there}: its "
+            "memory was freed or never allocated. Put the tensor before its memory is freed, or "
+            "gather its values first"
+        )
 
 
 # other objects of the user, whose own code may raise: `__iter__`, `__getitem__`, `__repr__`
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Reader = Callable[Concatenate[Any, P], T]
+
+
+def reader(error: type[DataplaneError], what: str = "") -> Callable[[Reader[P, T]], Reader[P, T]]:
+    """Decorate a function that reads a user's object, its first argument: what the object's own
+    code raises becomes `error`. what: names the object; without it, the second argument does."""
+
+    def decorate(read: Reader[P, T]) -> Reader[P, T]:
+        @wraps(read)
+        def guarded(value: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return read(value, *args, **kwargs)
+            except DataplaneError:
+                raise
+            except Exception as exc:
+                raise unreadable(what or str(args[0]), value, exc, error) from exc
+
+        return guarded
+
+    return decorate
 
 
 def unreadable(
@@ -372,7 +441,7 @@ def unreadable(
     """Return the error for a value whose own code has raised `exc`. what: names the value."""
     return error(
         f"{what} is {kind_of(value)}, which cannot be read: {type(exc).__name__}: "
-        f"{text_of(exc)}. Pass a list, or an array, of plain values",
+        f"{text_of(exc)}. {remedy(exc, 'Pass a list, or an array, of plain values')}",
         **details,
     )
 
@@ -387,7 +456,7 @@ def items_of(
     found: list[Any] = []
     try:
         found.extend(values)
-    except (DataplaneError, MemoryError):
+    except DataplaneError:
         raise
     except Exception as exc:
         where = f"{what} at index {len(found)}" if found else what
@@ -403,7 +472,7 @@ def pairs_of(
         return mapping
     try:
         return dict(mapping.items())
-    except (DataplaneError, MemoryError):
+    except DataplaneError:
         raise
     except Exception as exc:
         raise unreadable(what, mapping, exc, error) from exc

@@ -46,6 +46,7 @@ from dataplane.wire.arrays import (
     jagged_parts,
     kind_of,
     raw,
+    remedy,
     shown,
     tensor_over,
     text_of,
@@ -290,7 +291,13 @@ class _Walk:
         # keys that lower to ext values: the encoder cannot hash those, so the map is spelled out
         parts = [_map_header(len(value))]
         for key, item in value.items():
-            parts.append(_encoder.encode(self._below(key, key)))
+            lowered = self._below(key, key)
+            if not _stays_key(key):
+                raise self._refusal(
+                    f"a dict has {kind_of(key)} as a key, which could not be read back as a key: "
+                    "use a str, a number, bytes or a tuple of these"
+                )
+            parts.append(_encoder.encode(lowered))
             parts.append(_encoder.encode(self._below(key, item)))
         return msgspec.Raw(b"".join(parts))
 
@@ -312,12 +319,13 @@ class _Walk:
             if "path" in exc.details:
                 raise
             raise self._refusal(exc.message) from exc
-        except (DataplaneError, MemoryError):
+        except DataplaneError:
             raise
         except Exception as exc:  # the value's own code: properties, serializers, a __getattr__
             raise self._refusal(
                 f"{kind_of(value)} cannot be stored, because reading it raised "
-                f"{type(exc).__name__}: {text_of(exc)}. Convert it to an array or a dict first"
+                f"{type(exc).__name__}: {text_of(exc)}. "
+                f"{remedy(exc, 'Convert it to an array or a dict first')}"
             ) from exc
         if array is None:
             raise self._refusal(_why_refused(value))
@@ -366,13 +374,28 @@ class _Walk:
 
     def _place(self, depth: int | None = None) -> str:
         keys = "".join(
-            f'["{k}"]' if type(k) is str else f"[{shown(k)}]" for k in self._trail[:depth]
+            f'["{k:.60}"]' if type(k) is str else f"[{shown(k):.60}]" for k in self._trail[:depth]
         )
         # a key that is no valid text could not be printed, nor sent to a log
         return self._path + keys.encode(errors="backslashreplace").decode()
 
     def _refusal(self, reason: str) -> InvalidValue:
         return InvalidValue(f"{self._place()}: {reason}", path=self._place())
+
+
+def _stays_key(key: object) -> bool:
+    """Return whether a key of a dict is read back as something that can be one."""
+    kind = type(key)
+    if kind is tuple:
+        items: Any = key
+        return all(map(_stays_key, items))
+    tensor: Any = getattr(sys.modules.get("torch"), "Tensor", ())
+    return (
+        kind in _PLAIN
+        or kind is memoryview
+        or issubclass(kind, np.generic)
+        or issubclass(kind, tensor)
+    )
 
 
 def as_plain(value: Any) -> Any:

@@ -4,8 +4,10 @@ field and the row, and has the original as its cause."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 
 import dataplane
@@ -130,3 +132,68 @@ def test_an_exception_without_a_text_is_an_error_of_ours_all_the_same(
 def test_a_tag_without_values_is_refused(part: Partition) -> None:
     with pytest.raises(dataplane.InvalidRows, match="tag 't' has 0 values for 1 row"):
         part.put({"x": [1]}, tags={"t": []})
+
+
+def short_of_memory(*_: object) -> Any:
+    raise MemoryError("my own allocation")
+
+
+@pytest.mark.parametrize("method", ["__array__", "__iter__", "__len__", "__getattribute__"])
+@pytest.mark.parametrize("place", ["column", "value", "beside an array", "object", "key", "tag"])
+def test_a_memory_error_of_a_value_names_the_value(
+    part: Partition, method: str, place: str
+) -> None:
+    odd = type("Mine", (), {method: short_of_memory})()
+    calls: dict[str, Callable[[], Any]] = {
+        "column": lambda: part.put({"x": odd}),
+        "value": lambda: part.put({"x": [1, odd]}),
+        "beside an array": lambda: part.put({"x": [np.arange(2), odd]}),
+        "object": lambda: part.put({"x": [1, {"a": odd}]}),
+        "key": lambda: part.put({"x": [1]}, key=odd),
+        "tag": lambda: part.put({"x": [1]}, tags={"x": odd}),
+    }
+    name = "key" if place == "key" else "x"
+    with pytest.raises(dataplane.DataplaneError, match=rf"\b{name}\b") as caught:
+        calls[place]()
+    if place in ("value", "beside an array", "object"):
+        assert caught.value.details["row"] == 1
+
+
+def test_an_array_that_no_memory_holds_is_refused(part: Partition) -> None:
+    huge = np.broadcast_to(1.0, (2, 1 << 46))
+    for column in (huge, [1, huge]):
+        with pytest.raises(dataplane.InvalidValue, match="Pass fewer or smaller values"):
+            part.put({"x": column})
+
+
+@dataclass(frozen=True)
+class Point:
+    x: int
+
+
+def test_a_key_that_would_not_stay_a_key_is_refused(part: Partition) -> None:
+    for key in (Point(1), (1, Point(2))):
+        with pytest.raises(
+            dataplane.InvalidValue, match=r"x\[1\]: a dict has a .* as a key"
+        ) as caught:
+            part.put({"x": [1, {key: 1}]})
+        assert caught.value.details["row"] == 1
+
+
+def test_a_masked_array_from_a_value_keeps_no_hole(part: Partition) -> None:
+    masked = type("Mine", (), {"__array__": lambda *_: np.ma.array([1, 2], mask=[False, True])})()
+    with pytest.raises(dataplane.InvalidValue, match="lose its mask"):
+        part.put({"x": [1, masked]})
+
+
+def test_an_argument_that_has_no_truth_value_is_refused(part: Partition) -> None:
+    odd: Any = np.arange(2)
+    calls: dict[str, Callable[[], Any]] = {
+        "unit": lambda: part.claim("s", rows=1, unit=odd),
+        "short": lambda: part.seal(short=odd),
+        "unit=": lambda: part.wait("s", rows=1, unit=odd),
+        "remainder": lambda: part.plan("s", rank=0, ranks=1, remainder=odd),
+    }
+    for name, call in calls.items():
+        with pytest.raises(dataplane.InvalidCall, match=rf"{name}.*expected '"):
+            call()

@@ -94,7 +94,7 @@ PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
     "no row": (
         lambda p: p.put({"x": []}),
         dataplane.InvalidRows,
-        "the columns have no rows to write",
+        r"the columns \('x'\) have no rows to write",
     ),
     "neither yes nor no": (
         lambda p: p.put({"x": [1]}, replace="no"),  # type: ignore[arg-type]
@@ -493,3 +493,43 @@ def test_one_row_is_counted_as_one(part: Partition) -> None:
         part.get(keys=["never"])
     with pytest.raises(dataplane.InvalidRows, match="2 group ids for 1 row:"):
         part.put({"x": [1]}, group=["m", "n"])
+
+
+def freed() -> torch.Tensor:
+    """As a parameter of FSDP between two steps."""
+    tensor = torch.ones(4)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def cut() -> torch.Tensor:
+    tensor = torch.arange(4.0)[2:]
+    tensor.untyped_storage().resize_(8)
+    return tensor
+
+
+@pytest.mark.parametrize("make", [freed, cut])
+@pytest.mark.parametrize("place", ["column", "value", "object"])
+def test_a_tensor_whose_memory_was_freed_is_refused(
+    part: Partition, make: Callable[[], torch.Tensor], place: str
+) -> None:
+    odd = make()
+    columns = {"column": odd, "value": [1, odd], "object": [1, {"a": odd}]}
+    with pytest.raises(dataplane.InvalidValue, match=r"\bx\b.* was freed"):
+        part.put({"x": columns[place]})
+    with pytest.raises(dataplane.InvalidRows, match=r"tag 't'.*torch.Tensor"):
+        part.put({"x": [1, 2]}, tags={"t": [1, odd]})
+
+
+def test_a_tensor_without_memory_of_its_own_is_refused(part: Partition) -> None:
+    seen: list[str] = []
+
+    def put(value: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(dataplane.InvalidValue, match="pass a plain CPU tensor") as caught:
+            part.put({"x": [1, value]})
+        seen.append(caught.value.details["field"])
+        return value
+
+    torch.vmap(put)(torch.ones(2, 2))
+    torch.func.functionalize(put)(torch.ones(2))
+    assert seen == ["x", "x"]

@@ -57,3 +57,14 @@ def test_a_part_without_rows_can_be_finished_like_any_other(pair: Cluster) -> No
         with pytest.raises(LeaseExpired, match="this batch is already acked"):
             batch.rows([]).ack()
         assert a.partition("p").stats()["stages"]["s"]["acked_rows"] == 2
+
+
+def test_the_names_of_a_drop_may_be_an_array(pair: Cluster) -> None:
+    with pair.connect("a") as a, pair.connect("b") as b:
+        part = a.partition("p-arrays", stages={"s": ["x"]})
+        part.put({"x": list(range(6))}, key=list(range(6)), group=[0, 0, 1, 1, 2, 2])
+        there = b.partition("p-arrays")
+        assert there.drop(keys=np.array([0, 2, 9])).rows == 2
+        assert there.drop(groups=np.array([2])).rows == 2
+        assert part.get().keys == [1, 3]
+        part.drop()

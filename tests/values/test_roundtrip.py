@@ -16,7 +16,7 @@ from tests.same import same
 
 DTYPES = [
     *_BY_NAME.values(),
-    *map(np.dtype, ("M8[ns]", "M8[D]", "M8[25s]", "M8", "m8[us]", "m8")),
+    *map(np.dtype, ("M8[ns]", "M8[D]", "M8[25s]", "M8[2147483647s]", "M8", "m8[us]", "m8")),
 ]
 SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 

@@ -34,7 +34,6 @@ from dataplane.client.tracebacks import public_at_once
 from dataplane.client.write.rows import Names, TagValues, name_list
 from dataplane.errors import InvalidCall
 from dataplane.metadata.tables.where import Where
-from dataplane.wire.arrays import shown
 from dataplane.wire.messages import Advance, Close, Defined, Done, Reset, Seal, Wait
 from dataplane.wire.tables import Name, Scalar
 
@@ -141,9 +140,8 @@ class Partition:
         groups.
         """
         handle, deadline = self._handle, Deadline(timeout)
-        if short not in ("drop", "keep"):
-            raise InvalidCall(f"short={shown(short):.40}: expected 'drop' or 'keep'")
-        body = Seal(handle.name, await attach(handle, deadline), short == "keep")
+        keep = arguments.choice(short, "short", "drop", "keep") == "keep"
+        body = Seal(handle.name, await attach(handle, deadline), keep)
         await ask(handle.session, body, Done, deadline)
 
     @public
@@ -378,8 +376,7 @@ class Partition:
             raise InvalidCall(
                 "wait() needs either key=, or a stage and exactly one of rows=, groups= and below="
             )
-        if unit not in (None, "rows", "groups"):
-            raise InvalidCall(f"unit={unit!r}: expected 'rows' or 'groups'")
+        unit = handle.unit if unit is None else arguments.choice(unit, "unit", "rows", "groups")
         wanted = most = 0
         if below is not None:
             most = arguments.count(below, "below")
@@ -393,7 +390,7 @@ class Partition:
             handle.name,
             generation,
             stage,
-            unit or handle.unit,  # type: ignore[arg-type]
+            unit,  # type: ignore[arg-type]
             count=wanted,
             below=most,
             timeout_ms=milliseconds(timeout),

@@ -83,6 +83,6 @@ def drop(
         handle.session.warn_of_tags(name, done.unknown_tags)
         rows += done.rows
         nbytes += done.bytes
-    if (keys, groups, where) == (None, None, None):
+    if keys is None and groups is None and where is None:
         handle.session.leases.end(name)
     return Dropped(rows, nbytes)

@@ -21,12 +21,14 @@ import numpy as np
 
 from dataplane.client.write import schema
 from dataplane.errors import (
+    DataplaneError,
     FieldUnknown,
     InvalidCall,
     InvalidRows,
     InvalidValue,
     LimitExceeded,
     counted,
+    few,
 )
 from dataplane.wire import objects
 from dataplane.wire.arrays import (
@@ -42,6 +44,7 @@ from dataplane.wire.arrays import (
     kind_of,
     pairs_of,
     raw,
+    reader,
     shown,
     unreadable,
 )
@@ -56,12 +59,14 @@ MAX_LENGTH = (1 << 32) - 1
 """Of an open axis, a text, bytes or an object: chunks say lengths as u4."""
 _TEXT, _BYTES = ColumnSpec("text"), ColumnSpec("bytes")
 _OBJECT, _LOOSE_OBJECT = ColumnSpec("object"), ColumnSpec("object", loose=True)
+SHOWN_FIELDS = 8
+"""An error about all columns names at most this many."""
 _TIMED_ROWS = 1_024
 """Objects are encoded in Python: after this many rows the call checks its deadline."""
 _NUMBERS: dict[type, type[np.generic]] = {bool: np.bool_, int: np.int64, float: np.float64}
 _PADDING = [bytes(length) for length in range(OBJECT_ALIGNMENT_BYTES)]
 _dtype, _shape, _nbytes = attrgetter("dtype"), attrgetter("shape"), attrgetter("nbytes")
-_form = attrgetter("__class__", "dtype", "strides")
+_form = attrgetter("dtype", "strides")
 
 
 class ValueColumn(msgspec.Struct, eq=False):
@@ -178,7 +183,7 @@ def prepare(
     columns = by_name(columns)
     names, given = checked_names(tuple(columns)), list(columns.values())
     if {*map(type, given)} != {list}:
-        given = list(map(_column, names, given))
+        given = list(map(_rows_of, names, given))
     _check_length(names, given, n, whose)
     if len(names) > MAX_FIELDS:
         raise LimitExceeded(
@@ -201,6 +206,7 @@ def prepare(
     return made
 
 
+@reader(InvalidRows, "the mapping of columns")
 def by_name(columns: Any) -> dict[str, Any]:
     """The columns of a mapping or a TensorDict, by field. Nested keys of a TensorDict are joined
     with ".", and its data that are no tensors keep their Python types. A field of a tensorclass
@@ -313,10 +319,11 @@ def _entries(column: Any, n: int, library: Any) -> list[Any]:
     return list(whole) if of_rows else [whole] * n
 
 
+@reader(InvalidRows, "the name of a field")
 def checked_name(name: object) -> str:
     """InvalidRows for what cannot name a field, such as half of a surrogate pair."""
     try:
-        fits = isinstance(name, str) and 0 < len(name.encode()) <= MAX_NAME_BYTES
+        fits = isinstance(name, str) and 0 < len(str.encode(name)) <= MAX_NAME_BYTES
     except UnicodeEncodeError:
         fits = False
     if not isinstance(name, str) or not fits:
@@ -355,7 +362,20 @@ def _check_length(
             what += "field"
         raise InvalidRows(what, lengths=lengths)
     if expected == 0:
-        raise InvalidRows("the columns have no rows to write: pass at least one row")
+        raise InvalidRows(
+            f"the columns ({few([repr(name) for name in names], SHOWN_FIELDS)}) have no rows to "
+            "write: pass at least one row"
+        )
+
+
+def _rows_of(name: str, column: Any) -> Sequence[Any] | Array:
+    """As `_column`. InvalidValue where the column's own code raises."""
+    try:
+        return _column(name, column)
+    except DataplaneError:
+        raise
+    except Exception as exc:
+        raise unreadable(f"field {name!r}", column, exc, field=name) from exc
 
 
 def _column(name: str, column: Any) -> Sequence[Any] | Array:
@@ -369,7 +389,8 @@ def _column(name: str, column: Any) -> Sequence[Any] | Array:
     if isinstance(column, (str, bytes, bytearray, memoryview, Mapping, Set, np.generic)):
         raise InvalidRows(
             f"field {name!r}: expected a list or an array with one entry per row, got "
-            f"{kind_of(column)}"
+            f"{kind_of(column)}",
+            field=name,
         )
     if isinstance(column, np.ndarray) and column.dtype == object and column.ndim:
         return list(column)
@@ -388,7 +409,8 @@ def _column(name: str, column: Any) -> Sequence[Any] | Array:
         return rows
     raise InvalidRows(
         f"field {name!r}: expected a list or an array with one entry per row, got "
-        f"{shown(column):.60}"
+        f"{shown(column):.60}",
+        field=name,
     )
 
 
@@ -444,11 +466,10 @@ def _values(
         numbers = _of_flat(list(column))  # Python numbers stay such where nobody says a dtype
         if isinstance(numbers, np.ndarray):
             return _of_array(name, numbers)
-    first = type(column[0])
-    if first is np.ndarray and (vectors := _of_vectors(name, column)) is not None:
-        return vectors
     kinds = set(map(type, column))
-    only = first if len(kinds) == 1 else None
+    only = type(column[0]) if len(kinds) == 1 else None
+    if only is np.ndarray and (vectors := _of_vectors(name, column)) is not None:
+        return vectors
     if only is bytes:
         return _of_bytes(name, list(column), _BYTES)
     elif only is str and (texts := _encoded(column)) is not None:
@@ -522,8 +543,6 @@ def _array_at(name: str, index: int, value: object) -> Array | None:
     except InvalidValue as exc:
         path = f"{name}[{index}]"
         raise InvalidValue(f"{path}: {exc.message}", field=name, row=index, path=path) from exc
-    except MemoryError:
-        raise
     except Exception as exc:  # of the user's class
         raise unreadable(f"{name}[{index}]", value, exc, field=name, row=index) from exc
 
@@ -575,7 +594,7 @@ def _vectors(dtype: np.dtype[Any]) -> tuple[ColumnSpec, tuple[Any, ...] | None, 
     if dtype_name(dtype) is None:
         return _OBJECT, None, False
     empty = np.empty(0, dtype)
-    form = np.ndarray, dtype, (dtype.itemsize,)
+    form = dtype, (dtype.itemsize,)
     return _array_spec(dtype, (OPEN,), True), form, raw(empty) is empty
 
 
@@ -612,15 +631,11 @@ def _of_scalars(name: str, column: Sequence[Any], kind: type[Any]) -> ValueColum
 def _of_vectors(name: str, arrays: Sequence[Array]) -> ValueColumn | None:
     """Arrays of one dimension and one dtype, which most columns are; None where they are not."""
     spec, form, is_raw = _vectors(arrays[0].dtype)
-    try:
-        forms: list[Any] = list(map(_form, arrays))
-    except AttributeError:  # not an array
-        return None
-    count = len(forms)
+    count, forms = len(arrays), list[Any](map(_form, arrays))
     if forms.count(form) < count:
         return None
     source = list(arrays if is_raw else map(raw, arrays))
-    sizes, lengths = list(map(_nbytes, arrays)), lengths_of(name, list(map(len, arrays)))
+    sizes, lengths = list(map(_nbytes, arrays)), lengths_of(name, list(map(len, arrays)), count)
     return ValueColumn(name, count, spec, source, sum(sizes), sizes, lengths)
 
 
@@ -638,15 +653,15 @@ def _of_arrays(
     spec, lengths = spec_of(dtypes[0], shapes, loose, ragged)
     sizes = list(map(_nbytes, arrays))
     source = list(map(raw, arrays))
-    return ValueColumn(
-        name, len(source), spec, source, sum(sizes), sizes, lengths_of(name, lengths)
-    )
+    said = lengths_of(name, lengths, len(source))
+    return ValueColumn(name, len(source), spec, source, sum(sizes), sizes, said)
 
 
 def _of_bytes(name: str, values: list[Buffer], spec: ColumnSpec) -> ValueColumn:
     """Texts or bytes."""
     sizes = list(map(len, values))
-    return ValueColumn(name, len(values), spec, values, sum(sizes), sizes, lengths_of(name, sizes))
+    lengths = lengths_of(name, sizes, len(values))
+    return ValueColumn(name, len(values), spec, values, sum(sizes), sizes, lengths)
 
 
 def _of_objects(
@@ -675,25 +690,30 @@ def _of_rows(name: str, rows: list[list[Buffer]], spec: ColumnSpec) -> ValueColu
     gaps = [-length % OBJECT_ALIGNMENT_BYTES for length in lengths]
     source = [[*row, _PADDING[gap]] for row, gap in zip(rows, gaps, strict=True)]
     sizes = [length + gap for length, gap in zip(lengths, gaps, strict=True)]
-    return ValueColumn(name, len(rows), spec, source, sum(sizes), sizes, lengths_of(name, lengths))
+    said = lengths_of(name, lengths, len(rows))
+    return ValueColumn(name, len(rows), spec, source, sum(sizes), sizes, said)
 
 
 def _of_heads(name: str, heads: list[bytes], spec: ColumnSpec) -> ValueColumn:
     """Rows of objects without arrays."""
-    lengths = lengths_of(name, list(map(len, heads)))
+    lengths = lengths_of(name, list(map(len, heads)), len(heads))
     source: list[Buffer] = [head + _PADDING[-len(head) % OBJECT_ALIGNMENT_BYTES] for head in heads]
     sizes = list(map(len, source))
     return ValueColumn(name, len(heads), spec, source, sum(sizes), sizes, lengths)
 
 
-def lengths_of(field: str, lengths: Sequence[int]) -> bytes:
-    """The lengths as a chunk has them. LimitExceeded for one that a chunk cannot hold."""
+def lengths_of(field: str, lengths: Sequence[int], rows: int) -> bytes:
+    """The lengths of this many rows as a chunk has them. LimitExceeded for one that a chunk cannot
+    hold."""
     try:
         return pack(f"<{len(lengths)}I", *lengths)
     except StructError:
+        longest = max(lengths)
+        row = lengths.index(longest) * rows // len(lengths)
         raise LimitExceeded(
-            f"field {field!r}: a value has length {max(lengths)}, over the limit of {MAX_LENGTH}: "
-            "split it into several values",
+            f"{field}[{row}] has length {longest}, over the limit of {MAX_LENGTH}: split it into "
+            "several values",
             field=field,
+            row=row,
             limit=MAX_LENGTH,
         ) from None

@@ -16,14 +16,22 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.client.session.session import Session, split_keys
-from dataplane.errors import GroupClosed, InvalidRows, InvalidValue, counted, few, without_group
+from dataplane.errors import (
+    DataplaneError,
+    GroupClosed,
+    InvalidRows,
+    InvalidValue,
+    counted,
+    few,
+    without_group,
+)
 from dataplane.metadata.tables.keys import (
     format_minted,
     format_minted_many,
     hash_names,
     unencodable,
 )
-from dataplane.wire.arrays import is_time, items_of, pairs_of, shown, unreadable
+from dataplane.wire.arrays import is_time, items_of, pairs_of, reader, shown, unreadable
 from dataplane.wire.limits import NO_GROUP
 from dataplane.wire.packed import KEY, U4, column
 from dataplane.wire.tables import Name, Rows, Scalar, Table
@@ -54,7 +62,7 @@ def identify(
     if group is None:
         return rows, None
     group = _listed(group, "group")
-    if isinstance(group, (str, int)):
+    if type(group) in _NAMES:
         names, groups = name_list(group, "group"), [0] * n
     else:
         ids: list[Any] = name_list(group, "group", or_none=True)
@@ -139,6 +147,7 @@ def _check_length(what: str, given: int, n: int) -> None:
         )
 
 
+@reader(InvalidRows)
 def name_list(names: Any, what: str, or_none: bool = False, ordered: bool = True) -> list[Any]:
     """One id or several, as a list of str and int, and of None where a row may be without.
 
@@ -247,6 +256,7 @@ def row_groups(rows: Rows) -> list[Name | None]:
     return [names[min(i, len(names) - 1)] for i in column(rows.group_index, U4, n).tolist()]
 
 
+@reader(InvalidRows, "tags=")
 def tag_columns(tags: TagValues | None, n: int) -> dict[str, list[Scalar]]:
     """Tags as columns: one value for all rows, or one per row. InvalidRows names the tag."""
     columns: dict[str, list[Scalar]] = {}
@@ -258,43 +268,60 @@ def tag_columns(tags: TagValues | None, n: int) -> dict[str, list[Scalar]]:
             "{'split': 'a'}"
         )
     for name, given in pairs_of("tags=", tags, InvalidRows).items():
-        if not isinstance(name, str):
-            raise InvalidRows(f"invalid tag name {shown(name):.80}: expected a str")
-        if (reason := unencodable(name)) is not None:
-            raise InvalidRows(f"invalid tag name {shown(name):.80}, {reason}")
-        if isinstance(given, Set) and not isinstance(given, KeysView):
-            raise InvalidRows(
-                f"tag {name!r} is a set, which has no order: pass a list with one value per row",
-                tag=name,
-            )
-        given = _listed(given, f"tag {name!r}")
-        if isinstance(given, (str, *_NO_COLUMN)) or not isinstance(given, Iterable):
-            given = [given]
-        elif len(given := items_of(f"tag {name!r}", given, InvalidRows, tag=name)) != n:
-            raise InvalidRows(
-                f"tag {name!r} has {counted(len(given), 'value')} for {counted(n, 'row')}: pass "
-                "one value per row, or a scalar for all rows",
-                tag=name,
-            )
-        values = given
-        if not set(map(type, values)) <= _SCALARS:
-            values = [_scalar(value, f"tag {name!r}", at) for at, value in enumerate(given)]
-            for at, value in enumerate(values):
-                if type(value) not in _SCALARS:
-                    raise InvalidRows(
-                        f"tag {name!r} of row {at} is {shown(value):.60} ({type(value).__name__}): "
-                        "expected a bool, int, float, str or None; convert the value, or store "
-                        "it in a field",
-                        tag=name,
-                        row=at,
-                    )
-        at, reason = _first_unencodable(values)
-        if reason is not None:
-            raise InvalidValue(
-                f"tag {name!r} of row {at} is {shown(values[at]):.80}, {reason}", tag=name, row=at
-            )
-        columns[str.__str__(name)] = values
+        plain = _tag_name(name)
+        try:
+            columns[plain] = _tag_values(plain, given, n)
+        except DataplaneError:
+            raise
+        except Exception as exc:
+            raise unreadable(f"tag {plain!r}", given, exc, InvalidRows, tag=plain) from exc
     return columns
+
+
+@reader(InvalidRows, "the name of a tag")
+def _tag_name(name: object) -> str:
+    if not isinstance(name, str):
+        raise InvalidRows(f"invalid tag name {shown(name):.80}: expected a str")
+    plain = name if type(name) is str else str.__str__(name)
+    if (reason := unencodable(plain)) is not None:
+        raise InvalidRows(f"invalid tag name {shown(plain):.80}, {reason}")
+    return plain
+
+
+def _tag_values(name: str, given: Any, n: int) -> list[Scalar]:
+    """The values of one tag: one for all rows, or one per row."""
+    if isinstance(given, Set) and not isinstance(given, KeysView):
+        raise InvalidRows(
+            f"tag {name!r} is a set, which has no order: pass a list with one value per row",
+            tag=name,
+        )
+    given = _listed(given, f"tag {name!r}")
+    if isinstance(given, (str, *_NO_COLUMN)) or not isinstance(given, Iterable):
+        given = [given]
+    elif len(given := items_of(f"tag {name!r}", given, InvalidRows, tag=name)) != n:
+        raise InvalidRows(
+            f"tag {name!r} has {counted(len(given), 'value')} for {counted(n, 'row')}: pass "
+            "one value per row, or a scalar for all rows",
+            tag=name,
+        )
+    values: list[Scalar] = given
+    if not set(map(type, values)) <= _SCALARS:
+        values = [_scalar(value, f"tag {name!r}", at) for at, value in enumerate(given)]
+        for at, value in enumerate(values):
+            if type(value) not in _SCALARS:
+                raise InvalidRows(
+                    f"tag {name!r} of row {at} is {shown(value):.60} ({type(value).__name__}): "
+                    "expected a bool, int, float, str or None; convert the value, or store "
+                    "it in a field",
+                    tag=name,
+                    row=at,
+                )
+    at, reason = _first_unencodable(values)
+    if reason is not None:
+        raise InvalidValue(
+            f"tag {name!r} of row {at} is {shown(values[at]):.80}, {reason}", tag=name, row=at
+        )
+    return values
 
 
 def take_tags(columns: dict[str, list[Scalar]], index: Index | None) -> dict[str, list[Scalar]]:

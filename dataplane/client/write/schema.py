@@ -63,32 +63,31 @@ def definition_of(
     fields: Mapping[str, str] | None = None,
 ) -> Definition | None:
     """Return the definition from the arguments of `partition(…)`; None if they only attach."""
-    if (stages, group_size, groups, free, replicas, fields) == (None, None, None, None, 1, None):
+    copies = arguments.integer(replicas)
+    if copies == 1 and all(one is None for one in (stages, group_size, groups, free, fields)):
         return None
+    form = "of stage names to lists of fields"
+    needs = {} if stages is None else arguments.mapping(stages, "stages", form)
     if group_size is not None:
         group_size = arguments.count(group_size, "group_size")
     if groups is not None:
         groups = arguments.count(groups, "groups")
-    free = free or ("acked" if stages else "drop")
-    if free not in ("acked", "drop"):
-        raise InvalidCall(f"free={free!r}: expected 'acked' or 'drop'")
-    if arguments.integer(replicas) not in (1, 2):
+    free = ("acked" if needs else "drop") if free is None else free
+    arguments.choice(free, "free", "acked", "drop")
+    if copies not in (1, 2):
         raise InvalidCall(
             f"replicas={shown(replicas):.80}: expected 1, or 2 to keep a second copy on another "
             "peer"
         )
     named: dict[str, list[str]] = {}
-    form = "of stage names to lists of fields"
-    for stage, needed in arguments.mapping(
-        {} if stages is None else stages, "stages", form
-    ).items():
+    for stage, needed in needs.items():
         named[arguments.text(stage, "a stage")] = arguments.texts(needed, f"stages[{stage!r}]")
     return Definition(
         named,
         group_size,
         groups,
         free,  # type: ignore[arg-type]
-        int(replicas),  # type: ignore[arg-type]
+        copies,  # type: ignore[arg-type]
         canonical({} if fields is None else fields),
     )
 

@@ -17,7 +17,7 @@ import numpy as np
 from dataplane.errors import InvalidValue, LimitExceeded, ProtocolError, mixed_releases
 from dataplane.metadata.tables.keys import unencodable
 from dataplane.metadata.tables.tags import Tags
-from dataplane.wire.arrays import items_of, shown
+from dataplane.wire.arrays import items_of, reader, shown
 from dataplane.wire.limits import MAX_NAME_BYTES, MAX_NESTING, MAX_WHERE_NODES
 from dataplane.wire.tables import Scalar
 from dataplane.wire.tables import Where as WireWhere
@@ -83,11 +83,7 @@ class Tag:
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, name: str) -> None:
-        if not isinstance(name, str):
-            raise InvalidValue(
-                f"invalid tag name {shown(name):.40} ({type(name).__name__}): pass a str"
-            )
-        self._name = _checked(str.__str__(name))
+        self._name = _name(name)
 
     def __eq__(self, value: Scalar) -> Where:  # type: ignore[override]
         return self._compared("eq", value)
@@ -109,12 +105,7 @@ class Tag:
 
     def isin(self, values: Iterable[Scalar]) -> Where:
         """Return a filter for rows whose tag equals one of `values`."""
-        if not isinstance(values, Iterable):
-            raise InvalidValue(
-                f"invalid argument {shown(values):.80} for tag({self._name!r}).isin(): pass a list "
-                "of values"
-            )
-        listed = items_of(f"tag({self._name!r}).isin(…)", values)
+        listed = _listed(values, f"tag({self._name!r}).isin(…)")
         return Where(["in", self._name, [_scalar(value) for value in listed]])
 
     def exists(self) -> Where:
@@ -136,6 +127,23 @@ def tag(name: str) -> Tag:
     return Tag(name)
 
 
+@reader(InvalidValue, "the name of a tag")
+def _name(name: object) -> str:
+    if not isinstance(name, str):
+        raise InvalidValue(
+            f"invalid tag name {shown(name):.40} ({type(name).__name__}): pass a str"
+        )
+    return _checked(str.__str__(name))
+
+
+@reader(InvalidValue)
+def _listed(values: object, what: str) -> list[Any]:
+    if not isinstance(values, Iterable):
+        raise InvalidValue(f"{what} got {shown(values):.80}: pass a list of values")
+    return items_of(what, values)
+
+
+@reader(InvalidValue, "the value that a tag is compared with")
 def _scalar(value: Any) -> Scalar:
     if isinstance(value, np.generic) and value.dtype.kind not in "mM":  # whose item may be an int
         value = value.item()

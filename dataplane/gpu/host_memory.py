@@ -1,6 +1,6 @@
 """The memory of a host: its arena, followed by its device arenas in one address space.
 
-Runs in the peer, without I/O. All memories share one table of ranges, so pins and references treat
+Runs in the peer, without I/O. All memories share one table of chunks, so pins and references treat
 them alike. Only code that reads or writes bytes asks which memory an address belongs to. A peer
 without device arenas has a plain `Space` instead. A client names a value after its copy has
 finished, so no reader sees a partial value.
@@ -16,12 +16,12 @@ import numpy.typing as npt
 
 from dataplane.gpu.device import Device, PoolHandle
 from dataplane.memory.admission import DEFAULT_SHARES, ShareOfEach
-from dataplane.memory.extents import Bytes, Extent, Mask, Records, page_up
+from dataplane.memory.chunks import POOL, SPILLED, Freed
+from dataplane.memory.extents import Bytes, Extent, Mask, Numbers, Records, page_up
 from dataplane.memory.holder import Holder
-from dataplane.memory.ranges import POOL, SPILLED, Freed
 from dataplane.memory.space import Space, pinned_by
 from dataplane.memory.spill import DISK
-from dataplane.wire.packed import EXTENT, RANGE
+from dataplane.wire.packed import EXTENT, U8
 
 
 class HostMemory(Space):
@@ -40,7 +40,7 @@ class HostMemory(Space):
         if the device cannot allocate it."""
         base = self.size_bytes + sum(arena.space.size_bytes for arena in self.devices)
         number = len(self.devices) + 1
-        arena = DeviceArena(device, Space(page_up(nbytes), shares, self.ranges, base, number))
+        arena = DeviceArena(device, Space(page_up(nbytes), shares, self.chunks, base, number))
         self.devices.append(arena)
         return arena
 
@@ -57,40 +57,40 @@ class HostMemory(Space):
     def all_here(self) -> bool:
         return False
 
-    def away(self, ranges: Records, holder: int = 0) -> Mask:
-        kinds = self.ranges.kinds(ranges)
+    def away(self, chunks: Numbers, holder: int = 0) -> Mask:
+        kinds = self.chunks.kinds(chunks)
         away: Mask = kinds >= SPILLED
         if holder in self._readers and np.count_nonzero(away):
             for kind in self._readers[holder]:
                 away &= kinds | SPILLED != kind
         return away
 
-    def in_place(self, ranges: Records, holder: int) -> Mask:
-        in_place: Mask = (self.on_device(ranges) > 0) & ~self.away(ranges, holder)
+    def in_place(self, chunks: Numbers, holder: int) -> Mask:
+        in_place: Mask = (self.on_device(chunks) > 0) & ~self.away(chunks, holder)
         return in_place
 
-    def on_device(self, ranges: Records) -> npt.NDArray[np.uint8]:
-        numbers: npt.NDArray[np.uint8] = self.ranges.kinds(ranges) // POOL
+    def on_device(self, chunks: Numbers) -> npt.NDArray[np.uint8]:
+        numbers: npt.NDArray[np.uint8] = self.chunks.kinds(chunks) // POOL
         return numbers
 
     # writing
 
-    def commit(self, holder: int, extents: Sequence[Extent], admission: int) -> Records:
+    def commit(self, holder: int, extents: Sequence[Extent], admission: int) -> Numbers:
         if not extents or max(extents)[0] < self.size_bytes:
             return super().commit(holder, extents, admission)
         columns: Records = np.array(extents, EXTENT)
-        ranges = np.zeros(len(extents), RANGE)
+        chunks = np.zeros(len(extents), U8)
         done: list[Mask] = []
         try:
             for space, at in self._split(columns):
                 commit = super().commit if space is None else space.commit
-                ranges[at] = commit(holder, columns[at].tolist(), admission)
+                chunks[at] = commit(holder, columns[at].tolist(), admission)
                 done.append(at)
         except BaseException:
             for at in done:
-                self.release(ranges[at])
+                self.release(chunks[at])
             raise
-        return ranges
+        return chunks
 
     def give_back(self, holder: int, extents: Records) -> None:
         for space, at in self._split(extents):

@@ -39,7 +39,7 @@ from dataplane.peer.room.pools import Pools, Read
 from dataplane.transport.engine import BulkEngine
 from dataplane.transport.registry import CUDA_IPC, NCCL, POOLS_ONLY, TCP
 from dataplane.transport.seam import Remote
-from dataplane.wire.packed import RANGE, Array
+from dataplane.wire.packed import U8, Array
 from dataplane.wire.tables import Owner
 
 log = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ class DevicePools(Pools):
             self.room.release(ranges)
 
     async def _fetch(self, number: int, ranges: Array, dest: Array) -> None:
-        extents = self._memory.ranges.extents(ranges)
+        extents = self._memory.chunks.extents(ranges)
         targets = dest + np.uint64(self.host.arena.address)
         fetch = self._memory.devices[number - 1].fetch
         await self.host.threads.run(fetch, extents["offset"], extents["length"], targets)
@@ -247,13 +247,13 @@ class DevicePools(Pools):
         copies = memory.devices[number - 1].space.copies
         local, pins = copies.lookup(owner.incarnation, remote), list[int]()
         try:
-            here = local["generation"] != 0
+            here = local != 0
             self.pulls.hits += int(np.count_nonzero(here))
             pins.append(memory.pin(holder, local[here]))
             rest = (~here).nonzero()[0]
             if len(rest):
                 fresh = await self._from_device(number, owner, remote[rest], nbytes[rest])
-                here = fresh["generation"] != 0
+                here = fresh != 0
                 pins.append(memory.pin(holder, fresh[here]))
                 copies.insert(owner.incarnation, remote[rest][here], fresh[here])
                 local[rest], rest = fresh, rest[~here]
@@ -281,7 +281,7 @@ class DevicePools(Pools):
             if self.paths.required:
                 raise
             self.paths.failed(owner, way, exc)
-        return np.zeros(len(remote), RANGE)
+        return np.zeros(len(remote), U8)
 
     async def ways(self, owner: Owner) -> Path | None:
         """See `Pools.ways`."""
@@ -305,7 +305,7 @@ class DevicePools(Pools):
         sizes = padded(nbytes)
         room = self.at_once(number, PULLER, Admission.PULL, [sizes])
         if room is None:
-            return np.zeros(len(remote), RANGE)
+            return np.zeros(len(remote), U8)
 
         began = self.host.now()
 
@@ -315,7 +315,7 @@ class DevicePools(Pools):
             return (await engine.read(source, copies, self.pulls.left_s(), way)).gone
 
         fresh = await self.room.write(sizes, room[1], read, Admission.PULL)
-        here = fresh["generation"] != 0
+        here = fresh != 0
         self.pulls.note(source.owner, way, int(nbytes[here].sum()), began)
         return fresh
 

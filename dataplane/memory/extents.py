@@ -15,6 +15,8 @@ PAGE_BYTES = 4096
 """Granted extents start at a multiple of this and are a multiple of this long."""
 
 Bytes = npt.NDArray[np.uint64]
+Numbers = npt.NDArray[np.uint64]
+"""Names of chunks at their owner; 0: none."""
 Records = npt.NDArray[np.void]
 Mask = npt.NDArray[np.bool_]
 Set = tuple[Bytes, Bytes]

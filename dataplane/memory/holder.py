@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from dataplane.errors import LimitExceeded, mixed_releases
-from dataplane.memory.extents import PAGE_BYTES, Extent, Records
+from dataplane.memory.extents import PAGE_BYTES, Extent, Numbers
 
 _REMEMBERED = 4
 
@@ -25,7 +25,7 @@ class Holder:
     def __init__(self, most_extents: float = math.inf) -> None:
         self.most_extents = most_extents
         """How many separate extents it may have."""
-        self.pins: dict[int, Records] = {}
+        self.pins: dict[int, Numbers] = {}
         self.quarantined = False
         """Lost, but its processes may live and write: nothing of it is used for others."""
         self.granted_by_class = [0, 0, 0]

@@ -1,4 +1,4 @@
-"""References of other peers' shards to this arena's ranges, by the incarnation of that peer.
+"""References of other peers' shards to this arena's chunks, by the incarnation of that peer.
 
 Runs in the peer, without I/O. When such a peer is lost, it can no longer release anything
 itself, so these references are released for it. They also limit what a peer may release if it
@@ -12,15 +12,15 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.memory.extents import Records
-from dataplane.wire.packed import U4, U8, ids_of, ranges_of
+from dataplane.memory.extents import Numbers
+from dataplane.wire.packed import U4, U8
 from dataplane.wire.tables import Owner
 
 Counts = npt.NDArray[np.uint32]
 
 
 class Lent:
-    """How many references to each RANGE a peer's shards hold. `Owner`: the incarnation of the
+    """How many references to each chunk a peer's shards hold. `Owner`: the incarnation of the
     peer."""
 
     def __init__(self) -> None:
@@ -30,21 +30,19 @@ class Lent:
         return sum(map(len, self._held.values()))
 
     def __repr__(self) -> str:
-        return f"<Lent {len(self)} ranges to {len(self._held)} peers>"
+        return f"<Lent {len(self)} chunks to {len(self._held)} peers>"
 
-    def lend(self, to: Owner, ranges: Records) -> None:
+    def lend(self, to: Owner, chunks: Numbers) -> None:
         """Add one reference for each of these."""
         held = self._held.setdefault(to, {})
-        for packed in ids_of(ranges).tolist():
+        for packed in chunks.tolist():
             held[packed] = held.get(packed, 0) + 1
 
-    def returned(self, by: Owner, ranges: Records, counts: Counts) -> Counts:
+    def returned(self, by: Owner, chunks: Numbers, counts: Counts) -> Counts:
         """Return how many of these references the peer really had, and remove them."""
         held = self._held.get(by, {})
-        had = np.zeros(len(ranges), U4)
-        for at, (packed, count) in enumerate(
-            zip(ids_of(ranges).tolist(), counts.tolist(), strict=True)
-        ):
+        had = np.zeros(len(chunks), U4)
+        for at, (packed, count) in enumerate(zip(chunks.tolist(), counts.tolist(), strict=True)):
             have = held.get(packed, 0)
             had[at] = min(have, count)
             if have > count:
@@ -55,8 +53,8 @@ class Lent:
             self._held.pop(by, None)
         return had
 
-    def lost(self, to: Owner) -> tuple[Records, Counts]:
-        """Remove all references of a lost peer, and return them: RANGE and u4."""
+    def lost(self, to: Owner) -> tuple[Numbers, Counts]:
+        """Remove all references of a lost peer, and return them: chunk numbers and u4 counts."""
         held = self._held.pop(to, {})
         return _columns(held)
 
@@ -64,14 +62,14 @@ class Lent:
         self,
         origins: Iterable[Owner],
         heir: Owner | None,
-        ranges: Records,
+        chunks: Numbers,
         counts: Counts,
         more: bool = False,
-    ) -> tuple[Records, Counts]:
-        """Handle the report of a successor (None: this peer itself), which lists each range
+    ) -> tuple[Numbers, Counts]:
+        """Handle the report of a successor (None: this peer itself), which lists each chunk
         once. Return the references that the lost peers had and the successor does not hold.
-        more: of these ranges, the successor has yet to report others."""
-        named: list[int] = ids_of(ranges).tolist()
+        more: of these chunks, the successor has yet to report others."""
+        named: list[int] = chunks.tolist()
         had: dict[int, int] = {}
         for origin in origins:
             held = self._held.get(origin, {})
@@ -88,7 +86,7 @@ class Lent:
         return _columns({packed: count for packed, count in had.items() if count})
 
     def count(self, to: Owner) -> int:
-        """The number of ranges that this peer's shards reference."""
+        """The number of chunks that this peer's shards reference."""
         return len(self._held.get(to, ()))
 
     @property
@@ -97,6 +95,6 @@ class Lent:
         return list(self._held)
 
 
-def _columns(held: dict[int, int]) -> tuple[Records, Counts]:
-    ranges = ranges_of(np.fromiter(held.keys(), U8, len(held)))
-    return ranges, np.fromiter(held.values(), U4, len(held))
+def _columns(held: dict[int, int]) -> tuple[Numbers, Counts]:
+    chunks = np.fromiter(held.keys(), U8, len(held))
+    return chunks, np.fromiter(held.values(), U4, len(held))

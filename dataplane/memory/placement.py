@@ -1,8 +1,8 @@
-"""The layout rule: where in granted extents each range of a write is.
+"""The layout rule: where in granted extents each chunk of a write is.
 
 The peer grants extents by this rule and the client fills them by it, so both import this file.
-Ranges are placed in order: each into the current extent if it fits there, else into the next one
-that holds it. No range crosses extents. Each starts at a multiple of 64 bytes and owns its
+Chunks are placed in order: each into the current extent if it fits there, else into the next one
+that holds it. No chunk crosses extents. Each starts at a multiple of 64 bytes and owns its
 padding.
 """
 
@@ -16,10 +16,10 @@ from dataplane.wire.limits import ALIGNMENT_BYTES
 
 
 def placed(sizes: Sequence[int], extents: Iterable[Extent]) -> tuple[list[int], list[Extent]]:
-    """The offset of each range in the arena, and what is left of the extents.
+    """The offset of each chunk in the arena, and what is left of the extents.
 
-    sizes: bytes of each range, unpadded. extents: their offsets are multiples of 64. Raises
-    LimitExceeded if the ranges do not all fit.
+    sizes: bytes of each chunk, unpadded. extents: their offsets are multiples of 64. Raises
+    LimitExceeded if the chunks do not all fit.
     """
     offsets: list[int] = []
     left: list[Extent] = []
@@ -33,9 +33,9 @@ def placed(sizes: Sequence[int], extents: Iterable[Extent]) -> tuple[list[int], 
             at, length = next(slots, (-1, 0))
             if at < 0:
                 raise LimitExceeded(
-                    f"only {len(offsets)} of this call's {len(sizes)} memory ranges fit into the "
+                    f"only {len(offsets)} of this call's {len(sizes)} memory chunks fit into the "
                     "space that was reserved for the call: write fewer rows per call",
-                    ranges=len(sizes),
+                    chunks=len(sizes),
                     fitting=len(offsets),
                 )
             end = at + length

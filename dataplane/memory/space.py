@@ -1,8 +1,8 @@
 """The arena's space as the peer sees it: who may write, what lives, who reads. No I/O.
 
-The facade over allocator, ranges, quotas, holders and the cache of pulled copies. Every byte is
-in one of three states: free, granted to a holder, or live in a range. The padding of a range to
-64 bytes belongs to it. Ranges may be in a spill file instead. Nothing here waits: a request that
+The facade over allocator, chunks, quotas, holders and the cache of pulled copies. Every byte is
+in one of three states: free, granted to a holder, or live in a chunk. The padding of a chunk to
+64 bytes belongs to it. Chunks may be in a spill file instead. Nothing here waits: a request that
 does not fit now gets less.
 """
 
@@ -19,15 +19,25 @@ from dataplane.errors import mixed_releases
 from dataplane.memory.admission import DEFAULT_SHARES, Admission, ShareOfEach, Shares
 from dataplane.memory.allocator import Allocator
 from dataplane.memory.cache import PulledCopies
-from dataplane.memory.extents import Bytes, Extent, Mask, Records, padded, page_down, page_up, some
+from dataplane.memory.chunks import POOL, SPILLED, Chunks, Counts, Digests, Freed
+from dataplane.memory.extents import (
+    Bytes,
+    Extent,
+    Mask,
+    Numbers,
+    Records,
+    padded,
+    page_down,
+    page_up,
+    some,
+)
 from dataplane.memory.holder import Holder
-from dataplane.memory.ranges import POOL, SPILLED, Counts, Digests, Freed, Ranges
 from dataplane.memory.spill import Move, Spilled
 from dataplane.wire.limits import ALIGNMENT_BYTES, MAX_STRETCHES_PER_SESSION
-from dataplane.wire.packed import EXTENT, RANGE, U8, joined
+from dataplane.wire.packed import EXTENT, U8
 
 PULLER = 0
-"""The holder under which the peer itself reserves room for pulls and pins ranges for others."""
+"""The holder under which the peer itself reserves room for pulls and pins chunks for others."""
 MAX_EXTENTS = 1024
 """A fragmented arena grants fewer units at once rather than endless extents."""
 LONG_BYTES = 1 << 20
@@ -46,24 +56,24 @@ class Space:
         self,
         size_bytes: int,
         shares: ShareOfEach = DEFAULT_SHARES,
-        ranges: Ranges | None = None,
+        chunks: Chunks | None = None,
         base: int = 0,
         pool: int = 0,
     ) -> None:
-        """ranges: the table that also has the ranges of the host's other memories. base: the first
+        """chunks: the table that also has the chunks of the host's other memories. base: the first
         address. pool: the number of this memory among the host's pools; 0 for the arena."""
         assert size_bytes > 0 and size_bytes == page_down(size_bytes), size_bytes
         self.size_bytes = size_bytes
         self.base = base
         self._kind = pool * POOL
-        self.ranges = Ranges() if ranges is None else ranges
+        self.chunks = Chunks() if chunks is None else chunks
         self.shares = Shares(size_bytes, shares)
-        self.copies = PulledCopies(self.ranges, self.release)
-        self.digests = Digests(self.ranges)
+        self.copies = PulledCopies(self.chunks, self.release)
+        self.digests = Digests(self.chunks)
         self.waste_bytes: Callable[[], int] = lambda: 0
         """Bytes of chunks that no row has any more; only the metadata knows."""
         self.spill: Spilled | None = None
-        """Where ranges go that have no place here, if anywhere."""
+        """Where chunks go that have no place here, if anywhere."""
         self._allocator = Allocator(size_bytes, base)
         # In a pool, pages that nobody has touched are as quick to write as others.
         self.long_bytes = size_bytes if pool else LONG_BYTES
@@ -108,7 +118,7 @@ class Space:
         """Reserve space for the first units, each whole. Return how many fit, and the EXTENT
         records for them.
 
-        units: per unit the u8 column of its ranges' sizes. `placement.placed` of all their sizes
+        units: per unit the u8 column of its chunks' sizes. `placement.placed` of all their sizes
         into the extents succeeds. If none fits: (0, empty). Raises ValueTooLarge if one never
         can.
         """
@@ -153,14 +163,14 @@ class Space:
             padded = self._padded(extents[extents["length"] > 0].tolist())
             self._free(padded, known.carve(padded, Admission.OPEN))
 
-    # ranges
+    # chunks
 
-    def commit(self, holder: int, extents: Sequence[Extent], admission: int) -> Records:
-        """Turn written extents into ranges with one reference each. Return their RANGE records.
+    def commit(self, holder: int, extents: Sequence[Extent], admission: int) -> Numbers:
+        """Turn written extents into chunks with one reference each. Return their chunk numbers.
 
         All or nothing. Raises ProtocolError unless each is inside the holder's grants, starts at
         a multiple of 64 bytes and overlaps no other, and LimitExceeded if the holder would have
-        too many separate stretches. Padding belongs to the range.
+        too many separate stretches. Padding belongs to the chunk.
         """
         padded = self._padded(extents)
         taken = self._holder(holder).carve(padded, admission)
@@ -169,13 +179,13 @@ class Space:
             self._discharge(taken)
             self.shares.charge(admission, nbytes)
         self._live_bytes[admission] += nbytes
-        return self.ranges.add(padded, admission + self._kind)
+        return self.chunks.add(padded, admission + self._kind)
 
-    def for_copies(self, sizes: Bytes) -> tuple[Bytes, Records] | None:
-        """Allocate adjacent ranges that the peer itself writes, with one reference each. Return
-        their starts and RANGE records, or None if no free range is long enough now.
+    def for_copies(self, sizes: Bytes) -> tuple[Bytes, Numbers] | None:
+        """Allocate adjacent chunks that the peer itself writes, with one reference each. Return
+        their starts and chunk numbers, or None if no free range is long enough now.
 
-        sizes: padded. The ranges are live from here on, and unknown to others.
+        sizes: padded. The chunks are live from here on, and unknown to others.
         """
         ends = sizes.cumsum(dtype=U8)
         nbytes = ends.item(-1)
@@ -191,19 +201,19 @@ class Space:
         self._live_bytes[Admission.PULL] += nbytes
         starts = ends - sizes + U8.type(start)
         extents = list(zip(starts.tolist(), sizes.tolist(), strict=True))
-        return starts, self.ranges.add(extents, Admission.PULL + self._kind)
+        return starts, self.chunks.add(extents, Admission.PULL + self._kind)
 
-    def alive(self, ranges: Records) -> Mask:
-        """Per RANGE, whether that generation lives."""
-        return self.ranges.alive(ranges)
+    def alive(self, chunks: Numbers) -> Mask:
+        """Per chunk, whether it lives."""
+        return self.chunks.alive(chunks)
 
-    def hold(self, ranges: Records, counts: Counts = 1) -> None:
-        """Add references to living ranges. Raises RowsGone, and changes nothing, if any is dead."""
-        self.ranges.hold(ranges, counts)
+    def hold(self, chunks: Numbers, counts: Counts = 1) -> None:
+        """Add references to living chunks. Raises RowsGone, and changes nothing, if any is dead."""
+        self.chunks.hold(chunks, counts)
 
-    def release(self, ranges: Records, counts: Counts = 1) -> int:
-        """Remove references. Return the bytes freed here. Dead ranges are skipped."""
-        freed = self.ranges.release(ranges, counts)
+    def release(self, chunks: Numbers, counts: Counts = 1) -> int:
+        """Remove references. Return the bytes freed here. Dead chunks are skipped."""
+        freed = self.chunks.release(chunks, counts)
         if self.spill is not None and self.spill.spilled_bytes:
             freed = self._freed_from_file(self.spill, freed)
         return self._freed(freed)
@@ -217,7 +227,7 @@ class Space:
         return [one for one in freed if one[2] != SPILLED]
 
     def _freed(self, freed: Freed) -> int:
-        """Free the extents of this memory that ranges left. Return their bytes."""
+        """Free the extents of this memory that chunks left. Return their bytes."""
         if not freed:
             return 0
         by_class = [0, 0, 0]
@@ -229,25 +239,26 @@ class Space:
 
     @property
     def all_here(self) -> bool:
-        """Whether all ranges are in the arena."""
+        """Whether all chunks are in the arena."""
         return self.spill is None
 
-    def away(self, ranges: Records, holder: int = 0) -> Mask:
-        """Per RANGE, whether this holder needs a copy to read it, because its bytes are in the
+    def away(self, chunks: Numbers, holder: int = 0) -> Mask:
+        """Per chunk, whether this holder needs a copy to read it, because its bytes are in the
         spill file or in a pool that the holder does not map."""
-        return self.spilled(ranges)
+        return self.spilled(chunks)
 
-    def any_away(self, ranges: Records, holder: int = 0) -> bool:
+    def any_away(self, chunks: Numbers, holder: int = 0) -> bool:
         """Whether this holder needs a copy of any."""
-        return not self.all_here and some(self.away(ranges, holder))
+        return not self.all_here and some(self.away(chunks, holder))
 
     # the spill file
 
-    def spilled(self, ranges: Records) -> Mask:
-        """Per RANGE, whether it is in the spill file."""
+    def spilled(self, chunks: Numbers) -> Mask:
+        """Per chunk, whether it is in the spill file."""
         if self.spill is None or not self.spill.spilled_bytes:
-            return np.zeros(len(ranges), np.bool_)
-        return self.ranges.spilled(ranges)
+            return np.zeros(len(chunks), np.bool_)
+        spilled: Mask = self.chunks.kinds(chunks) == SPILLED
+        return spilled
 
     def choose_spill(self, nbytes: int) -> Move | None:
         """See `Spilled.choose`."""
@@ -260,21 +271,21 @@ class Space:
 
     # readers
 
-    def pin(self, holder: int, ranges: Records) -> int:
-        """Pin ranges for a reader until `unpin`. Return the pin's id, which is never reused; 0
-        for no ranges. Raises RowsGone, and changes nothing, if any is dead. The column stays
+    def pin(self, holder: int, chunks: Numbers) -> int:
+        """Pin chunks for a reader until `unpin`. Return the pin's id, which is never reused; 0
+        for no chunks. Raises RowsGone, and changes nothing, if any is dead. The column stays
         with the pin."""
-        assert not self.any_away(ranges, holder)
-        return self.keep(holder, ranges)[0]
+        assert not self.any_away(chunks, holder)
+        return self.keep(holder, chunks)[0]
 
-    def keep(self, holder: int, ranges: Records) -> tuple[int, list[Extent]]:
+    def keep(self, holder: int, chunks: Numbers) -> tuple[int, list[Extent]]:
         """As `pin`, wherever their bytes are: held for somebody who does not read them. Return also
         where they lie, padding included."""
-        if not len(ranges):
+        if not len(chunks):
             return 0, []
-        places = self.ranges.hold(ranges)
+        places = self.chunks.hold(chunks)
         self._last_pin += 1
-        self._holder(holder).pins[self._last_pin] = ranges
+        self._holder(holder).pins[self._last_pin] = chunks
         return self._last_pin, places
 
     def unpin(self, holder: int, ids: Iterable[int]) -> int:
@@ -285,10 +296,10 @@ class Space:
         columns = [known.pins.pop(number) for number in set(ids) if number in known.pins]
         if not columns:
             return 0
-        return self.release(columns[0] if len(columns) == 1 else joined(columns, RANGE))
+        return self.release(columns[0] if len(columns) == 1 else np.concatenate(columns))
 
-    def pinned(self, holder: int) -> dict[int, Records]:
-        """The RANGE column of each pin of the holder."""
+    def pinned(self, holder: int) -> dict[int, Numbers]:
+        """The chunks of each pin of the holder."""
         known = self._holders.get(holder)
         return dict(known.pins) if known else {}
 
@@ -351,7 +362,7 @@ class Space:
             "free_bytes": self._allocator.free_bytes,
             "largest_free_bytes": self._allocator.largest_free,
             "touched_bytes": self._allocator.high_water - self.base,
-            "ranges": self.ranges.live,
+            "chunks": self.chunks.live,
             "pins": sum(len(holder.pins) for holder in everybody),
             "classes": {
                 admission.name.lower(): {
@@ -376,15 +387,15 @@ class Space:
     def _granted_bytes(self) -> int:
         return sum(holder.granted_bytes for holder in self._holders.values())
 
-    def _pinned(self) -> Records:
+    def _pinned(self) -> Numbers:
         """What anybody reads."""
         return pinned_by(self._holders.values())
 
     def _pinned_bytes(self, holders: Iterable[Holder]) -> int:
         return self._bytes_of(pinned_by(holders))
 
-    def _bytes_of(self, ranges: Records) -> int:
-        return int(self.ranges.extents(ranges)["length"].sum())
+    def _bytes_of(self, chunks: Numbers) -> int:
+        return int(self.chunks.extents(chunks)["length"].sum())
 
     def _padded(self, extents: Sequence[Extent]) -> list[Extent]:
         """Extents that a client named, padded, checked to be in the arena."""
@@ -402,7 +413,7 @@ class Space:
     def _lengths(
         self, admission: int, units: Sequence[Bytes]
     ) -> tuple[Bytes, npt.NDArray[np.intp]]:
-        """The running bytes of all ranges, from 0, and which of them each unit starts with. Raises
+        """The running bytes of all chunks, from 0, and which of them each unit starts with. Raises
         ValueTooLarge if a unit can never fit."""
         sizes = np.concatenate(units).astype(U8, copy=False)
         if len(sizes):
@@ -424,7 +435,7 @@ class Space:
         """Allocate extents for the first units, in order, and return how many units fit.
 
         ends: running bytes: range k lies between ends[k] and ends[k + 1]. marks: the first range of
-        each unit. An extent holds as many ranges as possible; a unit may have several.
+        each unit. An extent holds as many chunks as possible; a unit may have several.
         """
         allocator, room = self._allocator, page_down(self.shares.room(admission))
         done = int(ends[marks].searchsorted(U8.type(room), "right")) - 1
@@ -497,8 +508,7 @@ class Space:
             self.shares.charge(admission, -nbytes)
 
 
-def pinned_by(holders: Iterable[Holder]) -> Records:
-    """The distinct ranges that any of these pins."""
+def pinned_by(holders: Iterable[Holder]) -> Numbers:
+    """The distinct chunks that any of these pins."""
     columns = [pin for holder in holders for pin in holder.pins.values()]
-    distinct: Records = np.unique(joined(columns, U8)).view(RANGE)
-    return distinct
+    return np.unique(np.concatenate([np.zeros(0, U8), *columns]))

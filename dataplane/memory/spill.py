@@ -1,8 +1,8 @@
-"""Spilling: which ranges of a full arena move to a file, their position in it, and the file itself.
+"""Spilling: which chunks of a full arena move to a file, their position in it, and the file itself.
 
-Runs in the peer. The oldest ranges move first, and none that a reader pins. A range keeps its
-name and stays in the file until it is freed. A reader gets a copy in the arena, which is cached
-like one of another host's range (`PulledCopies`). `Spilled` does no I/O.
+Runs in the peer. The oldest chunks move first, and none that a reader pins. A chunk keeps its
+number and stays in the file until it is freed. A reader gets a copy in the arena, which is cached
+like one of another host's chunk (`PulledCopies`). `Spilled` does no I/O.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import xxhash
 
 from dataplane.memory.admission import Admission
 from dataplane.memory.allocator import Allocator
-from dataplane.memory.extents import Bytes, Extent, Records, Set, coalesce, page_up
-from dataplane.memory.ranges import SPILLED, Freed, Ranges
-from dataplane.wire.packed import U8, ids_of
+from dataplane.memory.chunks import SPILLED, Chunks, Freed
+from dataplane.memory.extents import Bytes, Extent, Numbers, Set, coalesce, page_up
+from dataplane.wire.packed import U8
 
 DISK = 0
-"""The incarnation that copies of spilled ranges are kept under: no peer has it."""
+"""The incarnation that copies of spilled chunks are kept under: no peer has it."""
 
 
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
@@ -39,16 +39,16 @@ _libc.sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Move:
-    """Ranges being moved: `sources` in the arena, `places` in the file, their padded `lengths`."""
+    """Chunks being moved: `sources` in the arena, `places` in the file, their padded `lengths`."""
 
-    ranges: Records
+    chunks: Numbers
     sources: Bytes
     places: Bytes
     lengths: Bytes
 
     @property
     def start(self) -> int:
-        """The start of the one range of the file that has all the places."""
+        """The start of the one extent of the file that has all the places."""
         return int(self.places[0])
 
     @property
@@ -59,15 +59,15 @@ class Move:
 class Spilled:
     """A spill file of at most `size_bytes`, a multiple of a page.
 
-    A freed range of the file is reused only after `cleared`, so that clearing never destroys
+    A freed extent of the file is reused only after `cleared`, so that clearing never destroys
     newer bytes.
     """
 
-    def __init__(self, size_bytes: int, ranges: Ranges) -> None:
+    def __init__(self, size_bytes: int, chunks: Chunks) -> None:
         self.size_bytes = size_bytes
         self.spilled_bytes = 0
-        """Of living ranges in the file, padding included."""
-        self._ranges = ranges
+        """Of living chunks in the file, padding included."""
+        self._chunks = chunks
         self._allocator = Allocator(size_bytes)
         self._left: list[Extent] = []
         self.on_left: Callable[[], None] = lambda: None
@@ -78,54 +78,54 @@ class Spilled:
 
     @property
     def has_left(self) -> bool:
-        """Whether ranges wait to be cleared."""
+        """Whether chunks wait to be cleared."""
         return bool(self._left)
 
-    def choose(self, nbytes: int, pinned: Records) -> Move | None:
-        """Choose the oldest unpinned ranges, about this many bytes, and space for them in the
+    def choose(self, nbytes: int, pinned: Numbers) -> Move | None:
+        """Choose the oldest unpinned chunks, about this many bytes, and space for them in the
         file. None if there are none, or no space. `settle` or `give_up` ends the move."""
-        ranges = self._ranges.by_age(below=Admission.PULL)
-        read = np.isin(ids_of(ranges), ids_of(pinned))
-        ranges = ranges[~read]
-        extents = self._ranges.extents(ranges)
+        chunks = self._chunks.by_age(below=Admission.PULL)
+        read = np.isin(chunks, pinned)
+        chunks = chunks[~read]
+        extents = self._chunks.extents(chunks)
         ends = np.cumsum(extents["length"])
         enough = int(np.searchsorted(ends, nbytes)) + 1
         fitting = int(np.searchsorted(ends, self._allocator.largest_free, "right"))
-        upto = min(enough, fitting, len(ranges))
+        upto = min(enough, fitting, len(chunks))
         if not upto:
             return None
         lengths = extents["length"][:upto]
         places = np.uint64(self._allocate(int(ends[upto - 1]))) + ends[:upto] - lengths
-        return Move(ranges[:upto], extents["offset"][:upto], places, lengths)
+        return Move(chunks[:upto], extents["offset"][:upto], places, lengths)
 
-    def settle(self, move: Move, pinned: Records) -> Freed:
-        """Note that the bytes are in the file. Ranges that live and were not pinned meanwhile
-        are there from now on. Return the ranges of the arena that they left."""
-        stay = ~self._ranges.alive(move.ranges)
-        stay |= np.isin(ids_of(move.ranges), ids_of(pinned))
+    def settle(self, move: Move, pinned: Numbers) -> Freed:
+        """Note that the bytes are in the file. Chunks that live and were not pinned meanwhile
+        are there from now on. Return the chunks of the arena that they left."""
+        stay = ~self._chunks.alive(move.chunks)
+        stay |= np.isin(move.chunks, pinned)
         self._leave(move.places[stay], move.lengths[stay])
         going = ~stay
         self.spilled_bytes += int(move.lengths[going].sum())
-        return self._ranges.move(move.ranges[going], move.places[going], SPILLED)
+        return self._chunks.move(move.chunks[going], move.places[going], SPILLED)
 
     def give_up(self, move: Move) -> None:
-        """Note that the bytes could not be written: the ranges stay where they are."""
+        """Note that the bytes could not be written: the chunks stay where they are."""
         self._leave(move.places, move.lengths)
 
     def freed(self, freed: Freed) -> None:
-        """Note that ranges in the file were freed."""
+        """Note that chunks in the file were freed."""
         self.spilled_bytes -= sum([length for _, length, _ in freed])
         self._left += [(place, length) for place, length, _ in freed]
         self.on_left()
 
     def take_left(self) -> Set:
-        """Drain the ranges to clear, with neighbours merged."""
+        """Drain the chunks to clear, with neighbours merged."""
         left = np.array(self._left, U8)
         self._left.clear()
         return coalesce(left[:, 0], left[:, 0] + left[:, 1])
 
     def cleared(self, starts: Bytes, ends: Bytes) -> None:
-        """Note that these ranges are cleared and may be reused."""
+        """Note that these chunks are cleared and may be reused."""
         self._allocator.free(list(zip(starts.tolist(), (ends - starts).tolist(), strict=True)))
 
     def _allocate(self, nbytes: int) -> int:
@@ -164,7 +164,7 @@ class SpillFile:
         return f"<SpillFile {self.path} {'closed' if self._fd < 0 else 'open'}>"
 
     def write(self, start: int, nbytes: int, sources: Bytes, lengths: Bytes) -> None:
-        """Write ranges of the arena, one after the other, to `start` of the file. Raises OSError
+        """Write chunks of the arena, one after the other, to `start` of the file. Raises OSError
         if the disk is full or fails; what was written then is meaningless."""
         os.posix_fallocate(self._fd, start, nbytes)
         at = start
@@ -176,7 +176,7 @@ class SpillFile:
         self._forget_pages(start, nbytes)
 
     def read(self, places: Bytes, lengths: Bytes, dest: Bytes) -> None:
-        """Read ranges of the file into the arena. Raises OSError if the disk fails."""
+        """Read chunks of the file into the arena. Raises OSError if the disk fails."""
         columns = (places.tolist(), lengths.tolist(), dest.tolist())
         for place, length, to in zip(*columns, strict=True):
             done = 0
@@ -189,7 +189,7 @@ class SpillFile:
             self._forget_pages(place, length)
 
     def clear(self, starts: Bytes, ends: Bytes) -> None:
-        """Return whole pages of these ranges to the disk. A file system that cannot do that
+        """Return whole pages of these chunks to the disk. A file system that cannot do that
         keeps them for reuse: the file's size limit holds all the same."""
         for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
             _libc.fallocate(self._fd, _PUNCH_HOLE | _KEEP_SIZE, start, end - start)

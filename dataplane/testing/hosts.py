@@ -20,7 +20,7 @@ from dataplane.transport import COPY, GONE, ReadOutcome, Remote, plane_key
 from dataplane.transport.engine import BulkEngine
 from dataplane.transport.registry import TCP
 from dataplane.transport.tickets import Identity, new_identity
-from dataplane.wire.packed import EXTENT
+from dataplane.wire.packed import EXTENT, U8
 from dataplane.wire.tables import Owner
 
 KEY = plane_key("test", (1, 1))
@@ -29,7 +29,7 @@ Records = npt.NDArray[Any]
 
 
 class Host:
-    """A host in a test: an arena with its ranges, and a bulk engine that serves them, but no
+    """A host in a test: an arena with its chunks, and a bulk engine that serves them, but no
     peer."""
 
     def __init__(
@@ -55,7 +55,8 @@ class Host:
             self.bytes = _mapped(pool.address, arena_bytes)
             pools.append(pool.handle)
         self.extents: Records = np.zeros(1 << 17, EXTENT)
-        self.generations = np.zeros(1 << 17, np.uint32)
+        self.numbers = np.zeros(1 << 17, U8)
+        """of the chunks; set one to 0 to free it"""
         self.held: set[int] = set()
         self.pins = 0
         self.on_pin: Callable[[], None] = lambda: None
@@ -91,15 +92,14 @@ class Host:
         return await self.read(source, copies)
 
     def place(self, offsets: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> Records:
-        """Define ranges 0, 1, … at these offsets. Return COPY records that copy each whole range to
+        """Define chunks 0, 1, … at these offsets. Return COPY records that copy each whole chunk to
         the same offset."""
         count = len(offsets)
         self.extents["offset"][:count] = offsets
         self.extents["length"][:count] = lengths
-        self.generations[:count] = 1
+        self.numbers[:count] = np.arange(count) + (1 << 32)
         copies: Records = np.zeros(count, COPY)
-        copies["range"] = np.arange(count)
-        copies["generation"] = 1
+        copies["chunk"] = self.numbers[:count]
         copies["nbytes"] = lengths
         copies["dest"] = offsets
         return copies
@@ -125,10 +125,11 @@ class Host:
         self.map.close()
         os.close(self.fd)
 
-    def _pin(self, ranges: Records) -> tuple[int, Records]:
+    def _pin(self, chunks: npt.NDArray[np.uint64]) -> tuple[int, Records]:
         self.on_pin()
-        places = self.extents[ranges["range"]]
-        places["offset"][self.generations[ranges["range"]] != ranges["generation"]] = GONE
+        index = chunks & np.uint64(0xFFFF_FFFF)
+        places = self.extents[index]
+        places["offset"][self.numbers[index] != chunks] = GONE
         self.pins += 1
         self.held.add(self.pins)
         return self.pins, places

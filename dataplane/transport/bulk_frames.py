@@ -35,22 +35,14 @@ MAX_CARD_BYTES = 64 << 10
 """What an engine may tell of a registered region."""
 CHALLENGE_BYTES = 16
 
-PIECE = np.dtype([("range", "<u4"), ("generation", "<u4"), ("start", "<u8"), ("nbytes", "<u8")])
-"""A part of one range, as the owner is asked for it."""
+PIECE = np.dtype([("chunk", "<u8"), ("start", "<u8"), ("nbytes", "<u8")])
+"""A part of a chunk, as the owner is asked for it."""
 
-COPY = np.dtype(
-    [
-        ("range", "<u4"),
-        ("generation", "<u4"),
-        ("start", "<u8"),
-        ("nbytes", "<u8"),
-        ("dest", "<u8"),
-    ]
-)
-"""A part of a remote range, and the offset in the local arena where it goes."""
+COPY = np.dtype([("chunk", "<u8"), ("start", "<u8"), ("nbytes", "<u8"), ("dest", "<u8")])
+"""A part of a remote chunk, and the offset in the local arena where it goes."""
 
 GONE = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
-"""`offset` of the EXTENT with which a peer answers for a range that it no longer has."""
+"""`offset` of the EXTENT with which a peer answers for a chunk that it no longer has."""
 
 
 class Frame(msgspec.Struct, array_like=True):
@@ -99,7 +91,7 @@ class Get(Frame, tag=2):
 
 
 class Sent(Frame, tag=4):
-    """The confirmation that the ranges were pinned until the last byte was sent."""
+    """The confirmation that the chunks were pinned until the last byte was sent."""
 
     nbytes: int
 
@@ -217,10 +209,10 @@ class Ready(Frame, tag=20):
 
 
 class PinAsked(Frame, tag=21):
-    """A request to pin. ranges: RANGE records. The pin holds until `Unpin` with the same `ask`."""
+    """A request to pin. chunks: chunk numbers. The pin holds until `Unpin` with the same `ask`."""
 
     ask: int
-    ranges: bytes
+    chunks: bytes
 
 
 class Unpin(Frame, tag=22):

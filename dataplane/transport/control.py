@@ -21,7 +21,7 @@ from dataplane.transport.bulk_frames import (
 )
 from dataplane.transport.seam import Records
 from dataplane.wire.frames import HEADER_BYTES, body_length
-from dataplane.wire.packed import EXTENT, column
+from dataplane.wire.packed import EXTENT, Array, column
 
 
 class ControlChannel:
@@ -58,12 +58,12 @@ class PinDesk:
         self._asks = itertools.count(1)
         self._waiting: dict[int, queue.SimpleQueue[PinAnswer]] = {}
 
-    def pin(self, ranges: Records, deadline: float) -> tuple[int, Records]:
-        """Wait until the peer has answered. Return what to unpin, and an EXTENT per range, whose
-        `offset` is GONE for a range that is gone. Raises DeadlineExceeded, or the peer's error."""
+    def pin(self, chunks: Array, deadline: float) -> tuple[int, Records]:
+        """Wait until the peer has answered. Return what to unpin, and an EXTENT per chunk, whose
+        `offset` is GONE for a chunk that is gone. Raises DeadlineExceeded, or the peer's error."""
         ask = next(self._asks)
         answers = self._waiting[ask] = queue.SimpleQueue()
-        self._control.send(PinAsked(ask, ranges.tobytes()))
+        self._control.send(PinAsked(ask, chunks.tobytes()))
         try:
             answer = answers.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
@@ -77,7 +77,7 @@ class PinDesk:
             del self._waiting[ask]
         if answer.refused is not None:
             raise answer.refused.error()
-        return ask, column(answer.places, EXTENT, len(ranges))
+        return ask, column(answer.places, EXTENT, len(chunks))
 
     def unpin(self, ask: int, nbytes: int) -> None:
         """Release the pin; `nbytes` were sent under it."""

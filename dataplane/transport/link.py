@@ -39,12 +39,12 @@ from dataplane.transport.bulk_frames import (
 )
 from dataplane.transport.seam import ReadOutcome, Records, Remote
 from dataplane.wire.frames import FrameReader
-from dataplane.wire.packed import EXTENT, RANGE, column
+from dataplane.wire.packed import EXTENT, U8, Array, column
 from dataplane.wire.tables import Owner
 
 Pinning = tuple[int, Records]
-Pin = Callable[[Records], Pinning | Awaitable[Pinning]]
-"""RANGE records in; a pin id, and an EXTENT per range whose `offset` is GONE where it is gone. At
+Pin = Callable[[Array], Pinning | Awaitable[Pinning]]
+"""Chunk numbers in; a pin id, and an EXTENT per chunk whose `offset` is GONE where it is gone. At
 once, or when what is not in the arena has been read back; cancelled, it holds nothing."""
 Unpinned = Callable[[int], None]
 
@@ -217,7 +217,7 @@ class WorkerLink(asyncio.Protocol):
     async def _pinned(self, asked: PinAsked) -> None:
         ask = asked.ask
         try:
-            pinned = self._pin(column(asked.ranges, RANGE))
+            pinned = self._pin(column(asked.chunks, U8))
             pin, places = pinned if isinstance(pinned, tuple) else await pinned
         except Exception as exc:
             self._send(_not_pinned(ask, exc, self._peer))

@@ -61,7 +61,6 @@ from dataplane.transport.seam import (
     SendRequest,
     Transport,
 )
-from dataplane.transport.slices import ranges_of
 from dataplane.transport.stream import BulkStream, Expired
 from dataplane.transport.tickets import (
     held_mac,
@@ -361,7 +360,7 @@ class Service:
 
     def serve(self, transfer: Transfer) -> None:
         """Serve a request, up to the confirmation."""
-        pin, places = self._desk.pin(ranges_of(transfer.pieces), transfer.deadline)
+        pin, places = self._desk.pin(transfer.pieces["chunk"], transfer.deadline)
         nbytes = 0
         try:
             sources = sources_of(self._region, transfer.pieces, places)

@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from dataplane.transport.bulk_frames import PIECE
 from dataplane.transport.seam import Records
-from dataplane.wire.packed import RANGE
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,16 +57,7 @@ def cut(copies: Records, max_bytes: int, max_items: int) -> Iterator[Slice]:
 
 def pieces_of(copies: Records) -> Records:
     """The PIECE records to request from the owner."""
-    return _fields(copies, PIECE)
-
-
-def ranges_of(pieces: Records) -> Records:
-    """The RANGE of each piece."""
-    return _fields(pieces, RANGE)
-
-
-def _fields(records: Records, dtype: np.dtype[np.void]) -> Records:
-    chosen = np.empty(len(records), dtype)
-    for name in dtype.names or ():
-        chosen[name] = records[name]
+    chosen = np.empty(len(copies), PIECE)
+    for name in PIECE.names or ():
+        chosen[name] = copies[name]
     return chosen

@@ -94,12 +94,12 @@ class Lost(Body, tag=205):
 
 
 class Relocated(Body, tag=206):
-    """Chunks moved from ranges[i] of `owner` to to_ranges[i] of `to_owner` (RANGE records)."""
+    """Chunks moved from chunks[i] of `owner` to to_chunks[i] of `to_owner` (chunk numbers)."""
 
     owner: Owner
-    ranges: bytes
+    chunks: bytes
     to_owner: Owner
-    to_ranges: bytes
+    to_chunks: bytes
 
 
 class Declared(Body, tag=219):

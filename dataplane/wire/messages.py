@@ -148,7 +148,7 @@ class Reset(Body, tag=14):
 class Reserve(Body, tag=20):
     """Reserve space for units (the values of one row or one group), each completely or not at all.
 
-    units: for each unit, the u8 column of the sizes of its ranges.
+    units: for each unit, the u8 column of the sizes of its chunks.
     continuing: whether the values belong to groups or keys that this client put or leased before.
     digests: a DIGEST record for each candidate for dedup. pool: the number of a pool; 0: the
     arena, which the peer also uses if the pool is full."""
@@ -162,10 +162,10 @@ class Reserve(Body, tag=20):
 
 
 class Reserved(Body, tag=21):
-    """The reply to `Reserve`. extents: EXTENT records, which hold the ranges of the first `units`
+    """The reply to `Reserve`. extents: EXTENT records, which hold the chunks of the first `units`
     units in order.
 
-    known: a RANGE for each digest, with generation 0 if the peer does not have the chunk; places:
+    known: a chunk number for each digest, 0 if the peer does not have the chunk; places:
     their EXTENT in the arena. The peer pins them (`pin`) until a put shares them, or until `Unpin`,
     so that the client can compare bytes.
     """
@@ -223,14 +223,14 @@ class PutDone(Body, tag=31):
     """The reply to a put or an ack. extents: reserved for the next put, at most the wanted bytes.
     kept: existing fields of redelivered rows that were kept. gone: the number of rows that were
     skipped, because they were put before and have been freed. there: the number of rows that were
-    skipped, because they exist with all of these fields. ranges: RANGE records of the chunks that
+    skipped, because they exist with all of these fields. chunks: the numbers of the chunks that
     the client wrote for an ack with `again`."""
 
     extents: bytes = b""
     kept: dict[str, int] = {}
     gone: int = 0
     there: int = 0
-    ranges: bytes = b""
+    chunks: bytes = b""
 
 
 class Tag(Body, tag=32):

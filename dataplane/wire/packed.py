@@ -15,10 +15,7 @@ import numpy.typing as npt
 from dataplane.errors import mixed_releases
 
 EXTENT = np.dtype([("offset", "<u8"), ("length", "<u8")])
-"""A contiguous part of the arena: reserved for writing, or (in a put) written as one range."""
-
-RANGE = np.dtype([("range", "<u4"), ("generation", "<u4")])
-"""The name of a range at its owner."""
+"""A contiguous part of the arena: reserved for writing, or (in a put) written as one chunk."""
 
 KEY = np.dtype("V16")
 """A row or group key."""
@@ -27,6 +24,7 @@ DIGEST = np.dtype([("hash", "V16"), ("nbytes", "<u8")])
 """xxh3-128 of a chunk's bytes and layout, and its size: the key with which dedup finds it."""
 
 U2, U4, U8 = np.dtype("<u2"), np.dtype("<u4"), np.dtype("<u8")
+"""Columns of U8 also name chunks: numbers that their owner has given them, and 0 for none."""
 
 Array = npt.NDArray[Any]
 
@@ -48,13 +46,3 @@ def joined(parts: Iterable[npt.NDArray[Any]], dtype: np.dtype) -> npt.NDArray[An
     np.concatenate promotes structured dtypes pair by pair, in Python.
     """
     return np.frombuffer(b"".join([part.tobytes() for part in parts]), dtype)
-
-
-def ids_of(ranges: Array) -> Array:
-    """Return RANGE records as numbers (u8), which name chunks at their owner."""
-    return np.ascontiguousarray(ranges).view(U8)
-
-
-def ranges_of(ids: Array) -> Array:
-    """Return the RANGE records of such numbers."""
-    return np.ascontiguousarray(ids).view(RANGE)

@@ -82,27 +82,27 @@ class PeerHello(Body, tag=100):
 
 
 class Pull(Body, tag=134):
-    """Ask the owner of values for the first bytes of each of these ranges.
+    """Ask the owner of values for the first bytes of each of these chunks.
 
-    ranges: RANGE records. sizes: u8 per range; empty: ask only which ranges were freed."""
+    chunks: chunk numbers. sizes: u8 per chunk; empty: ask only which chunks were freed."""
 
-    ranges: bytes
+    chunks: bytes
     sizes: bytes = b""
 
 
 class Pulled(Body, tag=135):
-    """The reply to `Pull`. data: the bytes of all ranges in order; empty if a range was freed.
-    gone: one byte per range, 1 if it was freed; empty if none was and bytes were asked for."""
+    """The reply to `Pull`. data: the bytes of all chunks in order; empty if a chunk was freed.
+    gone: one byte per chunk, 1 if it was freed; empty if none was and bytes were asked for."""
 
     data: bytes
     gone: bytes = b""
 
 
 class Release(Body, tag=120):
-    """Tell the owner of values that a shard has released references. RANGE records, u4 counts.
+    """Tell the owner of values that a shard has released references. chunk numbers, u4 counts.
     number: increases with each message of this sender; the receiver ignores repeated numbers."""
 
-    ranges: bytes
+    chunks: bytes
     counts: bytes
     number: int
 
@@ -166,24 +166,24 @@ class Append(Body, tag=143):
 
 class Duplicate(Body, tag=145):
     """With replicas=2, ask the sender's backup to copy chunks of the sender that rows will use. The
-    backup replies when it has the copies. RANGE records; sizes: u8 bytes per range."""
+    backup replies when it has the copies. chunk numbers; sizes: u8 bytes per chunk."""
 
     partition: str
     generation: int
-    ranges: bytes
+    chunks: bytes
     sizes: bytes
 
 
 class Inherited(Body, tag=144):
     """Tell an owner of values that the sender has taken over the shards of `origin`, with these
-    references to the receiver's values. RANGE records, u4 counts.
+    references to the receiver's values. chunk numbers, u4 counts.
 
     began: the number of the roster under which the sender started with empty shards; `origin` is
     then its address with incarnation 0. Otherwise 0. more: another message with more references
     follows."""
 
     origin: Owner
-    ranges: bytes
+    chunks: bytes
     counts: bytes
     began: int = 0
     more: bool = False
@@ -262,14 +262,13 @@ class Sample(Body, tag=160):
 
 
 class Sampled(Body, tag=161):
-    """Bytes `(seed + 167 i) xor (i >> 8) xor (i >> 16)`, modulo 256, at index i of one range.
+    """Bytes `(seed + 167 i) xor (i >> 8) xor (i >> 16)`, modulo 256, at index i of one chunk.
 
     nbytes 0: the owner has no space for them. transport: the transport of the owner's bulk
     workers; missing: why it is not the requested one.
     """
 
-    range: int
-    generation: int
+    chunk: int
     nbytes: int
     seed: int
     transport: str

@@ -32,8 +32,9 @@ from dataplane.wire.messages import (
     Request,
     Reserve,
 )
-from dataplane.wire.packed import RANGE, U4, column, ids_of
+from dataplane.wire.packed import U4, U8, column
 from dataplane.wire.tables import Definition
+from tests.chunk_numbers import chunk_numbers
 from tests.client.scripted_peer import SILENCE, ScriptedPeer, shared, written
 
 SLOW_S = 0.2
@@ -308,14 +309,14 @@ def test_an_ack_that_failed_does_not_pass_without_what_was_added(
 def kept_ranges(body: Finish) -> bytes:
     """What a peer calls the ranges that a message wrote."""
     count = len(written(body))
-    return np.array([(7 + n, 1) for n in range(count)], RANGE).tobytes()
+    return chunk_numbers([(7 + n, 1) for n in range(count)]).tobytes()
 
 
 def test_an_ack_that_failed_is_made_again_with_the_values_that_the_peer_keeps(
     peer: ScriptedPeer, batch: Batch
 ) -> None:
     batch.add(reward=[np.zeros(5000)] * 4)
-    peer.scripts[Finish] = lambda r, b: Failed("Unavailable", "hm", {"ranges": kept_ranges(b)})
+    peer.scripts[Finish] = lambda r, b: Failed("Unavailable", "hm", {"chunks": kept_ranges(b)})
     with pytest.raises(dataplane.Unavailable) as told:
         batch.ack()
     assert not told.value.details
@@ -324,7 +325,7 @@ def test_an_ack_that_failed_is_made_again_with_the_values_that_the_peer_keeps(
     first, second = peer.requests_of(Finish)
     assert first.op != second.op
     assert written(first.body) and not written(second.body)
-    assert shared(second.body) == ids_of(column(kept_ranges(first.body), RANGE)).tolist()
+    assert shared(second.body) == column(kept_ranges(first.body), U8).tolist()
     assert second.body.values.pieces == first.body.values.pieces
     assert batch.state == "acked"
 
@@ -399,7 +400,7 @@ def test_an_ack_in_doubt_is_settled_within_the_time_of_the_next(
     batch.add(reward=[1, 2, 3, 4])
     with pytest.raises(dataplane.DeadlineExceeded):
         batch.ack(timeout=0.1)
-    answer_slowly(peer, Failed("Unavailable", "hm", {"ranges": b""}))
+    answer_slowly(peer, Failed("Unavailable", "hm", {"chunks": b""}))
     batch.ack()
     _, again, second = peer.requests_of(Finish)
     assert time_between(again, second) >= SLOW_S

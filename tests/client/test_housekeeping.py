@@ -286,9 +286,9 @@ def test_a_part_in_a_plan_of_which_nobody_heard_is_left_and_ends_it_for_nobody()
 
 def test_values_of_a_message_that_was_refused_when_nobody_waited_any_more_are_let_go() -> None:
     """The peer holds them for the message that follows where the shard is full, and none does."""
-    full = failed(ShardFull("no room", values=True, ranges=bytes(8), pin=9))
+    full = failed(ShardFull("no room", values=True, chunks=bytes(8), pin=9))
     assert undo(full) == [Unpin([9])]
-    assert not undo(failed(ShardFull("no room", values=True, ranges=b"", pin=0)))
+    assert not undo(failed(ShardFull("no room", values=True, chunks=b"", pin=0)))
     assert not undo(failed(ShardFull("no room for rows", peer="a")))
 
 

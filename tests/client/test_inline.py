@@ -12,7 +12,7 @@ from dataplane import Partition
 from dataplane.client.read.column_view import ColumnView
 from dataplane.client.session import session
 from dataplane.wire.messages import Claim, Failed, Finish, GiveBack, Put, PutDone, Request, Reserve
-from dataplane.wire.packed import RANGE
+from tests.chunk_numbers import chunk_numbers
 from tests.client.conftest import part, plane
 from tests.client.scripted_peer import ScriptedPeer, inline_bytes, inline_fields, shared, written
 from tests.same import equals, same
@@ -34,8 +34,8 @@ def refusing(request: Request, body: Any) -> Failed | PutDone:
     if not inline_bytes(body):
         return PutDone()
     count = len(written(body))
-    ranges = np.array([(n, 1) for n in range(count)], RANGE).tobytes()
-    details = {"values": True, "ranges": ranges} if isinstance(body, Finish) else {"values": True}
+    ranges = chunk_numbers([(n, 1) for n in range(count)]).tobytes()
+    details = {"values": True, "chunks": ranges} if isinstance(body, Finish) else {"values": True}
     return Failed("ShardFull", "no room for small values", details)
 
 
@@ -160,7 +160,7 @@ class Holding:
             assert extent not in self.extents.values(), "an extent is written by one message"
             names.append((len(self.extents), 1))
             self.extents[len(self.extents) | 1 << 32] = extent
-        return PutDone(ranges=np.array(names, RANGE).tobytes() if body.again else b"")
+        return PutDone(chunks=chunk_numbers(names).tobytes() if body.again else b"")
 
     def view(self, peer: ScriptedPeer, body: Finish, field: str) -> ColumnView:
         return peer.view(body, field, [self.extents[one] for one in shared(body)])
@@ -185,8 +185,8 @@ def test_rows_that_share_a_chunk_are_acked_apart(
             return done
         kept = [(n, 1) for n in range(len(holding.extents))]
         kept = kept[len(kept) - len(written(body)) :]
-        ranges = np.array(kept, RANGE).tobytes()
-        return Failed("ShardFull", "no room", {"values": True, "ranges": ranges})
+        ranges = chunk_numbers(kept).tobytes()
+        return Failed("ShardFull", "no room", {"values": True, "chunks": ranges})
 
     peer.scripts[Finish] = answer
     for rows in parts:

@@ -27,8 +27,9 @@ from dataplane.wire.messages import (
     Reserved,
     Unpin,
 )
-from dataplane.wire.packed import DIGEST, EXTENT, KEY, RANGE, U4, column
+from dataplane.wire.packed import DIGEST, EXTENT, KEY, U4, column
 from dataplane.wire.tables import Definition
+from tests.chunk_numbers import chunk_numbers
 from tests.client.scripted_peer import ScriptedPeer, shared, written
 from tests.same import equals
 
@@ -292,7 +293,7 @@ def test_values_that_the_peer_has_are_shared_after_comparing_bytes(
     def knows_all(request: Request, body: Reserve) -> Reserved:
         reserved = peer.reserved(body)
         asked = len(column(body.digests, DIGEST))
-        reserved.known = np.array([(40 + i, 1) for i in range(asked)], RANGE).tobytes()
+        reserved.known = chunk_numbers([(40 + i, 1) for i in range(asked)]).tobytes()
         padded = np.array([(place["offset"][0], room(len(chunk)))], EXTENT)
         reserved.places = padded.tobytes() * asked
         reserved.pin = 6

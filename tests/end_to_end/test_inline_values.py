@@ -47,7 +47,7 @@ def test_they_come_out_as_they_went_in_and_leave_nothing_behind(plane: dataplane
         assert batch["y"][0] == i / 2
         batch.ack()
     del batch
-    empty = {"used_bytes": 0, "granted_bytes": 0, "ranges": 0}
+    empty = {"used_bytes": 0, "granted_bytes": 0, "chunks": 0}
     until(lambda: empty.items() <= arena(plane).items(), "all bytes are free again")
     until(lambda: not metadata(plane)["values_bytes"], "no small value is left")
 
@@ -86,7 +86,7 @@ def test_none_of_them_is_in_an_arena_and_a_read_asks_nobody_for_one(cluster: Clu
         batch.add(score=np.arange(8.0))
     assert part.get(keys=[7])["score"][0] == 7
     for plane in planes.values():
-        assert not arena(plane)["ranges"] and not plane.stats()["pulled_bytes"]
+        assert not arena(plane)["chunks"] and not plane.stats()["pulled_bytes"]
     assert part.stats()["inline_bytes"] == part.stats()["bytes"] > 0
     for plane in planes.values():
         plane.close()

@@ -156,7 +156,7 @@ def test_single_row_claims_leave_no_descriptor_thread_or_range(cluster: Cluster)
         cycle(n)
         until(lambda: plane.stats()["arena"]["pins"] == 0, "pins went", 5)
         stats = plane.stats()
-        assert (stats["arena"]["ranges"], stats["arena"]["used_bytes"]) == (0, 0)
+        assert (stats["arena"]["chunks"], stats["arena"]["used_bytes"]) == (0, 0)
         assert stats["partitions"]["p"]["leases"] == 0 and stats["connections"] <= 3
         for pid in pids:
             after = [len(os.listdir(f"/proc/{pid}/{k}")) for k in ("fd", "task")]

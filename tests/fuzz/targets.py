@@ -117,7 +117,7 @@ def _values(data: bytes) -> None:
 
 
 def _columns(data: bytes) -> None:
-    dtypes = (packed.EXTENT, packed.RANGE, packed.U4)
+    dtypes = (packed.EXTENT, packed.U8, packed.U4)
     _each([functools.partial(packed.column, dtype=dtype) for dtype in dtypes], data)
 
 

@@ -10,10 +10,10 @@ import pytest
 from dataplane.errors import ProtocolError, RowsGone, ValueTooLarge
 from dataplane.gpu.host_memory import DeviceArena, HostMemory
 from dataplane.memory.admission import Admission
-from dataplane.memory.ranges import Ranges
+from dataplane.memory.chunks import Chunks
 from dataplane.memory.space import Space
 from dataplane.memory.spill import DISK, Spilled
-from dataplane.wire.packed import EXTENT, RANGE
+from dataplane.wire.packed import EXTENT
 from dataplane_twin import TwinDevice
 from tests.twin.conformance import MIB, Child
 
@@ -57,7 +57,7 @@ def free_bytes(memory: HostMemory) -> list[int]:
 
 
 def test_addresses_of_the_devices_follow_the_arena_s(memory: HostMemory) -> None:
-    places = [int(memory.ranges.extents(put(memory, n, MIB))["offset"][0]) for n in (0, 1, 2)]
+    places = [int(memory.chunks.extents(put(memory, n, MIB))["offset"][0]) for n in (0, 1, 2)]
     assert places == [0, HOST, HOST + SIZE]
     assert free_bytes(memory) == [HOST - MIB, SIZE - MIB, SIZE - MIB]
 
@@ -71,7 +71,7 @@ def test_what_lies_in_several_memories_is_committed_held_and_freed_together(
     ranges = memory.commit(A, mixed.tolist(), Admission.OPEN)
     memory.hold(ranges[1:2])
     assert memory.on_device(ranges).tolist() == [2, 0, 1]
-    assert np.array_equal(memory.ranges.extents(ranges), mixed)
+    assert np.array_equal(memory.chunks.extents(ranges), mixed)
     pin = memory.pin(B, ranges[1:2])
     assert memory.release(ranges) == 2 * MIB and free_bytes(memory)[0] == HOST - MIB
     memory.release(ranges[1:2])
@@ -96,7 +96,7 @@ def test_only_who_opened_a_device_reads_it_in_place(memory: HostMemory) -> None:
     memory.reads_in_place(B, [2])
     assert memory.away(ranges, B).tolist() == [False, True, False]
     assert memory.away(ranges, A).tolist() == [False, True, True]
-    memory.spill = Spilled(MIB, memory.ranges)
+    memory.spill = Spilled(MIB, memory.chunks)
     assert memory.away(ranges, B).tolist() == [False, True, False]
     memory.forget(B)
     assert memory.away(ranges, B).all(where=[False, True, True])
@@ -141,7 +141,7 @@ def test_room_ahead_is_granted_on_a_device_while_half_of_it_is_free(memory: Host
 
 
 def test_classes_have_their_shares_of_a_device_too(devices: list[TwinDevice]) -> None:
-    arena = DeviceArena(devices[0], Space(SIZE, (0.5, 0.5, 0.0), Ranges(), HOST, 1))
+    arena = DeviceArena(devices[0], Space(SIZE, (0.5, 0.5, 0.0), Chunks(), HOST, 1))
     assert arena.space.reserve(A, Admission.OPEN, unit(SIZE // 2))[0] == 1
     assert arena.space.reserve(A, Admission.OPEN, unit(MIB))[0] == 0
     assert arena.space.reserve(A, Admission.CONTINUE, unit(MIB))[0] == 1
@@ -170,8 +170,8 @@ def test_values_that_another_process_wrote_are_fetched_to_host_memory(memory: Ho
     pieces = np.array([(at, MIB), (at + MIB, 2 * MIB)], EXTENT)
     ranges = memory.commit(A, pieces.tolist(), Admission.OPEN)
     first = out.ctypes.data
-    found = memory.ranges.extents(ranges)
+    found = memory.chunks.extents(ranges)
     targets = np.array([first + 2 * MIB, first], np.uint64)
     arena.fetch(found["offset"], found["length"], targets)
     assert (out == 9).all() and arena.figures()["staged_bytes"] == 3 * MIB
-    assert found.dtype == EXTENT and ranges.dtype == RANGE
+    assert found.dtype == EXTENT and ranges.dtype == np.uint64

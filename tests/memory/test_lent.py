@@ -5,14 +5,15 @@ from __future__ import annotations
 import numpy as np
 
 from dataplane.memory.lent import Lent
-from dataplane.wire.packed import RANGE, U4
+from dataplane.wire.packed import U4
 from dataplane.wire.tables import Owner
+from tests.chunk_numbers import chunk_numbers, indexes
 
 B, B_ANEW = Owner("tcp://b:1", 1), Owner("tcp://b:1", 2)
 
 
 def ranges(*ids: int) -> np.ndarray:
-    return np.array([(i, 7) for i in ids], RANGE)
+    return chunk_numbers([(i, 7) for i in ids])
 
 
 def test_what_a_lost_peer_held_comes_back_once() -> None:
@@ -20,7 +21,7 @@ def test_what_a_lost_peer_held_comes_back_once() -> None:
     lent.lend(B, ranges(1, 2, 2))
     lent.lend(B_ANEW, ranges(3))
     found, counts = lent.lost(B)
-    assert dict(zip(found["range"].tolist(), counts.tolist(), strict=True)) == {1: 1, 2: 2}
+    assert dict(zip(indexes(found), counts.tolist(), strict=True)) == {1: 1, 2: 2}
     assert len(lent.lost(B)[0]) == 0
     assert len(lent) == 1, "another life of that peer is another peer"
 

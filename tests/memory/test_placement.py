@@ -39,7 +39,7 @@ def test_too_little_space_says_how_many_fit() -> None:
     assert fitting([4096, 4096, 1], where) == 2
     with pytest.raises(LimitExceeded, match="2 of this call's 3") as caught:
         place([4096, 4096, 1], where)
-    assert caught.value.details == {"ranges": 3, "fitting": 2}
+    assert caught.value.details == {"chunks": 3, "fitting": 2}
 
 
 def test_no_ranges_and_no_extents_are_fine() -> None:

@@ -1,4 +1,4 @@
-"""Ranges: references, death, and names that outlive their range."""
+"""Chunks: references, death, and names that outlive their range."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 from dataplane.errors import RowsGone
-from dataplane.memory.ranges import Ranges
-from dataplane.wire.packed import RANGE
+from dataplane.memory.chunks import Chunks
+from tests.chunk_numbers import chunk_numbers, indexes
 
 
-def add(table: Ranges, count: int) -> np.ndarray:
+def add(table: Chunks, count: int) -> np.ndarray:
     return table.add([(4096 * number, 4096) for number in range(count)], 1)
 
 
 def test_a_range_dies_with_its_last_reference() -> None:
-    table = Ranges()
+    table = Chunks()
     ranges = add(table, 3)
     table.hold(ranges)
     table.hold(ranges[[0, 0, 1]])
@@ -27,7 +27,7 @@ def test_a_range_dies_with_its_last_reference() -> None:
 
 
 def test_a_column_that_names_a_range_several_times_counts_each() -> None:
-    table = Ranges()
+    table = Chunks()
     ranges = add(table, 1)
     table.hold(ranges[[0] * 1000], np.arange(1000))
     assert table.refs(ranges).tolist() == [1 + 999 * 500]
@@ -36,11 +36,11 @@ def test_a_column_that_names_a_range_several_times_counts_each() -> None:
 
 
 def test_an_id_is_used_again_under_the_next_generation() -> None:
-    table = Ranges()
+    table = Chunks()
     old = add(table, 2)
     table.release(old)
     new = add(table, 2)
-    assert sorted(new["range"].tolist()) == sorted(old["range"].tolist())
+    assert sorted(indexes(new)) == sorted(indexes(old))
     assert not table.alive(old).any()
     assert table.alive(new).all()
     with pytest.raises(RowsGone, match="2 of 2"):
@@ -48,7 +48,7 @@ def test_an_id_is_used_again_under_the_next_generation() -> None:
 
 
 def test_releasing_what_is_dead_already_does_nothing() -> None:
-    table = Ranges()
+    table = Chunks()
     old = add(table, 2)
     table.release(old)
     new = add(table, 2)
@@ -58,7 +58,7 @@ def test_releasing_what_is_dead_already_does_nothing() -> None:
 
 
 def test_holding_a_dead_range_changes_nothing() -> None:
-    table = Ranges()
+    table = Chunks()
     ranges = add(table, 2)
     table.release(ranges[1:])
     with pytest.raises(RowsGone) as caught:
@@ -68,29 +68,29 @@ def test_holding_a_dead_range_changes_nothing() -> None:
 
 
 def test_names_that_never_were_are_not_alive() -> None:
-    table = Ranges()
+    table = Chunks()
     add(table, 1)
-    names = np.array([(0, 0), (1, 1), (2**32 - 1, 1), (0, 2)], RANGE)
+    names = chunk_numbers([(0, 0), (1, 1), (2**32 - 1, 1), (0, 2)])
     assert not table.alive(names).any()
     assert table.release(names) == []
-    assert not Ranges().alive(names).any()
+    assert not Chunks().alive(names).any()
 
 
 def test_the_table_grows_and_ids_come_back_in_any_portion() -> None:
-    table = Ranges()
+    table = Chunks()
     first = add(table, 5000)
     table.release(first[::2])
     table.release(first[1::4])
     more = add(table, 4000)
     assert table.live == 1250 + 4000
-    assert len(np.unique(np.concatenate((more["range"], first[3::4]["range"])))) == 5250
+    assert len(np.unique(indexes(more) + indexes(first[3::4]))) == 5250
     assert table.alive(first).sum() == 1250
 
 
 def test_generation_zero_is_never_given_out() -> None:
-    table = Ranges()
-    ranges = add(table, 1)
-    table._generation[0] = 2**32 - 1
-    ranges["generation"] = 2**32 - 1
+    table = Chunks()
+    add(table, 1)
+    table._number[0] = (2**32 - 1) << 32
+    ranges = chunk_numbers([(0, 2**32 - 1)])
     table.release(ranges)
-    assert add(table, 1)["generation"].tolist() == [1]
+    assert add(table, 1).tolist() == chunk_numbers([(0, 1)]).tolist()

@@ -10,7 +10,7 @@ from dataplane.memory.admission import Admission
 from dataplane.memory.placement import placed
 from dataplane.memory.space import PULLER, Space
 from dataplane.wire.limits import MAX_STRETCHES_PER_SESSION
-from dataplane.wire.packed import EXTENT, RANGE, U8
+from dataplane.wire.packed import EXTENT, U8
 from tests.placing import fitting, place
 
 PAGE = 4096
@@ -46,8 +46,8 @@ def test_a_whole_round_returns_every_byte() -> None:
     assert stats["used_bytes"] == 5056 + 128 + 70_016
     assert stats["granted_bytes"] == 0
     assert stats["free_bytes"] == 64 * PAGE - stats["used_bytes"]
-    assert stats["ranges"] == 3
-    assert space.ranges.extents(ranges)["offset"].tolist() == [0, 5056, 5184]
+    assert stats["chunks"] == 3
+    assert space.chunks.extents(ranges)["offset"].tolist() == [0, 5056, 5184]
     assert space.release(ranges) == stats["used_bytes"]
     assert space.stats()["largest_free_bytes"] == 64 * PAGE
     assert space.release(ranges) == 0
@@ -185,7 +185,7 @@ def test_a_commit_outside_the_grants_takes_nothing(
 def test_an_empty_value_still_has_a_place_of_its_own() -> None:
     space = Space(64 * PAGE)
     ranges = write(space, ALICE, 0, 0)
-    assert space.ranges.extents(ranges)["offset"].tolist() == [0, 64]
+    assert space.chunks.extents(ranges)["offset"].tolist() == [0, 64]
     assert space.stats()["used_bytes"] == 128
 
 
@@ -259,14 +259,14 @@ def test_stats_say_what_waste_the_metadata_knows_of() -> None:
     space.waste_bytes = lambda: 12
     assert space.stats()["waste_bytes"] == 12
     assert "free" in repr(space)
-    assert np.zeros(0, RANGE).dtype == space.pinned(ALICE).get(1, np.zeros(0, RANGE)).dtype
+    assert np.zeros(0, U8).dtype == space.pinned(ALICE).get(1, np.zeros(0, U8)).dtype
 
 
 def test_a_long_put_goes_to_pages_that_were_used_before_though_in_pieces() -> None:
     space = Space(256 << 20, shares=(1.0, 0.0, 0.0))
     hole, rows = 40 << 20, [sizes(1 << 20)] * 60
     for ranges in [write(space, ALICE, hole), write(space, BOB, PAGE), write(space, ALICE, hole)]:
-        if space.ranges.extents(ranges)["length"][0] == hole:
+        if space.chunks.extents(ranges)["length"][0] == hole:
             space.release(ranges)
     touched = space.high_water
     count, extents = space.reserve(ALICE, OPEN, rows)

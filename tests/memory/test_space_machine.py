@@ -13,13 +13,14 @@ from dataplane.errors import ProtocolError
 from dataplane.memory.admission import Admission
 from dataplane.memory.extents import Records
 from dataplane.memory.space import Space
-from dataplane.wire.packed import EXTENT, RANGE, U8
+from dataplane.wire.packed import EXTENT, U8
+from tests.chunk_numbers import chunk_numbers
 from tests.placing import place
 
 PAGE = 4096
 HOLDERS = st.integers(1, 3)
 CLASSES = st.sampled_from(list(Admission))
-Name = tuple[int, int]
+Name = int
 
 
 class SpaceMachine(RuleBasedStateMachine):
@@ -38,7 +39,7 @@ class SpaceMachine(RuleBasedStateMachine):
         self.space.long_bytes = pages * PAGE
 
     def column(self, names: list[Name]) -> np.ndarray:
-        return np.array(names, RANGE)
+        return np.array(names, U8)
 
     def drop(self, names: list[Name]) -> None:
         for name in names:
@@ -78,7 +79,7 @@ class SpaceMachine(RuleBasedStateMachine):
         self.forget_evicted(before)
         remote = [(self.pulled + n, 1) for n in range(len(local))]
         self.pulled += len(local)
-        self.space.copies.insert(77, self.column(remote), self.column(local))
+        self.space.copies.insert(77, chunk_numbers(remote), self.column(local))
 
     @rule(holder=HOLDERS, admission=CLASSES, pages=st.integers(0, 8))
     def grant_ahead(self, holder: int, admission: int, pages: int) -> None:
@@ -145,9 +146,9 @@ class SpaceMachine(RuleBasedStateMachine):
                 self.drop(names)
 
     def cached(self) -> list[Name]:
-        remote = self.column([(n, 1) for n in range(self.pulled)])
+        remote = chunk_numbers([(n, 1) for n in range(self.pulled)])
         local = self.space.copies.lookup(77, remote)
-        names: list[Name] = local[local["generation"] > 0].tolist()
+        names: list[Name] = local[local > 0].tolist()
         return names
 
     def pinned_names(self) -> set[Name]:
@@ -169,9 +170,9 @@ class SpaceMachine(RuleBasedStateMachine):
     @invariant()
     def what_should_live_lives_apart_and_the_rest_is_dead(self) -> None:
         names = self.column(sorted(self.refs))
-        assert self.space.ranges.live == len(names)
-        assert self.space.ranges.refs(names).tolist() == [self.refs[n] for n in sorted(self.refs)]
-        taken = [(start, start + length) for start, length in self.space.ranges.places(names)]
+        assert self.space.chunks.live == len(names)
+        assert self.space.chunks.refs(names).tolist() == [self.refs[n] for n in sorted(self.refs)]
+        taken = [(start, start + length) for start, length in self.space.chunks.places(names)]
         for holder in self.space._holders.values():
             taken += [(start, start + length) for start, length in holder.grants]
         assert all(one[1] <= other[0] for one, other in pairwise(sorted(taken)))
@@ -184,7 +185,7 @@ class SpaceMachine(RuleBasedStateMachine):
         self.space.copies.drop_owner(77)
         names = self.column(sorted(self.refs))
         alive = names[self.space.alive(names)]
-        self.space.release(alive, self.space.ranges.refs(alive))
+        self.space.release(alive, self.space.chunks.refs(alive))
         assert self.space.stats()["largest_free_bytes"] == 64 * PAGE
 
 

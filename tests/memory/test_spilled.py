@@ -1,4 +1,4 @@
-"""Ranges that leave the arena for a spill file: which go, where they lie, and what comes back."""
+"""Chunks that leave the arena for a spill file: which go, where they lie, and what comes back."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from dataplane.memory.admission import Admission
 from dataplane.memory.placement import placed
 from dataplane.memory.space import Space
 from dataplane.memory.spill import DISK, Move, Spilled, SpillFile
-from dataplane.wire.packed import EXTENT, RANGE, U8
+from dataplane.wire.packed import EXTENT, U8
 
 PAGE = 4096
 WRITER, READER = 1, 2
-Name = tuple[int, int]
+Name = int
 
 
 def spilling(pages: int = 64, spill_pages: int = 64) -> Space:
     space = Space(pages * PAGE)
-    space.spill = Spilled(spill_pages * PAGE, space.ranges)
+    space.spill = Spilled(spill_pages * PAGE, space.chunks)
     return space
 
 
@@ -62,7 +62,7 @@ def test_what_is_read_or_freed_on_its_way_does_not_go() -> None:
     space = spilling()
     read, freed, other = (put(space, PAGE) for _ in range(3))
     move = space.choose_spill(3 * PAGE)
-    assert move is not None and len(move.ranges) == 3
+    assert move is not None and len(move.chunks) == 3
     space.pin(READER, read)
     space.release(freed)
     assert space.settle_spill(move) == PAGE
@@ -123,13 +123,13 @@ class SpillMachine(RuleBasedStateMachine):
         return self.space.spill
 
     def column(self, names: list[Name]) -> np.ndarray:
-        return np.array(names, RANGE)
+        return np.array(names, U8)
 
     @rule(sizes=st.lists(st.integers(1, 3 * PAGE), min_size=1, max_size=5))
     def put(self, sizes: list[int]) -> None:
         ranges = put(self.space, *sizes)
         for name, start in zip(
-            ranges.tolist(), self.space.ranges.extents(ranges)["offset"].tolist(), strict=True
+            ranges.tolist(), self.space.chunks.extents(ranges)["offset"].tolist(), strict=True
         ):
             self.count += 1
             size = sizes[ranges.tolist().index(name)]
@@ -191,7 +191,7 @@ class SpillMachine(RuleBasedStateMachine):
     @invariant()
     def every_range_has_its_bytes(self) -> None:
         ranges = self.column(sorted(self.content))
-        out, extents = self.space.spilled(ranges), self.space.ranges.extents(ranges)
+        out, extents = self.space.spilled(ranges), self.space.chunks.extents(ranges)
         for name, spilled, start in zip(
             sorted(self.content), out.tolist(), extents["offset"].tolist(), strict=True
         ):
@@ -202,7 +202,7 @@ class SpillMachine(RuleBasedStateMachine):
     def every_byte_is_counted(self) -> None:
         stats = self.space.stats()
         ranges = self.column(sorted(self.content))
-        lengths = self.space.ranges.extents(ranges)["length"]
+        lengths = self.space.chunks.extents(ranges)["length"]
         out = self.space.spilled(ranges)
         assert stats["spilled_bytes"] == int(lengths[out].sum()) <= 16 * PAGE
         assert stats["used_bytes"] == int(lengths[~out].sum())

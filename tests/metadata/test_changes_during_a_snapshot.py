@@ -14,8 +14,8 @@ from dataplane.metadata.shard.store import Store
 from dataplane.metadata.tables.remembered import PART_KEYS, Tombstones
 from dataplane.wire.journal import Remembered, encode
 from dataplane.wire.messages import Finish, Want
-from dataplane.wire.packed import RANGE
 from dataplane.wire.tables import Definition, Owner, Shape
+from tests.chunk_numbers import chunk_numbers
 from tests.metadata.stores import (
     OWNERS,
     Column,
@@ -78,10 +78,8 @@ def plan(s: Store) -> None:
 
 
 def relocate(s: Store) -> None:
-    there = np.array([(number + 90, 0) for number in range(2)], RANGE)
-    s.relocate(
-        OWNERS[0], np.array([(number, 0) for number in range(2)], RANGE), Owner("b", 8), there
-    )
+    there = chunk_numbers([(number + 90, 0) for number in range(2)])
+    s.relocate(OWNERS[0], chunk_numbers([(number, 0) for number in range(2)]), Owner("b", 8), there)
 
 
 CHANGES: dict[str, Callable[[Store], object]] = {

@@ -44,9 +44,9 @@ from dataplane.wire.messages import (
     Tag,
     Want,
 )
-from dataplane.wire.packed import RANGE
 from dataplane.wire.peering import Append, PartitionLog, PeerRequest
 from dataplane.wire.tables import Definition, Owner, Shape, Values
+from tests.chunk_numbers import chunk_numbers, indexes
 from tests.metadata import stores
 from tests.metadata.observed import carried_over, observed
 from tests.metadata.stores import (
@@ -78,7 +78,7 @@ def copy_of(store: Store, many: int = 2, now: float = 0.0) -> Store:
 
 
 def ranges(*numbers: int) -> Any:
-    return np.array([(number, 0) for number in numbers], RANGE)
+    return chunk_numbers([(number, 0) for number in numbers])
 
 
 # what is told
@@ -491,12 +491,12 @@ def test_values_that_move_are_found_at_their_new_place_and_let_go_at_the_old_one
     new = Owner("b", 9)
     counts = s.relocate(OWNERS[0], ranges(3, 1, 77), new, ranges(5, 6, 7))
     assert counts.tolist() == [1, 1, 0]
-    found = {owner: (r["range"].tolist(), c.tolist()) for owner, r, c in s.holdings()}
+    found = {owner: (indexes(r), c.tolist()) for owner, r, c in s.holdings()}
     assert {owner: (sorted(r), c) for owner, (r, c) in found.items()} == {
         OWNERS[0]: ([2], [1]),
         new: ([5, 6], [1, 1]),
     }
-    freed = [(owner, r["range"].tolist(), c.tolist()) for owner, r, c in s.freed()]
+    freed = [(owner, indexes(r), c.tolist()) for owner, r, c in s.freed()]
     assert freed == [(OWNERS[0], [3, 1], [1, 1])]
     other = Store("step-1", s.definition, 1)
     carried_over(other, ops)

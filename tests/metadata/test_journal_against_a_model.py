@@ -104,9 +104,9 @@ class JournalMachine(StoreMachine):
     @invariant()
     def it_holds_what_the_model_holds(self) -> None:
         held = {
-            (owner, range_): count
-            for owner, ranges, counts in self.store.holdings()
-            for (range_, _), count in zip(ranges.tolist(), counts.tolist(), strict=True)
+            (owner, number & 0xFFFF_FFFF): count
+            for owner, numbers, counts in self.store.holdings()
+            for number, count in zip(numbers.tolist(), counts.tolist(), strict=True)
         }
         assert held == {(OWNERS[r % 2], r): 1 for r in self.references if not is_inline(r)}
 

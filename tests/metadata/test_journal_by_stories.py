@@ -27,7 +27,7 @@ from dataplane.wire.checkpoint import Progress, Restore
 from dataplane.wire.journal import LogRecord, Lost, Relocated, encode
 from dataplane.wire.limits import NO_GROUP
 from dataplane.wire.messages import Finish, Put, Want
-from dataplane.wire.packed import RANGE, ids_of
+from dataplane.wire.packed import U8
 from dataplane.wire.tables import (
     INLINE,
     Chunk,
@@ -38,6 +38,7 @@ from dataplane.wire.tables import (
     Shape,
     Values,
 )
+from tests.chunk_numbers import chunk_numbers
 from tests.metadata.observed import accounts, carried_over, observed
 
 OWNERS = [Owner("near", 1), Owner("far", 2), Owner("third", 3)]
@@ -107,15 +108,15 @@ class Story:
         held = Counter(dict.fromkeys(self.kept, 1))
         for op in self.ops:
             for owner, ranges, _ in named_by(op):
-                held.update([(owner, number) for number in ids_of(ranges).tolist()])
+                held.update([(owner, number) for number in ranges.tolist()])
             if isinstance(op, Relocated):
-                columns = [ids_of(np.frombuffer(r, RANGE)) for r in (op.ranges, op.to_ranges)]
+                columns = [np.frombuffer(r, U8) for r in (op.chunks, op.to_chunks)]
                 for number, there in zip(*[one.tolist() for one in columns], strict=True):
                     held[op.to_owner, there] += (op.owner, number) in held
             if isinstance(op, Lost):
                 held = Counter({name: many for name, many in held.items() if name[0] != op.owner})
         for owner, ranges, counts in self.store.freed():
-            numbers = ids_of(ranges).tolist()
+            numbers = ranges.tolist()
             held.subtract(dict(zip([(owner, n) for n in numbers], counts.tolist(), strict=True)))
         self.kept = {(one.owner, one.number) for one in self.store.chunks}
         assert +held == dict.fromkeys(self.kept, 1) and min(held.values(), default=0) >= 0
@@ -328,7 +329,7 @@ class Story:
             return
         owner, ranges, _ = self.any.choice(held)
         ranges = ranges[sorted(self.some(range(len(ranges)), 5))]
-        there = np.array([(next(self.ranges), 1) for _ in ranges], RANGE)
+        there = chunk_numbers([(next(self.ranges), 1) for _ in ranges])
         self.store.relocate(owner, ranges, self.any.choice(OWNERS), there)
 
     # how far producers run ahead

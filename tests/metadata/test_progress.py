@@ -15,8 +15,8 @@ from dataplane.metadata.shard.takes import PullCredit
 from dataplane.metadata.tables.keys import KEY_BYTES
 from dataplane.wire.limits import MAX_FIELDS, MAX_NAME_BYTES
 from dataplane.wire.messages import Want
-from dataplane.wire.packed import RANGE
 from dataplane.wire.tables import Owner, Table
+from tests.chunk_numbers import chunk_numbers, indexes
 from tests.metadata.stores import Column, finish, numbers, put, store, take, values
 
 STAGES = {"rollout": ["prompt"], "train": ["tokens"], "other": ["prompt"]}
@@ -48,7 +48,7 @@ def chunks_of(table: Table) -> dict[str, list[Any]]:
 
 
 def freed(s: Store) -> list[int]:
-    return sorted(number for _, ranges, _ in s.freed() for number in ranges["range"].tolist())
+    return sorted(number for _, ranges, _ in s.freed() for number in indexes(ranges))
 
 
 def test_the_next_claim_of_the_stage_gets_it_and_no_other_does() -> None:
@@ -147,7 +147,7 @@ def test_it_moves_and_is_pulled_and_held_as_values_are() -> None:
     assert {owner.peer for owner, _, _ in s.holdings()} == {"a", "far"}
     want, credit = Want("rows", 1, 1), PullCredit("a", 4_096, ["prompt"])
     assert take(s, "rollout", want, credit=credit).needed_bytes >= 8_192
-    old, new = np.array([(70, 0)], RANGE), np.array([(5, 1)], RANGE)
+    old, new = chunk_numbers([(70, 0)]), chunk_numbers([(5, 1)])
     assert s.relocate(far, old, Owner("near", 1), new).tolist() == [1]
     assert seen(s, claim(s, 1)) == [1 << 32 | 5]
 

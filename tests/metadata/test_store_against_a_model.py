@@ -29,6 +29,7 @@ from dataplane.metadata.tables.keys import format_minted, parse_minted
 from dataplane.wire.journal import Unit
 from dataplane.wire.messages import Finish, Want
 from dataplane.wire.tables import Shape
+from tests.chunk_numbers import indexes
 from tests.metadata.observed import accounts
 from tests.metadata.store_model import (
     OWNERS,
@@ -528,7 +529,7 @@ class StoreMachine(Model, RuleBasedStateMachine):
     def every_reference_is_in_a_row_or_was_freed(self) -> None:
         for owner, ranges, counts in self.store.freed():
             assert set(counts.tolist()) == {1}
-            freed = set(ranges["range"].tolist())
+            freed = set(indexes(ranges))
             assert not freed & self.references
             assert {r % 2 for r in freed} == {OWNERS.index(owner)}
             assert not any(map(is_inline, freed))

@@ -14,7 +14,7 @@ from dataplane.memory.space import Space
 from dataplane.peer.requests.puts import Committed, Grants
 from dataplane.wire.limits import MAX_CHUNKS_PER_MESSAGE, MAX_PIECES_PER_MESSAGE
 from dataplane.wire.messages import GiveBack
-from dataplane.wire.packed import EXTENT, ids_of
+from dataplane.wire.packed import EXTENT
 from dataplane.wire.tables import INLINE, Chunk, Owner, Piece, Values
 
 ME, THERE = Owner("tcp://a", 7), Owner("tcp://b", 8)
@@ -43,13 +43,13 @@ def commit(host: Any, *chunks: Chunk, owners: tuple[Owner, ...] = (ME, INLINE)) 
 
 
 def shared(host: Any) -> Any:
-    """The RANGE of a chunk that the peer has already."""
-    return commit(host, Chunk(0, 0, 3, 64, 0, b"", grant(host))).ranges
+    """The number of a chunk that the peer has already."""
+    return commit(host, Chunk(0, 0, 3, 64, 0, b"", grant(host))).chunks
 
 
 def test_chunks_are_named_by_the_ranges_that_they_became(host: Any) -> None:
     known, at = shared(host), grant(host)
-    name = ids_of(known).item()
+    name = known.item()
     inline = Chunk(1, 0, 2, 5, 0, b"bytes")
     made = commit(
         host,
@@ -58,8 +58,8 @@ def test_chunks_are_named_by_the_ranges_that_they_became(host: Any) -> None:
         Chunk(0, 0, 2, 4000, 0, b"", at + 4096, b"d" * 16),
         Chunk(0, 0, 4, 0, 0, b"lengths", at),
     )
-    first, second, third = ids_of(made.ranges).tolist()
-    assert ids_of(made.written).tolist() == [first, second] and third == name
+    first, second, third = made.chunks.tolist()
+    assert made.written.tolist() == [first, second] and third == name
     assert made.values.chunks == [
         Chunk(0, name, 1, 40, 0),
         inline,
@@ -67,14 +67,14 @@ def test_chunks_are_named_by_the_ranges_that_they_became(host: Any) -> None:
         Chunk(0, second, 4, 0, 0, b"lengths"),
     ]
     assert msgspec.structs.replace(made.values, chunks=[]) == values()
-    assert host.space.ranges.refs(made.ranges).tolist() == [1, 1, 2]
-    assert host.space.ranges.places(made.written) == [(at + 4096, 4032), (at, 64)]
+    assert host.space.chunks.refs(made.chunks).tolist() == [1, 1, 2]
+    assert host.space.chunks.places(made.written) == [(at + 4096, 4032), (at, 64)]
 
 
 def test_inline_chunks_need_no_ranges(host: Any) -> None:
     sent = Chunk(1, 0, 2, 5, 0, b"bytes")
     made = commit(host, sent)
-    assert made.values == values(sent) and not len(made.ranges)
+    assert made.values == values(sent) and not len(made.chunks)
     assert not commit(host).values.chunks
 
 
@@ -101,7 +101,7 @@ def test_a_chunk_that_its_client_may_not_write_is_refused(host: Any, chunk: Chun
     wrong = msgspec.structs.replace(chunk, offset=at + chunk.offset)
     with pytest.raises(ProtocolError):
         commit(host, Chunk(0, 0, 1, 64, 0, b"", at), wrong)
-    assert host.space.ranges.live == 0
+    assert host.space.chunks.live == 0
 
 
 def test_too_many_chunks_are_refused_before_anything_is_booked(host: Any) -> None:
@@ -134,10 +134,10 @@ def test_what_a_refused_message_shares_is_held_no_more(host: Any, wrong: str) ->
     known = shared(host)
     if wrong == "freed":
         host.space.release(known)
-    sent = Chunk(0, ids_of(known).item(), 1, 65 if wrong == "chunk" else 64, 0)
+    sent = Chunk(0, known.item(), 1, 65 if wrong == "chunk" else 64, 0)
     outside = Chunk(0, 0, 1, 64, 0, b"", 1 << 40)
     with pytest.raises(RowsGone if wrong == "freed" else ProtocolError):
         commit(host, outside, sent)
     assert host.space.alive(known).tolist() == [wrong != "freed"]
     if wrong != "freed":
-        assert host.space.ranges.refs(known).tolist() == [1]
+        assert host.space.chunks.refs(known).tolist() == [1]

@@ -127,7 +127,7 @@ async def test_an_heir_that_holds_more_than_a_message_can_name_says_so_in_severa
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The owner heard nothing, as that was too large, and what rows named there was never free."""
-    monkeypatch.setattr(references_module, "MOST_RANGES", 2)
+    monkeypatch.setattr(references_module, "MOST_CHUNKS", 2)
     owner, ranges = lent_ranges(heirs=heirs(Takeover(LOST, HEIR, TOLD_AT)))
     space, held = owner.host.space, [ranges]
     for _ in range(2):  # five are named, the last of six not, and one more often than it is held
@@ -149,7 +149,7 @@ async def test_an_heir_that_holds_more_than_a_message_can_name_says_so_in_severa
         owner.inherited(Caller(HEIR.peer, HEIR.incarnation), first)
     heir.let_go(owner.host.owner, taken, counts)
     await way.tasks[-1]
-    assert [len(one.ranges) // 8 for one in way.told] == [2, 2, 1]
+    assert [len(one.chunks) // 8 for one in way.told] == [2, 2, 1]
     assert space.alive(ranges).sum() == len(owner.lent) == 0
 
 

@@ -131,7 +131,7 @@ async def test_an_ack_that_fails_holds_its_values_as_long_as_its_lease(over: boo
             leases.leave(holder, 7)
         failure = BackPressure("no room for second copies")
         keep(failure)
-        space.release(committed.ranges)
+        space.release(committed.chunks)
         raise failure
 
     writing: Any = SimpleNamespace(host=host, grants=Grants(host, nobody, nobody), store=store)
@@ -143,4 +143,4 @@ async def test_an_ack_that_fails_holds_its_values_as_long_as_its_lease(over: boo
     request: Any = SimpleNamespace(rid=1)
     with pytest.raises(BackPressure):
         await Finishing(nobody, leases, writing).finish(holder, request, body)
-    assert space.ranges.live == (not over)
+    assert space.chunks.live == (not over)

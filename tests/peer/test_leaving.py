@@ -22,7 +22,7 @@ from dataplane.peer.membership import leaving
 from dataplane.peer.membership.leaving import FATE_S, Leaving
 from dataplane.peer.shards.value_replicas import ValueReplicas
 from dataplane.wire.messages import Done
-from dataplane.wire.packed import EXTENT, RANGE, ids_of
+from dataplane.wire.packed import EXTENT, U8
 from dataplane.wire.peering import Beat, Duplicate
 from dataplane.wire.tables import Definition, Owner
 from tests.metadata.stores import Column, Value, named, wrote
@@ -407,7 +407,7 @@ async def test_what_rows_held_that_went_while_it_was_silent_is_let_go_once() -> 
     start = space.grant(1, Admission.OPEN, 8192)["offset"][0]
     extents = np.array([(start, 4096), (start + 4096, 4096)], EXTENT)
     chunks = space.commit(1, extents.tolist(), Admission.OPEN)
-    both, alone = (Value(number, 4096) for number in ids_of(chunks).tolist())
+    both, alone = (Value(number, 4096) for number in chunks.tolist())
     columns = [
         Column("x", [both, both]),
         Column("y", [Value(9, 9000, 1), None]),
@@ -449,7 +449,7 @@ async def test_who_leaves_as_well_takes_nothing_in_any_more(
     it let go of there then, the rows of its heir name."""
     monkeypatch.setattr(leaving, "POLL_S", 0.0)
     plane = Plane()
-    ranges, nbytes = np.zeros(1, RANGE), np.full(1, 64)
+    ranges, nbytes = np.zeros(1, U8), np.full(1, 64)
     moved: list[str] = []
     on_its_way, arrives = asyncio.Event(), asyncio.Event()
 

@@ -15,21 +15,22 @@ from dataplane.memory.space import Space
 from dataplane.peer.host import CallContext, call_context
 from dataplane.peer.requests.reads import PAUSES_S, Reading, Resolved
 from dataplane.wire.messages import Read, ReadDone
-from dataplane.wire.packed import EXTENT, RANGE, U8, Array, ids_of, joined
+from dataplane.wire.packed import EXTENT, U8, Array
 from dataplane.wire.tables import INLINE, Chunk, Owner, Rows, Table, Values
+from tests.chunk_numbers import chunk_numbers
 
 ME, THERE, ELSEWHERE = Owner("tcp://a", 7), Owner("tcp://b", 8), Owner("tcp://c", 9)
 READER = 9
 
 
 def written(space: Space, *sizes: int) -> Array:
-    """RANGE of so many bytes each."""
+    """Chunks of so many bytes each."""
     made = []
     for size in sizes:
         _, extents = space.reserve(1, Admission.OPEN, [np.array([size], U8)])
         extents["length"] = size
         made.append(space.commit(1, extents.tolist(), Admission.OPEN))
-    return joined(made, RANGE)
+    return np.concatenate(made)
 
 
 class Pulls:
@@ -72,7 +73,7 @@ def table(*chunks: Chunk, owners: tuple[Owner, ...] = (INLINE, ME, THERE, ELSEWH
 
 def named(owner: int, ranges: Array, nbytes: int) -> Chunk:
     """The first of these ranges as a chunk."""
-    return Chunk(owner, ids_of(ranges).item(0), 3, nbytes, 0)
+    return Chunk(owner, ranges.item(0), 3, nbytes, 0)
 
 
 def places(found: Resolved) -> list[tuple[int, int]]:
@@ -85,7 +86,7 @@ def test_chunks_of_this_host_are_where_they_are_and_pinned_together(reading: Any
     inline = Chunk(0, 0, 3, 5, 0, b"bytes")
     asked = table(named(1, second, 64), inline, named(1, first, 100))
     found = reading.resolve(asked, READER)
-    starts = [space.ranges.extents(one)["offset"].item() for one in (second, first)]
+    starts = [space.chunks.extents(one)["offset"].item() for one in (second, first)]
     assert places(found) == [(starts[0], 64), (0, 0), (starts[1], 100)]
     assert found[0].values is asked.values
     assert space.pinned(READER)[found[1]].tolist() == [*second.tolist(), *first.tolist()]
@@ -100,31 +101,31 @@ def test_nothing_is_pinned_for_chunks_in_the_message(reading: Any) -> None:
 async def test_chunks_of_all_other_hosts_are_asked_for_at_once_and_pinned_together(
     reading: Any,
 ) -> None:
-    space, far = reading.host.space, [np.array([(n, 1)], RANGE) for n in range(3)]
+    space, far = reading.host.space, [chunk_numbers([(n, 1)]) for n in range(3)]
     own = written(space, 64)
     asked = table(
         named(2, far[0], 70), named(3, far[1], 5), named(1, own, 64), named(2, far[2], 1 << 17)
     )
     found = await reading.resolve(asked, READER)
     assert reading.pulls.asked == [
-        (THERE, [(0, 1), (2, 1)], [70, 1 << 17]),
-        (ELSEWHERE, [(1, 1)], [5]),
+        (THERE, [*far[0].tolist(), *far[2].tolist()], [70, 1 << 17]),
+        (ELSEWHERE, far[1].tolist(), [5]),
     ]
     pinned = space.pinned(READER)
     assert list(pinned) == [found[1]] and len(pinned[found[1]]) == 4
-    extents = space.ranges.extents(pinned[found[1]])
+    extents = space.chunks.extents(pinned[found[1]])
     assert places(found) == list(zip(extents["offset"].tolist(), [70, 5, 64, 1 << 17], strict=True))
     space.unpin(READER, [found[1]])
-    assert space.ranges.live == 1  # copies that no cache keeps here go with their pin
+    assert space.chunks.live == 1  # copies that no cache keeps here go with their pin
 
 
 async def test_what_came_is_let_go_of_where_one_owner_is_lost(reading: Any) -> None:
-    space, far = reading.host.space, np.array([(5, 1)], RANGE)
+    space, far = reading.host.space, chunk_numbers([(5, 1)])
     reading.pulls.failing = ELSEWHERE
     with pytest.raises(RowsLost):
         await reading.resolve(table(named(3, far, 64), named(2, far, 64)), READER)
     assert len(reading.pulls.asked) == 2
-    assert not space.pinned(READER) and not space.ranges.live
+    assert not space.pinned(READER) and not space.chunks.live
 
 
 def test_a_chunk_that_was_freed_meanwhile_is_gone(reading: Any) -> None:
@@ -182,7 +183,7 @@ class Reader(Reading):
 
     async def ask(self, body: Read) -> ReadDone:
         self.asked.append(self.clock_s)
-        return ReadDone(table(named(2, np.array([(1, 1)], RANGE), 64)), 0)
+        return ReadDone(table(named(2, chunk_numbers([(1, 1)]), 64)), 0)
 
     async def bring(self, owner: Owner, remote: Array, nbytes: Array, holder: int) -> Any:
         if self.whys:

@@ -19,9 +19,10 @@ from dataplane.peer.pull.pulls import AT_ONCE, Pulls
 from dataplane.peer.requests.reads import Reading
 from dataplane.peer.room.admission import Room
 from dataplane.wire.messages import Fetch, Fetched, Read, ReadDone
-from dataplane.wire.packed import EXTENT, RANGE, U8
+from dataplane.wire.packed import EXTENT, U8
 from dataplane.wire.peering import Pull, Pulled
 from dataplane.wire.tables import Owner, Rows, Table
+from tests.chunk_numbers import chunk_numbers
 
 THERE = Owner("tcp://10.0.0.2:7101", 2)
 
@@ -81,7 +82,7 @@ async def test_values_are_asked_for_when_there_is_room_for_them(lost: bool) -> N
 
     pulls = _pulls(space, arena, members, call)
     pulls.room.reserve = reserve
-    remote = np.array([(0, 1)], RANGE)
+    remote = chunk_numbers([(0, 1)])
     coming = asyncio.ensure_future(pulls.bring(THERE, remote, np.array([64], np.uint64), 0))
     for _ in range(10):
         await asyncio.sleep(0)
@@ -89,7 +90,7 @@ async def test_values_are_asked_for_when_there_is_room_for_them(lost: bool) -> N
     room_came.set_result(None)
     local, pins = await coming
     assert len(asked) == 1
-    (place,) = space.ranges.extents(local)
+    (place,) = space.chunks.extents(local)
     assert isinstance(place, np.void) and place.dtype == EXTENT
     assert bytes(arena[int(place["offset"]) :][:64]) == b"x" * 64
     assert len(space.copies) == (0 if lost else 1)
@@ -110,7 +111,7 @@ async def test_an_owner_is_asked_for_so_many_small_values_at_once() -> None:
 
     pulls = _pulls(Space(1 << 24), memoryview(bytearray(1 << 24)), {THERE}, call)
     many = [
-        pulls.bring(THERE, np.array([(n, 1)], RANGE), np.array([64], np.uint64), 0)
+        pulls.bring(THERE, chunk_numbers([(n, 1)]), np.array([64], np.uint64), 0)
         for n in range(3 * AT_ONCE)
     ]
     brought = await asyncio.gather(*many)
@@ -123,7 +124,7 @@ async def test_copies_that_were_held_for_a_pull_that_failed_are_room_for_who_wai
     failing, fails = asyncio.Event(), asyncio.Event()
 
     async def call(address: str, body: Pull, **how: Any) -> Pulled:
-        if len(body.ranges) == RANGE.itemsize and not space.copies.evictable_bytes and pins:
+        if len(body.chunks) == U8.itemsize and not space.copies.evictable_bytes and pins:
             failing.set()
             await fails.wait()
             return Pulled(b"", b"\1")
@@ -131,7 +132,7 @@ async def test_copies_that_were_held_for_a_pull_that_failed_are_room_for_who_wai
 
     pulls = _pulls(space, memoryview(bytearray(1 << 18)), {THERE}, call)
     pulls.host.notices = Notices()
-    remote, needed = np.array([(0, 1), (1, 1)], RANGE), np.array([large, 64], np.uint64)
+    remote, needed = chunk_numbers([(0, 1), (1, 1)]), np.array([large, 64], np.uint64)
     pins: list[int] = []
     _, pins = await pulls.bring(THERE, remote[:1], needed[:1], 0)
     space.unpin(0, pins)
@@ -161,7 +162,7 @@ async def test_values_of_who_is_no_member_are_not_waited_for(joins: bool) -> Non
         return "copies"
 
     pulls = _asking(ask, another_roster, member=False)
-    transfer = pulls._transfer(THERE, np.array([(0, 1)], RANGE), np.array([64], np.uint64))
+    transfer = pulls._transfer(THERE, chunk_numbers([(0, 1)]), np.array([64], np.uint64))
     if joins:
         assert await transfer == "copies"
     else:
@@ -181,7 +182,7 @@ async def test_who_waits_for_a_roster_that_has_the_owner_waits_no_longer_than_it
     end = pulls.host.now() + 0.05
     call_context.set(CallContext(end))
     with pytest.raises(RowsLost):
-        await asyncio.wait_for(pulls._transfer(THERE, np.zeros(1, RANGE), np.ones(1, U8)), 10)
+        await asyncio.wait_for(pulls._transfer(THERE, np.zeros(1, U8), np.ones(1, U8)), 10)
     assert asked_until and max(asked_until) <= end
 
 
@@ -203,7 +204,7 @@ async def test_an_owner_that_was_cut_off_is_asked_again_without_another_roster(l
 
     pulls = _asking(ask, another_roster, member=True)
     pulls.mesh = SimpleNamespace(is_linked=lambda owner: False)
-    transfer = pulls._transfer(THERE, np.array([(0, 1)], RANGE), np.array([64], np.uint64))
+    transfer = pulls._transfer(THERE, chunk_numbers([(0, 1)]), np.array([64], np.uint64))
     if lost:
         with pytest.raises(RowsLost):
             await transfer

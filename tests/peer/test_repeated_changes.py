@@ -35,7 +35,7 @@ from dataplane.peer.shards.references import References
 from dataplane.wire.checkpoint import Progress, Restore
 from dataplane.wire.journal import Ended, LogRecord, Settle
 from dataplane.wire.messages import Body, Drop, Dropped, Finish, Put, PutDone, Request, Want
-from dataplane.wire.packed import RANGE, Array, ids_of
+from dataplane.wire.packed import U8, Array
 from dataplane.wire.peering import Settled
 from dataplane.wire.tables import Change, Definition, Owner, Rows, Values
 from tests.metadata.observed import observed
@@ -43,7 +43,7 @@ from tests.metadata.stores import OWNERS, Column, brought, change, finish, named
 from tests.peer.test_router import ELSEWHERE, HERE, Asked
 
 ONCE = Definition(stages={"s": ["x"]}, free="acked")
-NONE = Committed(Values(), np.zeros(0, RANGE))
+NONE = Committed(Values(), np.zeros(0, U8))
 
 
 class Shard:
@@ -80,7 +80,7 @@ class Shard:
         }
 
     def _let_go(self, owner: Owner, ranges: Array, counts: Array) -> bool:
-        self.freed.append((owner, ids_of(ranges).tolist()))
+        self.freed.append((owner, ranges.tolist()))
         return False
 
     def _asked(self, body: Body) -> Any:
@@ -196,7 +196,7 @@ def test_it_changes_nothing_there_and_what_it_brought_again_is_let_go() -> None:
     assert heir.freed == [(OWNERS[0], [7_001, 7_002])]
     table = rows_out.table(heir.store, rows_out.read(heir.store)[0])
     assert (table.rows.names, table.tags) == (["b"], {"status": ["mine"]})
-    assert [ids_of(ranges).tolist() for _, ranges, _ in heir.store.freed()] == [[7_001]], "consumed"
+    assert [ranges.tolist() for _, ranges, _ in heir.store.freed()] == [[7_001]], "consumed"
 
 
 @pytest.mark.parametrize("how", [{}, {"replace": True}])

@@ -20,7 +20,7 @@ from dataplane.peer.room.spilling import Spilling
 from dataplane.peer.tasks import Threads
 from dataplane.transport.bulk_frames import PinAsked, Unpin, encode
 from dataplane.transport.link import Traffic, WorkerLink
-from dataplane.wire.packed import RANGE, U8
+from dataplane.wire.packed import U8
 from tests.memory.test_spilled import PAGE, put
 
 
@@ -93,7 +93,7 @@ async def test_a_disk_that_fails_is_told_and_nothing_is_lost() -> None:
         await spilling.read(ranges, np.zeros(1, U8))
     file.failure = None
     await spilling.read(ranges, np.zeros(1, U8))
-    assert spilling.host.space.ranges.refs(ranges).tolist() == [1]
+    assert spilling.host.space.chunks.refs(ranges).tolist() == [1]
 
 
 async def test_a_disk_that_was_full_for_a_while_takes_as_much_as_before() -> None:
@@ -145,7 +145,7 @@ async def test_a_bulk_worker_that_gives_up_while_values_are_read_back_holds_noth
     pins: Any = Pins()
     link = WorkerLink("a", pins.pin, pins.held.discard, Traffic())
     link.connection_made(pins)
-    link.data_received(bytes(encode(PinAsked(1, np.zeros(2, RANGE).tobytes()))))
+    link.data_received(bytes(encode(PinAsked(1, np.zeros(2, U8).tobytes()))))
     await settled()
     assert not pins.sent
     if gives_up:

@@ -81,7 +81,7 @@ class Near:
         extents = self.space.grant(7, Admission.OPEN, 4096)
         written: Records = np.zeros(1, EXTENT)
         written["offset"], written["length"] = extents["offset"][0], 4096
-        self.ranges = self.space.commit(7, written.tolist(), Admission.OPEN)
+        self.chunks = self.space.commit(7, written.tolist(), Admission.OPEN)
         self.time = 0.0
         self.ack = Finish(5, "ack", partition="p", generation=1)
         self.between: Callable[[], None] = lambda: None
@@ -107,12 +107,12 @@ class Near:
         await asyncio.sleep(0)
 
     async def hand_over(self) -> PutDone:
-        done: PutDone = await self.outgoing.send(self.ack, CALLER, self.ranges)
+        done: PutDone = await self.outgoing.send(self.ack, CALLER, self.chunks)
         return done
 
     async def ended(self) -> None:
         """The call is over: its own hold goes, and the other peer can be reached again."""
-        self.space.release(self.ranges)
+        self.space.release(self.chunks)
         self.far.loses.clear()
         await asyncio.gather(*self.far.tasks)
 
@@ -143,7 +143,7 @@ def test_what_was_given_up_is_not_carried_out_later() -> None:
         near.far.loses.add("requests")
         with pytest.raises(Unavailable):
             await near.hand_over()
-        near.space.hold(near.ranges)  # somebody else names them too
+        near.space.hold(near.chunks)  # somebody else names them too
         await near.ended()
         with pytest.raises(ChangeExpired):
             await near.far.call(THERE, near.ack)
@@ -160,7 +160,7 @@ def test_a_second_attempt_takes_no_second_reference() -> None:
         await near.hand_over()
         await near.ended()
         assert near.far.carried_out == len(near.lent) == 1
-        assert near.lent.returned(TO, near.ranges, np.full(1, 9, np.uint32)).tolist() == [1]
+        assert near.lent.returned(TO, near.chunks, np.full(1, 9, np.uint32)).tolist() == [1]
 
     asyncio.run(scenario())
 

@@ -33,9 +33,10 @@ from dataplane.transport.registry import TCP
 from dataplane.transport.seam import ReadOutcome, Records, Remote
 from dataplane.wire.journal import Begun, LogRecord
 from dataplane.wire.messages import Done, Put
-from dataplane.wire.packed import RANGE, U8
+from dataplane.wire.packed import U8
 from dataplane.wire.peering import Append, Beat, CanFree, Duplicate, PartitionLog, Pull, Pulled
 from dataplane.wire.tables import Owner
+from tests.chunk_numbers import chunk_numbers, indexes
 from tests.metadata import stores
 
 HERE, THERE = Owner("tcp://10.0.0.1:7101", 1), Owner("tcp://10.0.0.2:7101", 2)
@@ -58,12 +59,13 @@ class Engine:
     async def read(
         self, remote: Remote, copies: Records, timeout_s: float, *how: Any
     ) -> ReadOutcome:
-        self.reads.append(copies["range"].tolist())
+        self.reads.append(indexes(copies["chunk"]))
         if timeout_s < self.takes_s or self.fails and not len(self.reads) % 2:
             raise DeadlineExceeded("out of time")
-        gone = np.isin(copies["range"], list(self.gone))
-        for copy in copies[~gone]:
-            dest, text = int(copy["dest"]), b"%64d" % copy["range"]
+        index = np.array(self.reads[-1])
+        gone = np.isin(index, list(self.gone))
+        for copy, number in zip(copies[~gone], index[~gone].tolist(), strict=True):
+            dest, text = int(copy["dest"]), b"%64d" % number
             self.arena[dest : dest + VALUE_BYTES] = text
         return ReadOutcome(gone, int(copies["nbytes"][~gone].sum()))
 
@@ -135,13 +137,12 @@ def put_of(key: str, owner: Owner, numbers: Sequence[int], nbytes: int = VALUE_B
 
 
 def number(n: int) -> int:
-    """Of the chunk in the range n."""
+    """Of the chunk with index n."""
     return 1 << 32 | n
 
 
 def test_of_an_empty_chunk_a_copy_is_needed_too() -> None:
-    copies, one = Replicas(), np.zeros(1, RANGE)
-    one["generation"] = 1
+    copies, one = Replicas(), chunk_numbers([(0, 1)])
     assert not copies.note(THERE, one, np.zeros(1, U8))
     ranges, nbytes = copies.missing(THERE)
     assert (ranges.tolist(), nbytes.tolist()) == (one.tolist(), [1])
@@ -152,17 +153,16 @@ async def test_what_was_freed_meanwhile_costs_no_transfer_of_its_own() -> None:
     not get in sync while its primary was busy."""
     engine = Engine(set(range(1, VALUES, 2)))
     peer = Peer(engine)
-    copies, ranges = Replicas(), np.zeros(VALUES, RANGE)
-    ranges["range"], ranges["generation"] = np.arange(VALUES), 1
+    copies, ranges = Replicas(), chunk_numbers([(n, 1) for n in range(VALUES)])
     copies.note(THERE, ranges, np.full(VALUES, VALUE_BYTES, U8))
     await peer.value_replicas.copy_here(copies, THERE)
     assert len(engine.reads) == 1
     missing, _ = copies.missing(THERE)
-    assert missing["range"].tolist() == list(range(1, VALUES, 2))
+    assert indexes(missing) == list(range(1, VALUES, 2))
     brought, local = copies.take(THERE)
-    places = peer.space.ranges.extents(local)["offset"].tolist()
+    places = peer.space.chunks.extents(local)["offset"].tolist()
     found = [int(bytes(engine.arena[at : at + VALUE_BYTES])) for at in places]
-    assert found == brought["range"].tolist()
+    assert found == indexes(brought)
     assert peer.space.stats()["used_bytes"] == VALUES // 2 * VALUE_BYTES
     assert peer.space.stats()["granted_bytes"] == 0
 
@@ -171,8 +171,8 @@ async def test_what_was_freed_meanwhile_needs_no_room(monkeypatch: pytest.Monkey
     """Where a backup's arena was full, it waited for room for values whose rows had been dropped,
     and did not come to the drop, behind them in the stream, which would have made some."""
     monkeypatch.setattr(value_replicas, "PATIENCE_S", 0.05)
-    peer, copies, ranges = Peer(Engine(set())), Replicas(), np.zeros(VALUES, RANGE)
-    ranges["range"], ranges["generation"] = np.arange(VALUES), 1
+    peer, copies = Peer(Engine(set())), Replicas()
+    ranges = chunk_numbers([(n, 1) for n in range(VALUES)])
     copies.note(THERE, ranges, np.full(VALUES, VALUE_BYTES, U8))
     left = peer.space.stats()["classes"]["open"]["room_bytes"]
     await peer.value_replicas.room.reserve(PULLER, Admission.OPEN, [np.array([left], U8)], 1.0)
@@ -208,8 +208,8 @@ async def test_a_write_that_finds_no_room_for_them_ends_before_its_deadline(
 async def test_those_of_rows_that_a_dead_peer_had_come_later_and_whoever_has_room_first() -> None:
     """An heir answered nobody before it had made all of them anew: where there was no room nobody
     could make any."""
-    peer, copies, ranges = Peer(Engine(set())), Replicas(), np.zeros(VALUES, RANGE)
-    ranges["range"], ranges["generation"] = np.arange(VALUES), 1
+    peer, copies = Peer(Engine(set())), Replicas()
+    ranges = chunk_numbers([(n, 1) for n in range(VALUES)])
     left = peer.space.stats()["classes"]["open"]["room_bytes"]
     count, taken = await peer.value_replicas.room.reserve(
         PULLER, Admission.OPEN, [np.array([left], U8)], 1.0
@@ -242,8 +242,7 @@ async def test_a_backup_makes_them_before_rows_name_them_and_lets_go_of_what_non
     shard, ops = stores.store(replicas=2), list[LogRecord]()
     shard.emit = ops.append
     await append(caller, Append(5, 0, [PartitionLog("step-1", 1, [Begun(shard.definition)])]))
-    ranges = np.zeros(2, RANGE)
-    ranges["range"], ranges["generation"] = np.arange(2), 1
+    ranges = chunk_numbers([(0, 1), (1, 1)])
     sizes = np.full(2, VALUE_BYTES, U8).tobytes()
     body = Duplicate("step-1", 1, ranges.tobytes(), sizes)
     assert await replicas.duplicate(caller, body) == Done()
@@ -291,7 +290,7 @@ async def test_what_lies_at_one_that_leaves_and_its_heir_gets_copies_at_the_heir
     told: list[Any] = []
 
     async def call(address: str, body: Duplicate) -> Done:
-        told.append((address, np.frombuffer(body.ranges, RANGE)["range"].tolist()))
+        told.append((address, indexes(np.frombuffer(body.chunks, U8))))
         return Done()
 
     async def reached(until: float) -> None:
@@ -307,7 +306,7 @@ async def test_what_lies_at_one_that_leaves_and_its_heir_gets_copies_at_the_heir
     backup_, _ = peer.host.roster.backup_of(HERE.peer)
     [[copy]] = [ranges for _, ranges in told[:1]]
     assert told == [(backup_, [copy]), (backup_, [8])]
-    assert peer.space.alive(np.array([(copy, 1)], RANGE)).all()
+    assert peer.space.alive(chunk_numbers([(copy, 1)])).all()
 
 
 async def test_what_waited_for_them_changes_nothing_at_a_peer_that_is_about_to_hand_over() -> None:
@@ -337,15 +336,14 @@ async def test_copies_become_the_values_when_who_is_the_backup_by_then_has_its_o
     peer.host.roster = roster = Roster.from_seeds(seeds, keeps=False)
     leaves, _ = roster.backup_of(HERE.peer)
     [follows] = {*seeds} - {HERE.peer, leaves}
-    copies, ranges = Replicas(), np.zeros(1, RANGE)
-    ranges["generation"] = 1
+    copies, ranges = Replicas(), chunk_numbers([(0, 1)])
     copies.note(THERE, ranges, np.full(1, VALUE_BYTES, U8))
     await peer.value_replicas.copy_here(copies, THERE)
     local, _ = copies.held(THERE)
     told: list[tuple[str, bytes]] = []
 
     async def call(address: str, body: Duplicate) -> Done:
-        told.append((address, body.ranges))
+        told.append((address, body.chunks))
         backups = np.full_like(roster.backups, seeds.index(follows))
         peer.host.roster = dataclasses.replace(roster, backups=backups)
         return Done()

@@ -15,7 +15,6 @@ from dataplane.errors import DeadlineExceeded, TransferFailed
 from dataplane.transport.bulk_frames import GONE
 from dataplane.transport.registry import TCP
 from dataplane.transport.seam import ReadOutcome, Records, Remote
-from dataplane.wire.packed import RANGE
 from dataplane.wire.tables import Owner
 from tests.simulation.network import SILENT_S, WITNESS_S, Network
 
@@ -57,9 +56,7 @@ class SimulatedEngine:
         answer: asyncio.Future[ReadOutcome] = loop.create_future()
 
         def serve() -> None:
-            named = np.zeros(len(copies), RANGE)
-            named["range"], named["generation"] = copies["range"], copies["generation"]
-            pinned = owner.pulls.pin(named)
+            pinned = owner.pulls.pin(copies["chunk"])
             assert isinstance(pinned, tuple), "a simulated arena reads nothing back from a disk"
             pin, places = pinned
             takes_s = network.delay() + nbytes * network.byte_s

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from dataplane.memory.admission import Admission
 from dataplane.metadata.roster.roster import Roster
 from dataplane.metadata.shard.claim_queue import ClaimQueue
@@ -17,7 +15,6 @@ from dataplane.metadata.tables import answers
 from dataplane.peer.host import Entry
 from dataplane.peer.peer import Peer
 from dataplane.wire.messages import Claim, Wait
-from dataplane.wire.packed import RANGE, ids_of
 from dataplane.wire.tables import Owner
 from tests.metadata.observed import accounts
 from tests.simulation.cluster import Cluster
@@ -164,7 +161,7 @@ def _space(peer: Peer) -> list[str]:
         for owner, ranges, counts in entry.store.holdings():
             if owner == peer.host.owner:
                 alive = space.alive(ranges)
-                if not alive.all() or (space.ranges.refs(ranges) < counts).any():
+                if not alive.all() or (space.chunks.refs(ranges) < counts).any():
                     wrong.append(f"{peer.host.name} freed values that rows of its own still name")
     return wrong
 
@@ -205,23 +202,22 @@ def _served(alive: dict[Owner, Peer]) -> Iterator[tuple[Peer, Entry]]:
 
 
 def unnamed(peers: list[Peer]) -> list[str]:
-    """At rest, every living range is named by a shard, or is the second copy of one that is."""
+    """At rest, every living chunk is named by a shard, or is the second copy of one that is."""
     alive = members(peers)
     named: dict[Owner, set[int]] = {owner: set() for owner in alive}
     for owner, peer in alive.items():
         for entry in peer.host.entries.values():
             for of, ranges, _ in entry.store.holdings():
-                named.setdefault(of, set()).update(ids_of(ranges).tolist())
+                named.setdefault(of, set()).update(ranges.tolist())
         for copies in _second_copies(peer):
             for known in copies._known.values():
-                local = np.array([c.local for c in known.values() if c.local], RANGE)
-                named[owner].update(ids_of(local).tolist())
+                named[owner].update([c.local for c in known.values() if c.local])
     wrong = []
     for owner, peer in alive.items():
-        living = ids_of(peer.host.space.ranges.by_age(Admission.PULL)).tolist()
+        living = peer.host.space.chunks.by_age(Admission.PULL).tolist()
         nobodys = [one for one in living if one not in named[owner]]
         if nobodys:
-            wrong.append(f"{peer.host.name} keeps {len(nobodys)} ranges that no shard names")
+            wrong.append(f"{peer.host.name} keeps {len(nobodys)} chunks that no shard names")
     return wrong
 
 

@@ -41,7 +41,7 @@ from dataplane.metadata.tables.keys import KEY_BYTES, hash_name, mint_many
 from dataplane.wire import layouts
 from dataplane.wire import messages as m
 from dataplane.wire.limits import ALIGNMENT_BYTES, INLINE_ROW_BYTES
-from dataplane.wire.packed import EXTENT, RANGE, U4, U8, column, ids_of
+from dataplane.wire.packed import EXTENT, U4, U8, column
 from dataplane.wire.tables import INLINE, Chunk, Name, Owner, Piece, Rows, Shape, Table, Values
 from tests.placing import place
 from tests.simulation.ledger import Group, Ledger, Row
@@ -515,8 +515,8 @@ class Consumer(Role):
             done = await self._ended(body, [keys[row] for row in some])
             if done is None:
                 return
-            if done.ranges:
-                numbers = ids_of(column(done.ranges, RANGE)).tolist()
+            if done.chunks:
+                numbers = column(done.chunks, U8).tolist()
                 chunks = [
                     Chunk(0, number, chunk.rows, chunk.nbytes, 0)
                     for number, chunk in zip(numbers, added.chunks, strict=True)

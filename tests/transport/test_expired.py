@@ -105,7 +105,7 @@ def test_a_ticket_that_runs_out_between_pin_and_first_byte_is_refused(
 ) -> None:
     deadline = time.monotonic() + 30
     connection = Connections(KEY).borrow(Reading(served.remote, np.zeros(0, COPY), deadline))
-    pieces = pieces_of(np.array([(0, 1, 0, NBYTES, 0)], COPY)).tobytes()
+    pieces = pieces_of(np.array([(1 << 32, 0, NBYTES, 0)], COPY)).tobytes()
     get = Get(OWNER, 50, pieces, transport)
     get.ticket = ticket_of(KEY, connection.nonce(), get)
     connection.stream.send(encode(get), deadline)

@@ -28,14 +28,14 @@ def test_slices_cover_every_byte_once_within_their_bounds(
     copies = np.zeros(len(lengths), COPY)
     copies["nbytes"] = lengths
     copies["dest"] = np.cumsum([0, *lengths])[:-1]
-    copies["range"] = np.arange(len(lengths))
+    copies["chunk"] = np.arange(len(lengths))
     written = np.zeros(sum(lengths), int)
     seen: set[int] = set()
     for part in cut(copies, max_bytes, max_items):
         assert part.nbytes == part.copies["nbytes"].sum() <= max_bytes
         assert 1 <= len(part.copies) <= max_items
         for index, copy in zip(part.index, part.copies, strict=True):
-            assert copy["range"] == index
+            assert copy["chunk"] == index
             assert copy["dest"] - copies["dest"][index] == copy["start"]
             written[int(copy["dest"]) : int(copy["dest"] + copy["nbytes"])] += 1
             seen.add(int(index))

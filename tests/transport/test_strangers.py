@@ -148,7 +148,7 @@ async def test_garbage_ends_that_connection_only(
 async def test_who_does_not_join_may_read_nothing(start_host: StartHost) -> None:
     a = await start_host("a")
     a.place(np.array([0]), np.array([4096]))
-    one = np.array([(0, 1, 0, 4096)], PIECE)
+    one = np.array([(1 << 32, 0, 4096)], PIECE)
     for sent, code in (
         (lambda greeting: pull(a, greeting, one), "ProtocolError"),
         (lambda greeting: join(greeting, key=b"guess"), "TicketRefused"),
@@ -193,7 +193,7 @@ async def test_strangers_make_room_for_members(start_host: StartHost) -> None:
         for reader, _ in crowd:  # all were let in, one after another
             await asyncio.wait_for(reader.readexactly(4), 20)
         a.place(np.array([0]), np.array([4096]))
-        member.writer.write(pull(a, greeting, np.array([(0, 1, 0, 4096)], PIECE)))
+        member.writer.write(pull(a, greeting, np.array([(1 << 32, 0, 4096)], PIECE)))
         await member.whole()
         for reader, _ in crowd[: 2 * MAX_INBOUND]:  # who came first made room
             assert await asyncio.wait_for(reader.read(1 << 20), 20) is not None
@@ -205,8 +205,8 @@ async def test_strangers_make_room_for_members(start_host: StartHost) -> None:
 async def test_forged_replayed_and_altered_tickets_are_refused(start_host: StartHost) -> None:
     a = await start_host("a")
     a.place(np.array([0]), np.array([4096]))
-    pieces = np.array([(0, 1, 0, 4096)], PIECE)
-    others = np.array([(1, 1, 0, 4096)], PIECE).tobytes()
+    pieces = np.array([(1 << 32, 0, 4096)], PIECE)
+    others = np.array([(1 << 32 | 1, 0, 4096)], PIECE).tobytes()
     for changed in ({"key": b"guess"}, {"nonce": b"x" * 24}, {"pieces": others}):
         async with joined(a) as (stranger, greeting):
             stranger.writer.write(pull(a, greeting, pieces, **changed))
@@ -223,7 +223,7 @@ async def test_forged_replayed_and_altered_tickets_are_refused(start_host: Start
 async def test_a_ticket_that_expires_ends_the_transfer_and_its_pin(start_host: StartHost) -> None:
     a = await start_host("a", 2 * MAX_GET_BYTES)
     a.place(np.array([0]), np.array([MAX_GET_BYTES]))
-    whole = np.array([(0, 1, 0, MAX_GET_BYTES)], PIECE)
+    whole = np.array([(1 << 32, 0, MAX_GET_BYTES)], PIECE)
     async with joined(a) as (stranger, greeting):
         room = stranger.writer.get_extra_info("socket")
         room.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)  # the bytes do not fit
@@ -239,7 +239,7 @@ async def test_a_ticket_that_expires_ends_the_transfer_and_its_pin(start_host: S
 async def test_a_ticket_has_no_life_without_end_and_none_before_it(start_host: StartHost) -> None:
     a = await start_host("a")
     a.place(np.array([0]), np.array([4096]))
-    one = np.array([(0, 1, 0, 4096)], PIECE)
+    one = np.array([(1 << 32, 0, 4096)], PIECE)
     async with joined(a) as (stranger, greeting):
         stranger.writer.write(pull(a, greeting, one, expiry_ms=2**62))
         await stranger.whole()
@@ -250,12 +250,12 @@ async def test_a_ticket_has_no_life_without_end_and_none_before_it(start_host: S
 
 async def test_wrong_sizes_and_owners_are_refused(start_host: StartHost) -> None:
     a = await start_host("a")
-    one = np.array([(0, 1, 0, 4096)], PIECE)
-    wraps = np.array([(0, 1, 0, 2**63), (0, 1, 0, 2**63 + 5)], PIECE)
+    one = np.array([(1 << 32, 0, 4096)], PIECE)
+    wraps = np.array([(1 << 32, 0, 2**63), (1 << 32, 0, 2**63 + 5)], PIECE)
     cases: list[tuple[dict[str, Any], Records, str]] = [
         ({"pieces": b"12345"}, one, "ProtocolError"),
         ({"owner": Owner("a", 6)}, one, "TicketRefused"),
-        ({}, np.array([(0, 1, 0, MAX_GET_BYTES + 1)], PIECE), "LimitExceeded"),
+        ({}, np.array([(1 << 32, 0, MAX_GET_BYTES + 1)], PIECE), "LimitExceeded"),
         ({}, wraps, "LimitExceeded"),
         ({}, np.zeros(MAX_GET_ITEMS + 1, PIECE), "LimitExceeded"),
     ]
@@ -292,7 +292,7 @@ async def test_a_half_sent_request_and_a_reader_that_leaves_do_no_harm(
 ) -> None:
     a = await start_host("a", MAX_GET_BYTES)
     a.place(np.array([0]), np.array([MAX_GET_BYTES]))
-    pieces = np.array([(0, 1, 0, MAX_GET_BYTES)], PIECE)
+    pieces = np.array([(1 << 32, 0, MAX_GET_BYTES)], PIECE)
     async with joined(a) as (stranger, greeting):
         stranger.writer.write(pull(a, greeting, pieces)[:20])
     async with joined(a) as (stranger, greeting):

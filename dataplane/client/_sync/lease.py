@@ -70,7 +70,7 @@ from dataplane.wire.messages import (
     PutDone,
     Request,
 )
-from dataplane.wire.packed import EXTENT, RANGE, U4, column
+from dataplane.wire.packed import EXTENT, U4, U8, column
 from dataplane.wire.tables import Scalar, Table
 
 log = logging.getLogger(__name__)
@@ -468,7 +468,7 @@ class Lease:
                 if body.outcome != "ack" or self.state != "leased":
                     give_back(session, chunks_of([piece for one in parts for piece in one.pieces]))
             elif parts and isinstance(exc, DataplaneError):
-                committed(chunks, column(exc.details.pop("ranges", b""), RANGE))
+                committed(chunks, column(exc.details.pop("chunks", b""), U8))
             raise
         if parts:
             self._stored(rows, parts, chunks, done)
@@ -508,7 +508,7 @@ class Lease:
         """Note that the shard has these values, and the peer these chunks. Keep those that open
         rows need again."""
         told = done if isinstance(done, PutDone) else PutDone()
-        committed(chunks, column(told.ranges, RANGE) if told.ranges else None)
+        committed(chunks, column(told.chunks, U8) if told.chunks else None)
         for one in parts:
             if one in self._added and not self._others(one, rows):
                 self._added.remove(one)
@@ -546,7 +546,7 @@ class Lease:
         if _is_unknown(exc):
             return
         self._is_unsure |= isinstance(exc, UNKNOWN)
-        kept = exc.details.pop("ranges", None)
+        kept = exc.details.pop("chunks", None)
         self._doubt = None
         self.handle.session.answered(doubt.request)
         if isinstance(exc, FieldExists):
@@ -554,7 +554,7 @@ class Lease:
         if not doubt.parts:
             return
         if kept is not None:
-            committed(doubt.chunks, column(kept, RANGE))
+            committed(doubt.chunks, column(kept, U8))
         elif doubt.outcome == "ack":
             # Nobody has the values: an ack without them must not pass for one with them.
             self._added = [one for one in self._added if one not in doubt.parts]
@@ -656,7 +656,7 @@ class Lease:
 
 def _is_unknown(exc: DataplaneError) -> bool:
     """Whether this failure does not say if the call took effect."""
-    return isinstance(exc, UNKNOWN) and "ranges" not in exc.details
+    return isinstance(exc, UNKNOWN) and "chunks" not in exc.details
 
 
 def dropped(rows: object, groups: Names | None, table: Table, n: int) -> Index:

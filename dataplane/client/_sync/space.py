@@ -40,7 +40,7 @@ from dataplane.errors import ShardFull
 from dataplane.memory.placement import placed
 from dataplane.wire.limits import MAX_CHUNKS_PER_MESSAGE
 from dataplane.wire.messages import Reserve, Reserved
-from dataplane.wire.packed import EXTENT, RANGE, U8, column, ids_of
+from dataplane.wire.packed import EXTENT, U8, column
 
 RUN_BYTES = 256 << 20
 """The values of one message have about this many bytes, and at most a quarter of the quota. Long
@@ -206,12 +206,11 @@ def share(
 ) -> None:
     """Use chunks that the peer already has instead of writing them, after comparing the bytes.
     candidates: the chunks that the client asked the peer about. granted: those to write now."""
-    known = column(reserved.known, RANGE, len(candidates))
+    known = column(reserved.known, U8, len(candidates))
     places = column(reserved.places, EXTENT, len(candidates))
     arena, here = np.asarray(session.reads.pin(0)), {*granted}
-    names, living = ids_of(known).tolist(), known["generation"].tolist()
-    for chunk, name, lives, extent in zip(candidates, names, living, places.tolist(), strict=True):
-        if lives and chunk in here and extent[1] == chunk.space:
+    for chunk, name, extent in zip(candidates, known.tolist(), places.tolist(), strict=True):
+        if name and chunk in here and extent[1] == chunk.space:
             stored = arena[extent[0] : extent[0] + chunk.nbytes]
             if is_stored(chunk, stored):
                 chunk.number = name
@@ -240,8 +239,8 @@ def named_again(
     no space. The peer keeps them. pieces: of the message. Return the object that holds the chunks,
     and the next message's pin."""
     held = session.pinned(full.details.get("pin", 0))
-    if "ranges" in full.details:
-        committed(unnamed(pieces), column(full.details["ranges"], RANGE))
+    if "chunks" in full.details:
+        committed(unnamed(pieces), column(full.details["chunks"], U8))
         pin = 0
     return held, pin
 

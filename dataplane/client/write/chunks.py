@@ -36,7 +36,7 @@ from dataplane.wire.limits import (
     NO_GROUP,
 )
 from dataplane.wire.objects import Buffer
-from dataplane.wire.packed import DIGEST, U4, ids_of
+from dataplane.wire.packed import DIGEST, U4
 from dataplane.wire.tables import INLINE, Chunk, Name, Owner, Piece, Values
 
 CHUNK_BYTES = 1 << 20
@@ -608,13 +608,13 @@ def unnamed(pieces: Iterable[NewPiece]) -> list[NewChunk]:
     return [chunk for chunk in every if chunk.number is None and not chunk.is_inline]
 
 
-def committed(chunks: Iterable[NewChunk], ranges: npt.NDArray[Any] | None = None) -> None:
+def committed(chunks: Iterable[NewChunk], numbers: npt.NDArray[np.uint64] | None = None) -> None:
     """Note that a message names these chunks, which were `unnamed`, so the peer owns their space.
-    ranges: the peer's RANGE records of them, if the peer keeps them for a later message."""
+    numbers: the peer's, if the peer keeps them for a later message."""
     for chunk in chunks:
         chunk.offset = -1
-    if ranges is not None:
-        for chunk, known in zip(chunks, ids_of(ranges).tolist(), strict=False):
+    if numbers is not None:
+        for chunk, known in zip(chunks, numbers.tolist(), strict=False):
             chunk.number = known
 
 

@@ -73,7 +73,7 @@ from dataplane.wire.journal import (
 )
 from dataplane.wire.limits import MAX_CHUNKS_PER_MESSAGE, MAX_ROWS_PER_MESSAGE
 from dataplane.wire.messages import Finish, Put, Tag, Withdraw
-from dataplane.wire.packed import RANGE, U8, column
+from dataplane.wire.packed import U8, column
 from dataplane.wire.tables import PlanRows
 
 MAX_RECORD_BYTES = 8 << 20
@@ -189,8 +189,8 @@ def _permitted(store: Store, record: Permitted, now: float) -> None:
 
 
 def _relocated(store: Store, record: Relocated, now: float) -> None:
-    ranges = column(record.ranges, RANGE)
-    there = column(record.to_ranges, RANGE, len(ranges))
+    ranges = column(record.chunks, U8)
+    there = column(record.to_chunks, U8, len(ranges))
     store.relocate(record.owner, ranges, record.to_owner, there)
 
 

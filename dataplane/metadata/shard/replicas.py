@@ -15,7 +15,7 @@ from dataplane.metadata.tables.incoming import check_owners
 from dataplane.wire.checkpoint import Restore
 from dataplane.wire.journal import Given, LogRecord
 from dataplane.wire.messages import Finish, Put
-from dataplane.wire.packed import RANGE, U8, Array, ids_of, ranges_of
+from dataplane.wire.packed import U8, Array
 from dataplane.wire.tables import INLINE, Chunk, Owner
 
 
@@ -23,11 +23,11 @@ from dataplane.wire.tables import INLINE, Chunk, Owner
 class _Copy:
     nbytes: int
     refs: int = 0
-    local: tuple[int, int] | None = None
+    local: int | None = None
 
 
 class Replicas:
-    """The replicas of one partition. Local ranges are RANGE records with one reference each."""
+    """The replicas of one partition. Local chunks have one reference each."""
 
     def __init__(self) -> None:
         self._known: dict[Owner, dict[int, _Copy]] = {}
@@ -43,7 +43,7 @@ class Replicas:
         whether all have copies. An empty chunk gets a copy of one byte, because it needs a
         range."""
         known, there = self._known.setdefault(owner, {}), True
-        for id_, size in zip(ids_of(ranges).tolist(), nbytes.tolist(), strict=True):
+        for id_, size in zip(ranges.tolist(), nbytes.tolist(), strict=True):
             copy = known.setdefault(id_, _Copy(max(size, 1)))
             copy.refs += 1
             there &= copy.local is not None
@@ -53,7 +53,7 @@ class Replicas:
         """Remove references. Return the local ranges that are no longer needed."""
         known = self._known.get(owner, {})
         spare = []
-        for id_, count in zip(ids_of(ranges).tolist(), counts.tolist(), strict=True):
+        for id_, count in zip(ranges.tolist(), counts.tolist(), strict=True):
             copy = known.get(id_)
             if copy is None:
                 continue
@@ -61,37 +61,37 @@ class Replicas:
             if copy.refs <= 0:
                 del known[id_]
                 spare.append(copy.local)
-        return _records(spare)
+        return _numbers(spare)
 
     def missing(self, owner: Owner, among: Array | None = None) -> tuple[Array, Array]:
-        """(RANGE, u8 sizes) of chunks without a copy; of all, or of those `among` these."""
+        """Numbers and sizes of chunks without a copy; of all, or of those `among` these."""
         known = self._known.get(owner, {})
-        asked = known if among is None else dict.fromkeys(ids_of(among).tolist())
+        asked = known if among is None else dict.fromkeys(among.tolist())
         found = {id_: known[id_] for id_ in asked if id_ in known and known[id_].local is None}
-        return _ranges(found), np.array([copy.nbytes for copy in found.values()], U8)
+        return _numbers(found), np.array([copy.nbytes for copy in found.values()], U8)
 
     def brought(self, owner: Owner, ranges: Array, local: Array) -> Array:
         """Add copies. Return those that are not needed."""
         known = self._known.get(owner, {})
         spare = []
-        for id_, place in zip(ids_of(ranges).tolist(), local.tolist(), strict=True):
+        for id_, place in zip(ranges.tolist(), local.tolist(), strict=True):
             copy = known.get(id_)
             if copy is None or copy.local is not None:
                 spare.append(place)
             else:
                 copy.local = place
-        return _records(spare)
+        return _numbers(spare)
 
     def take(self, owner: Owner) -> tuple[Array, Array]:
         """Forget an owner that is gone. Return its chunks, and the copies of them here."""
         held = self._held(owner)
         self._known.pop(owner, None)
-        return _ranges(held), _records(copy.local for copy in held.values())
+        return _numbers(held), _numbers(copy.local for copy in held.values())
 
     def held(self, owner: Owner) -> tuple[Array, Array]:
         """The copies of an owner's chunks, and their sizes (u8)."""
         held = self._held(owner).values()
-        return _records(copy.local for copy in held), np.array([copy.nbytes for copy in held], U8)
+        return _numbers(copy.local for copy in held), np.array([copy.nbytes for copy in held], U8)
 
     def _held(self, owner: Owner) -> dict[int, _Copy]:
         known = self._known.get(owner, {})
@@ -101,23 +101,19 @@ class Replicas:
         """Remove and return all local ranges."""
         local = [copy.local for known in self._known.values() for copy in known.values()]
         self._known.clear()
-        return _records(local)
+        return _numbers(local)
 
     @property
     def owners(self) -> list[Owner]:
         return [owner for owner, known in self._known.items() if known]
 
 
-def _records(local: Iterable[tuple[int, int] | None]) -> Array:
-    return np.array([one for one in local if one is not None], RANGE)
-
-
-def _ranges(copies: Iterable[int]) -> Array:
-    return ranges_of(np.array(list(copies), U8))
+def _numbers(found: Iterable[int | None]) -> Array:
+    return np.array([one for one in found if one is not None], U8)
 
 
 Named = tuple[Owner, Array, Array]
-"""Chunks of an owner: RANGE, u8 their bytes."""
+"""Chunks of an owner: their numbers and sizes, u8 each."""
 
 
 def named_by(record: LogRecord) -> list[Named]:
@@ -132,7 +128,7 @@ def named_by(record: LogRecord) -> list[Named]:
     return [
         (
             owner,
-            _ranges(chunk.number for chunk in chunks),
+            _numbers(chunk.number for chunk in chunks),
             np.array([chunk.nbytes for chunk in chunks], U8),
         )
         for owner, chunks in by_owner.items()

@@ -72,12 +72,9 @@ from dataplane.wire.messages import (
     Withdraw,
 )
 from dataplane.wire.packed import (
-    RANGE,
     U4,
     U8,
     Array,
-    ids_of,
-    ranges_of,
 )
 from dataplane.wire.tables import (
     Change,
@@ -323,12 +320,12 @@ class Store(State):
         return dropped
 
     def relocate(self, old: Owner, ranges: Array, new: Owner, new_ranges: Array) -> Array:
-        """Move chunks: from ranges[i] of `old` to new_ranges[i] of `new` (RANGE).
+        """Move chunks: from ranges[i] of `old` to new_ranges[i] of `new`.
 
         Return u4 per range, 1 for a chunk that rows here use. The references to the old ones are
         collected as freed.
         """
-        ids, there = (ids_of(one).tolist() for one in (ranges, new_ranges))
+        ids, there = (one.tolist() for one in (ranges, new_ranges))
         if len({*ids}) != len(ids) or len({*there}) != len(ids):
             raise mixed_releases(
                 f"cannot move {len(ids)} chunks to {len(there)} new ones: expected one distinct "
@@ -347,23 +344,22 @@ class Store(State):
             if chunk is not None:
                 self.rename(chunk, new, number)
         if self.emit is not None:
-            here, now = (one.astype(RANGE).tobytes() for one in (ranges, new_ranges))
-            self.emit(Relocated(old, here, new, now))
+            self.emit(Relocated(old, ranges.tobytes(), new, new_ranges.tobytes()))
         return np.array([chunk is not None for chunk in moving], U4)
 
     def holdings(self) -> list[tuple[Owner, Array, Array]]:
-        """Every current reference: per owner RANGE records and a u4 count for each."""
+        """Every current reference: per owner chunk numbers and a u4 count for each."""
         return [(owner, *_counted([*mine])) for owner, mine in self._chunks.items()]
 
     def named(self, owner: Owner) -> tuple[Array, Array]:
-        """The chunks of an owner that rows use: RANGE, and u8 sizes."""
+        """The chunks of an owner that rows use: their numbers and sizes, u8 each."""
         chunks = self.chunks_at(owner)
         numbers = np.array([chunk.number for chunk in chunks], U8)
         nbytes = np.array([chunk.nbytes for chunk in chunks], U8)
-        return ranges_of(numbers), nbytes
+        return numbers, nbytes
 
     def freed(self) -> list[tuple[Owner, Array, Array]]:
-        """Drain the released references: per owner RANGE records and a u4 count for each."""
+        """Drain the released references: per owner chunk numbers and a u4 count for each."""
         released, self.released = self.released, {}
         return [(owner, *_counted(numbers)) for owner, numbers in released.items()]
 
@@ -419,11 +415,11 @@ CHANGES: dict[type[Body], Callable[[Store, Any], Any]] = {
 
 
 def _counted(numbers: list[int]) -> tuple[Array, Array]:
-    """Distinct RANGE records of these chunks, and how often each is there."""
+    """Distinct chunk numbers of these chunks, and how often each is there."""
     if len(set(numbers)) == len(numbers):
-        return ranges_of(np.array(numbers, U8)), np.ones(len(numbers), U4)
+        return np.array(numbers, U8), np.ones(len(numbers), U4)
     many = Counter(numbers)
-    return ranges_of(np.array([*many], U8)), np.array([*many.values()], U4)
+    return np.array([*many], U8), np.array([*many.values()], U4)
 
 
 def check_definition(partition: str, definition: Definition) -> None:

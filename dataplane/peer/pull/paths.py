@@ -42,7 +42,7 @@ from dataplane.transport.seam import Remote
 from dataplane.transport.tickets import new_identity
 from dataplane.version import __version__
 from dataplane.wire.messages import Body
-from dataplane.wire.packed import RANGE, U8, Array
+from dataplane.wire.packed import U8, Array
 from dataplane.wire.peering import Sample, Sampled
 from dataplane.wire.tables import Owner
 
@@ -303,9 +303,8 @@ class Sampling:
         async with self._writing:
             known = (await self._known(number, nbytes))[0]
         return Sampled(
-            range=int(known["range"]),
-            generation=int(known["generation"]),
-            nbytes=nbytes if known["generation"] else 0,
+            chunk=int(known),
+            nbytes=nbytes if known else 0,
             seed=self._seed,
             transport=engine.transport if engine else TCP,
             missing=engine.missing if engine else "",
@@ -315,12 +314,12 @@ class Sampling:
         )
 
     async def _known(self, number: int, nbytes: int) -> Array:
-        """The RANGE of the known bytes, generation 0 where there is no room for them at once."""
+        """The chunk of the known bytes, 0 where there is no room for them at once."""
         if not nbytes:
-            return np.zeros(1, RANGE)
-        copies, name = self._spaces()[number].copies, np.ones(1, RANGE)
+            return np.zeros(1, U8)
+        copies, name = self._spaces()[number].copies, np.ones(1, U8)
         found = copies.lookup(KNOWN, name)
-        extents = None if found[0]["generation"] else self._reserved(number, nbytes)
+        extents = None if found[0] else self._reserved(number, nbytes)
         if extents is not None:
 
             async def write(dest: Bytes) -> None:
@@ -382,8 +381,7 @@ class Sampling:
                 """Return the seconds that reading this many bytes of the sample takes, with
                 several reads at once."""
                 copies = np.zeros(times, COPY)
-                copies["range"], copies["generation"] = sampled.range, sampled.generation
-                copies["nbytes"], copies["dest"] = nbytes, dest
+                copies["chunk"], copies["nbytes"], copies["dest"] = sampled.chunk, nbytes, dest
                 began = time.perf_counter()
                 outcome = await engine.read(source, copies, TRY_S, transport)
                 if outcome.gone.any():

@@ -48,7 +48,7 @@ from dataplane.transport.seam import Remote
 from dataplane.wire.events import EventRecord, Kind
 from dataplane.wire.limits import MAX_PULLED_BYTES
 from dataplane.wire.messages import Body
-from dataplane.wire.packed import EXTENT, RANGE, U8, Array, column
+from dataplane.wire.packed import EXTENT, U8, Array, column
 from dataplane.wire.peering import Pull, Pulled
 from dataplane.wire.tables import Owner
 
@@ -125,18 +125,18 @@ class Pulls:
     async def bring(
         self, owner: Owner, remote: Array, nbytes: Array, holder: int
     ) -> tuple[Array, list[int]]:
-        """Return a local RANGE for each remote one of these sizes (u8).
+        """Return a local chunk for each remote one of these sizes (u8).
 
         They are pinned for `holder`, and the caller releases the pins. Raises RowsGone or
         RowsLost.
         """
         space = self.host.space
-        local, pins = np.zeros(len(remote), RANGE), list[int]()
+        local, pins = np.zeros(len(remote), U8), list[int]()
         rest = np.arange(len(remote))
         try:
             while True:
                 found = space.copies.lookup(owner.incarnation, remote[rest])
-                here = found["generation"] != 0
+                here = found != 0
                 if some(here):
                     self.hits += int(np.count_nonzero(here))
                     pins.append(space.pin(holder, found[here]))
@@ -144,7 +144,7 @@ class Pulls:
                     rest = rest[~here]
                     if not len(rest):
                         return local, pins
-                keys: list[int] = remote[rest].view(np.uint64).tolist()
+                keys: list[int] = remote[rest].tolist()
                 coming = self._under_way.get(owner.incarnation, {})
                 if waits := [coming[key] for key in keys if key in coming] if coming else []:
                     await self._wait_for_others(waits, owner)
@@ -341,7 +341,7 @@ class Pulls:
         pins = [space.pin(holder, ranges[~out])]
         if out.any():
             try:
-                lengths = space.ranges.extents(ranges[out])["length"]
+                lengths = space.chunks.extents(ranges[out])["length"]
                 disk = Owner(self.host.address, DISK)
                 local[out], brought = await self.bring(disk, ranges[out], lengths, holder)
             except BaseException:
@@ -423,7 +423,7 @@ class Pulls:
     # serving others
 
     def pull_here(self, caller: Caller, body: Pull) -> Body | Awaitable[Body]:
-        ranges = column(body.ranges, RANGE)
+        ranges = column(body.chunks, U8)
         if not body.sizes:
             return Pulled(b"", self._gone(ranges))
         sizes = column(body.sizes, U8, len(ranges))
@@ -437,7 +437,7 @@ class Pulls:
     def _pulled(self, sizes: Array, ranges: Array) -> Pulled:
         """Nothing waits in between, so nothing need be pinned."""
         try:
-            places = self.host.space.ranges.extents(ranges)
+            places = self.host.space.chunks.extents(ranges)
         except RowsGone:
             return Pulled(b"", self._gone(ranges))
         wanted, view = sizes.tolist(), self.host.arena.view
@@ -470,14 +470,14 @@ class Pulls:
     async def _of_copies(self, ranges: Array, act: Callable[[Array], T]) -> T:
         while True:
             alive = self.host.space.alive(ranges)
-            keys, inverse = np.unique(ranges[alive].view(np.uint64), return_inverse=True)
+            keys, inverse = np.unique(ranges[alive], return_inverse=True)
             try:
-                found, pins = await self.at_hand(keys.view(RANGE), PULLER)
+                found, pins = await self.at_hand(keys, PULLER)
                 break
             except RowsGone:
                 continue  # some died meanwhile: fewer are left to wait for
         try:
-            local = np.zeros(len(ranges), RANGE)
+            local = np.zeros(len(ranges), U8)
             local[alive] = found[inverse]
             return act(local)
         finally:
@@ -495,14 +495,13 @@ def pinned(
     places = np.zeros(len(ranges), EXTENT)
     places["offset"] = GONE
     if there.any():
-        places[there] = space.ranges.extents(ranges[there])
+        places[there] = space.chunks.extents(ranges[there])
     return space.pin(holder, ranges[there]), places
 
 
 def copies_of(remote: Array, nbytes: Array, dest: Array) -> Array:
     copies = np.zeros(len(remote), COPY)
-    copies["range"], copies["generation"] = remote["range"], remote["generation"]
-    copies["nbytes"], copies["dest"] = nbytes, dest
+    copies["chunk"], copies["nbytes"], copies["dest"] = remote, nbytes, dest
     return copies
 
 

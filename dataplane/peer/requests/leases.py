@@ -218,12 +218,12 @@ class Finishing:
         if body.outcome != "ack":
             self.grants.keep_where_full(lease.session, committed, failure)
             # This failure is what a repetition would get, too: the client makes a new call.
-            failure.details.setdefault("ranges", b"")
+            failure.details.setdefault("chunks", b"")
             return
-        failure.details["ranges"] = self._keep_written(lease, committed)
+        failure.details["chunks"] = self._keep_written(lease, committed)
 
     def _keep_written(self, lease: Lease, committed: Committed) -> bytes:
-        """Keep what the message wrote until the lease ends. Return RANGE records."""
+        """Keep what the message wrote until the lease ends. Return chunk numbers."""
         written = committed.written
         if len(written):
             lease.kept.append(self.host.space.keep(lease.session.id, written)[0])
@@ -246,7 +246,7 @@ class Finishing:
             self.leases.close(lease)
         ranges = committed.written.tobytes() if body.again else b""
         ahead = self.grants.ahead(lease.session, body.want_bytes)
-        return PutDone(ahead, done.kept, ranges=ranges)
+        return PutDone(ahead, done.kept, chunks=ranges)
 
     def finish_here(self, caller: Caller, body: Finish) -> Body | Awaitable[Body]:
         entry = self.host.entry(body.partition, body.generation)

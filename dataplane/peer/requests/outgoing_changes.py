@@ -26,7 +26,7 @@ from dataplane.peer.net.router import Router
 from dataplane.wire.journal import Settle
 from dataplane.wire.limits import MAX_CHANGES_ABOVE_FLOOR
 from dataplane.wire.messages import OVERDUE
-from dataplane.wire.packed import RANGE, U4, Array
+from dataplane.wire.packed import U4, U8, Array
 from dataplane.wire.peering import Settled
 from dataplane.wire.tables import Change, Owner
 
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 Partition = tuple[str, int]
 """Name and generation."""
-NO_RANGES = np.zeros(0, RANGE)
+NO_CHUNKS = np.zeros(0, U8)
 
 
 class OutgoingChanges:
@@ -53,7 +53,7 @@ class OutgoingChanges:
     def __repr__(self) -> str:
         return f"<OutgoingChanges {self.numbers}>"
 
-    async def send(self, body: Any, caller: Caller, carried: Array = NO_RANGES) -> Any:
+    async def send(self, body: Any, caller: Caller, carried: Array = NO_CHUNKS) -> Any:
         """Send a change to its shard, under one number, and return the reply. Repeat it under the
         next roster if the shard has moved or its peer is unreachable, until the call's deadline.
 
@@ -113,8 +113,8 @@ class OutgoingChanges:
         try:
             said = await self.mesh.tell(to, asked)
         except DataplaneError as exc:
-            ranges = self._asked.get(number, {}).get(to, NO_RANGES)
-            nbytes = int(self.host.space.ranges.extents(ranges)["length"].sum())
+            ranges = self._asked.get(number, {}).get(to, NO_CHUNKS)
+            nbytes = int(self.host.space.chunks.extents(ranges)["length"].sum())
             log.error(
                 "partition %r: peer %s did not apply change %d (%s), so %d bytes stay allocated "
                 "there",

@@ -31,7 +31,7 @@ from dataplane.memory.extents import Extent, room
 from dataplane.metadata.shard.puts import plan_put
 from dataplane.metadata.tables.incoming import too_many
 from dataplane.peer.host import Caller, Entry, Host, waits_s
-from dataplane.peer.requests.outgoing_changes import NO_RANGES, OutgoingChanges
+from dataplane.peer.requests.outgoing_changes import NO_CHUNKS, OutgoingChanges
 from dataplane.peer.room.admission import Room, Units
 from dataplane.peer.room.pools import Pools
 from dataplane.peer.sessions import Session
@@ -58,13 +58,9 @@ from dataplane.wire.messages import (
 from dataplane.wire.packed import (
     DIGEST,
     EXTENT,
-    RANGE,
     U8,
     Array,
     column,
-    ids_of,
-    joined,
-    ranges_of,
 )
 from dataplane.wire.tables import INLINE, Chunk, Owner, Values
 
@@ -88,13 +84,13 @@ MAX_AHEAD_BYTES = 64 << 20
 
 
 class Committed(msgspec.Struct, eq=False):
-    """Values whose chunks, except inline ones, are these ranges of this peer, with one reference
+    """Values whose chunks, except inline ones, are these chunks of this peer, with one reference
     each. written: those of them that the client wrote for the message. has_digests: later puts may
     find some of them."""
 
     values: Values
-    ranges: Array = NO_RANGES
-    written: Array = NO_RANGES
+    chunks: Array = NO_CHUNKS
+    written: Array = NO_CHUNKS
     has_digests: bool = False
 
 
@@ -127,7 +123,7 @@ class Grants:
     ) -> Body:
         """In the host arena. Known digests come back pinned, for comparison."""
         space = self.host.space
-        known, pin = np.zeros(0, RANGE), 0
+        known, pin = np.zeros(0, U8), 0
         places = np.zeros(0, EXTENT)
         if body.pool and body.digests:
             raise ProtocolError(
@@ -137,10 +133,10 @@ class Grants:
         if body.digests:
             known = space.digests.lookup(body.partition, column(body.digests, DIGEST))
             known[space.spilled(known)] = 0  # as quickly written anew as read back and compared
-            found = known["generation"] != 0
+            found = known != 0
             pin = space.pin(session.id, known[found])
             places = np.zeros(len(known), EXTENT)
-            places[found] = space.ranges.extents(known[found])
+            places[found] = space.chunks.extents(known[found])
         session.waiting += 1
         try:
             count, extents = await self.room.reserve(session.id, kind, units, timeout_s)
@@ -212,13 +208,13 @@ class Grants:
                 extents.append((offset, nbytes))
         if not extents and not shared:
             return Committed(values)
-        known = self._shared(shared) if shared else NO_RANGES
+        known = self._shared(shared) if shared else NO_CHUNKS
         try:
             written = self.host.space.commit(session.id, extents, kind)
         except DataplaneError:
             self.host.space.release(known)
             raise
-        numbers = iter(ids_of(written).tolist())
+        numbers = iter(written.tolist())
         chunks = [
             one
             if inline[one.owner]
@@ -233,7 +229,7 @@ class Grants:
             for one in values.chunks
         ]
         values = Values(values.fields, owners, values.layouts, chunks, values.pieces)
-        ranges = joined((written, known), RANGE) if shared else written
+        ranges = np.concatenate((written, known)) if shared else written
         return Committed(values, ranges, written, has_digests)
 
     def _check_owners(self, owners: Sequence[Owner]) -> None:
@@ -252,8 +248,8 @@ class Grants:
         for one in chunks:
             if not 0 < one.number < 1 << 64:
                 raise mixed_releases(f"invalid chunk number {one.number}: expected 1 or more")
-        known = ranges_of(np.array([one.number for one in chunks], U8))
-        places = self.host.space.ranges.hold(known)
+        known = np.array([one.number for one in chunks], U8)
+        places = self.host.space.chunks.hold(known)
         for one, (_, length) in zip(chunks, places, strict=True):
             if room(one.nbytes) != length:
                 self.host.space.release(known)
@@ -297,9 +293,9 @@ class Grants:
         next message, which has no inline chunks. Otherwise a rejection would free what was
         written."""
         if isinstance(failure, ShardFull) and failure.details.get("values"):
-            ranges = committed.ranges
+            ranges = committed.chunks
             pin, _ = self.host.space.keep(session.id, ranges)
-            failure.details |= {"ranges": ranges.tobytes(), "pin": pin}
+            failure.details |= {"chunks": ranges.tobytes(), "pin": pin}
 
 
 @dataclass(eq=False, repr=False)
@@ -345,18 +341,18 @@ class Writing:
         the acks that free space. keep: keeps the values of a call that failed, because its caller
         will name them again.
         """
-        caller, unreferenced = self.host.caller(session.id), committed.ranges
+        caller, unreferenced = self.host.caller(session.id), committed.chunks
         full_at, tries = 0.0, 0
         try:
             while True:
                 entry = self.host.entry(body.partition, body.generation)
                 try:
                     if entry is None or (entry.replicas is not None and body.values.chunks):
-                        done: PutDone = await self.outgoing.send(body, caller, committed.ranges)
+                        done: PutDone = await self.outgoing.send(body, caller, committed.chunks)
                     else:
                         body.change = None
                         done = work(entry, caller, body)
-                        unreferenced = NO_RANGES  # the rows have the references of the message
+                        unreferenced = NO_CHUNKS  # the rows have the references of the message
                         self.run_effects(entry)
                     return done
                 except BackPressure as full:
@@ -380,7 +376,7 @@ class Writing:
         """Let later puts find the chunks of a message that have digests."""
         pairs = [(new, old) for new, old in zip(sent, stored, strict=True) if new.digest]
         digests = np.array([(new.digest, new.nbytes) for new, _ in pairs], DIGEST)
-        ranges = ranges_of(np.array([old.number for _, old in pairs], U8))
+        ranges = np.array([old.number for _, old in pairs], U8)
         self.host.space.digests.enter(partition, digests, ranges)
 
     # at the shard

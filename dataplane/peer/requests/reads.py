@@ -37,7 +37,7 @@ from dataplane.peer.sessions import Session
 from dataplane.wire.checkpoint import SaveDone
 from dataplane.wire.limits import MAX_FRAME_BYTES
 from dataplane.wire.messages import Body, Fetch, Fetched, Read, ReadDone, Request
-from dataplane.wire.packed import EXTENT, U8, Array, ranges_of
+from dataplane.wire.packed import EXTENT, U8, Array
 from dataplane.wire.tables import INLINE, Owner, Table, Values
 
 PAGE_BYTES = MAX_FRAME_BYTES // 2
@@ -76,8 +76,10 @@ class Reading:
         if named is None or not named.chunks:
             return _with_places(table, bytes(EXTENT.itemsize * len(values.chunks))), 0
         reader = holder if in_place else PULLER
-        if named.owners == {self.host.owner} and not self.host.space.any_away(named.ranges, reader):
-            return self._placed(table, named, named.ranges, holder)
+        if named.owners == {self.host.owner} and not self.host.space.any_away(
+            named.numbers, reader
+        ):
+            return self._placed(table, named, named.numbers, holder)
         return self._pull(table, named, holder, reader)
 
     async def resolved(self, table: Table, holder: int, *, in_place: bool = True) -> Resolved:
@@ -86,7 +88,7 @@ class Reading:
         return found if isinstance(found, tuple) else await found
 
     def _placed(self, table: Table, named: _Named, local: Array, holder: int) -> Resolved:
-        """local: a RANGE of this host for each chunk that is in an arena. They are pinned."""
+        """local: a chunk of this host for each chunk that is in an arena. They are pinned."""
         space = self.host.space
         assert not space.any_away(local, holder)
         places, inline = list[int](), named.inline
@@ -109,12 +111,12 @@ class Reading:
     async def _pull(self, table: Table, named: _Named, holder: int, reader: int) -> Resolved:
         """Local copies take the place of chunks that are remote or away; they are pinned as they
         arrive."""
-        local, pins, owners = named.ranges.copy(), list[int](), table.values.owners
+        local, pins, owners = named.numbers.copy(), list[int](), table.values.owners
         nbytes = np.array([one.nbytes for one in named.chunks], U8)
 
         async def of_one(owner: Owner) -> None:
             its = [n for n, one in enumerate(named.chunks) if owners[one.owner] == owner]
-            ranges = named.ranges[its]
+            ranges = named.numbers[its]
             if owner == self.host.owner:
                 local[its], more = await self.pulls.at_hand(ranges, holder, reader)
             else:
@@ -235,7 +237,7 @@ class _Named:
         self.chunks = [one for one in values.chunks if not inline[one.owner]]
         numbers = dict.fromkeys([one.owner for one in self.chunks])
         self.owners = dict.fromkeys([values.owners[number] for number in numbers]).keys()
-        self.ranges = ranges_of(np.array([one.number for one in self.chunks], U8))
+        self.numbers = np.array([one.number for one in self.chunks], U8)
 
 
 def _at(peer: str) -> str:

@@ -210,7 +210,7 @@ class Room:
         kind: Admission,
     ) -> Array:
         """Write bytes into space that the peer itself reserved, here or in a pool. Return their
-        RANGE records.
+        chunk numbers.
 
         Nothing is kept if it fails. write: returns a mask of values that were freed before they
         arrived, or None. Those get generation 0.

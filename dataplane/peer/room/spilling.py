@@ -35,7 +35,7 @@ class Spilling:
         self.mesh = mesh
         self.room = room
         self.file = file
-        self.spill = host.space.spill = Spilled(size_bytes, host.space.ranges)
+        self.spill = host.space.spill = Spilled(size_bytes, host.space.chunks)
         self.spill.on_left = self.wake
         self.written_bytes = 0
         self.read_bytes = 0
@@ -57,7 +57,7 @@ class Spilling:
         space = self.host.space
         space.hold(ranges)
         try:
-            extents = space.ranges.extents(ranges)
+            extents = space.chunks.extents(ranges)
             await self.host.threads.run(self.file.read, extents["offset"], extents["length"], dest)
         except OSError as exc:
             raise TransferFailed(

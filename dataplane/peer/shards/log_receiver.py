@@ -29,7 +29,7 @@ from dataplane.peer.shards.references import References
 from dataplane.peer.shards.value_replicas import AHEAD_S, BATCH_BYTES
 from dataplane.wire.journal import Begun, Ended, LogRecord, Relocated
 from dataplane.wire.messages import Body, Done, Dropped
-from dataplane.wire.packed import RANGE, U4, U8, Array, column, ids_of
+from dataplane.wire.packed import U4, U8, Array, column
 from dataplane.wire.peering import Append, Confirm, Duplicate, Inherited, PartitionLog
 from dataplane.wire.tables import Owner
 
@@ -160,7 +160,7 @@ class LogReceiver:
     async def duplicate(self, caller: Caller, body: Duplicate) -> Body:
         """Replicate values that rows will reference soon. Raise BackPressure if the arena is
         full."""
-        ranges = column(body.ranges, RANGE)
+        ranges = column(body.chunks, U8)
         nbytes = column(body.sizes, U8, len(ranges))
         key, origin = (body.partition, body.generation), self._origins.get(caller.owner)
         copy = origin.copies.get(key) if origin is not None else None
@@ -173,12 +173,12 @@ class LogReceiver:
         except BaseException:
             held.close()
             raise
-        before = origin.ahead.get((key, body.ranges))
-        origin.ahead[key, body.ranges] = held
+        before = origin.ahead.get((key, body.chunks))
+        origin.ahead[key, body.chunks] = held
         if before is not None:  # asked again
             before.close()
         loop = asyncio.get_running_loop()
-        loop.call_later(AHEAD_S, _named, origin, (key, body.ranges), held)
+        loop.call_later(AHEAD_S, _named, origin, (key, body.chunks), held)
         if self._passes_on(caller.address):
             await self._copy_to_own_backup(caller.owner, copy.store, copy.values)
         return Done()
@@ -296,7 +296,7 @@ class LogReceiver:
             return
         named = [one[1:] for one in named_by(record) if one[0] == owner]
         if isinstance(record, Relocated) and record.to_owner == owner:
-            named.append(_those(copy.store, owner, column(record.to_ranges, RANGE)))
+            named.append(_those(copy.store, owner, column(record.to_chunks, U8)))
         there = [copy.values.note(owner, *one) for one in named]
         for ranges, _ in named:
             _named(origin, ((copy.store.partition, copy.store.generation), ranges.tobytes()))
@@ -433,15 +433,15 @@ def _named(
 
 
 def _those(store: Store, owner: Owner, ranges: Array) -> tuple[Array, Array]:
-    """Of all chunks of an owner that rows use, these: RANGE, u8 their bytes."""
+    """Of all chunks of an owner that rows use, these: their numbers and sizes, u8 each."""
     used, nbytes = store.named(owner)
-    among = np.isin(ids_of(used), ids_of(ranges))
+    among = np.isin(used, ranges)
     return used[among], nbytes[among]
 
 
 def _joined(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
     if not parts:
-        return np.zeros(0, RANGE), np.zeros(0, U4)
+        return np.zeros(0, U8), np.zeros(0, U4)
     ranges, counts = zip(*parts, strict=True)
     return np.concatenate(ranges), np.concatenate(counts)
 

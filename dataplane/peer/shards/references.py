@@ -23,19 +23,19 @@ from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.room.admission import Room
 from dataplane.wire.messages import Body, Done
-from dataplane.wire.packed import RANGE, U4, column, ids_of, ranges_of
+from dataplane.wire.packed import U4, U8, column
 from dataplane.wire.peering import Inherited, Release
 from dataplane.wire.tables import Change, Owner
 
 log = logging.getLogger(__name__)
 
-MOST_RANGES = 1 << 20
+MOST_CHUNKS = 1 << 20
 """that one message says to be free, or taken over"""
 AGAIN_S = 2.0
 """After so long an owner that refused to let go of values is told again."""
 
 Ranges = npt.NDArray[Any]
-"""RANGE, or the u4 counts beside them"""
+"""Chunk numbers, or the u4 counts beside them"""
 
 
 class References:
@@ -45,7 +45,7 @@ class References:
         self.room = room
         self.lent = host.lent
         self._freed: dict[Owner, list[tuple[bytes, bytes]]] = {}
-        """references to values of others that ended here and were not told yet: RANGE, u4 counts"""
+        """references to values of others that ended here and were not told yet: numbers, counts"""
         self._telling: dict[Owner, set[asyncio.Task[Any]]] = {}
         """owners that have yet to answer what this peer took over of theirs"""
         self._releases = itertools.count(1)
@@ -107,7 +107,7 @@ class References:
             # More may be taken over, and let go of, in each of these waits.
             await (asyncio.wait(telling) if telling else progress.reached(math.inf))
         ranges, counts = (b"".join(columns) for columns in zip(*self._freed[owner], strict=True))
-        most = MOST_RANGES * RANGE.itemsize, MOST_RANGES * U4.itemsize
+        most = MOST_CHUNKS * U8.itemsize, MOST_CHUNKS * U4.itemsize
         rest = ranges[most[0] :], counts[most[1] :]
         self._freed[owner] = [rest] if rest[0] else []
         # An owner is told of one at a time, so that it need know of no other.
@@ -115,7 +115,7 @@ class References:
         try:
             await self.mesh.tell(owner, body)
         except DataplaneError:
-            self._freed[owner].insert(0, (body.ranges, body.counts))
+            self._freed[owner].insert(0, (body.chunks, body.counts))
             raise
 
     def took_over(self, owner: Owner, body: Inherited) -> None:
@@ -126,13 +126,13 @@ class References:
         task.add_done_callback(lambda _: self._told(owner, task))
 
     async def _tell_what_was_taken_over(self, owner: Owner, body: Inherited) -> None:
-        ranges = np.frombuffer(body.ranges, RANGE)
-        ids, at = np.unique(ids_of(ranges), return_inverse=True)
+        ranges = np.frombuffer(body.chunks, U8)
+        ids, at = np.unique(ranges, return_inverse=True)
         counts = np.zeros(len(ids), U4)
         np.add.at(counts, at, np.frombuffer(body.counts, U4))
-        for first in range(0, max(1, len(ids)), MOST_RANGES):
-            behind = first + MOST_RANGES
-            part = ranges_of(ids[first:behind]).tobytes(), counts[first:behind].tobytes()
+        for first in range(0, max(1, len(ids)), MOST_CHUNKS):
+            behind = first + MOST_CHUNKS
+            part = ids[first:behind].tobytes(), counts[first:behind].tobytes()
             more = behind < len(ids)
             await self.mesh.tell(owner, Inherited(body.origin, *part, body.began, more))
 
@@ -146,7 +146,7 @@ class References:
     def release_here(self, caller: Caller, body: Release) -> Body:
         """Release what a shard references here, up to what it has. The peer may have been
         declared lost meanwhile."""
-        ranges = column(body.ranges, RANGE)
+        ranges = column(body.chunks, U8)
         counts = column(body.counts, U4, len(ranges))
         if body.number > self._heard.get(caller.owner, 0):
             self._heard[caller.owner] = body.number
@@ -164,7 +164,7 @@ class References:
     def inherited(self, caller: Caller, body: Inherited) -> Body:
         """Handle the report of a peer that took over a lost peer's shards, or was assigned them
         empty. Values that it does not list are freed."""
-        ranges = column(body.ranges, RANGE)
+        ranges = column(body.chunks, U8)
         counts = column(body.counts, U4, len(ranges))
         heir = None if caller.owner == self.host.owner else caller.owner
         origins = [o for o in self.lent.peers if self._is_about(body, caller.owner, o)]

@@ -252,5 +252,5 @@ class ValueReplicas:
         patience_s = min(PATIENCE_S, left_s / 2)  # who asks hears of it in time
         count, extents = await self.room.reserve(PULLER, Admission.OPEN, units, patience_s)
         local = await self.pulls.take_over(owner, ranges[:count], nbytes[:count], extents)
-        here = local["generation"] != 0
+        here = local != 0
         return count, here, local[here]

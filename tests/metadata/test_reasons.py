@@ -106,6 +106,21 @@ WAITS: dict[str, tuple[dict[str, Any], str]] = {
         "(disconnected 5 min ago): no producer is connected, so restart one to complete the open "
         "groups",
     ),
+    "a group is short, and its producer is there": (
+        {
+            "unit": "groups",
+            "units": 1,
+            "open_groups": 1,
+            "short": [("p7", 3, 4, "")],
+            "groups_wanted": 5,
+            "groups_closed": 1,
+            **PUT,
+        },
+        "0 of 1 groups ready, 4 wanted; 1 group is still open: 'p7' has 3 of 4 rows; the partition "
+        "is not sealed; 1 of its 5 groups has been closed (groups=); "
+        f"{FROM.removeprefix('the partition is not sealed; ')}: complete the open groups, or "
+        f"{SEAL}",
+    ),
     "rows are leased": (
         {"leased": 4, "leases": [(OTHER, "s", 4, 90.2)], **PUT},
         f"no row ready, 4 leased, 4 wanted; 4 rows have been leased by {OTHER} for 90 s; {FROM}",

@@ -254,8 +254,9 @@ def _seal(facts: Facts, for_rows: bool) -> list[str]:
         return []
     said = [] if facts.plan else ["the partition is not sealed"]
     if facts.groups_wanted:
+        have = "has" if facts.groups_closed == 1 else "have"
         said.append(
-            f"{facts.groups_closed} of its {counted(facts.groups_wanted, 'group')} have been "
+            f"{facts.groups_closed} of its {counted(facts.groups_wanted, 'group')} {have} been "
             "closed (groups=)"
         )
     said += [_elsewhere(facts)] if not facts.put_rows else _produced(facts)
@@ -316,8 +317,11 @@ def _all_gone(facts: Facts) -> bool:
 def _advice(facts: Facts) -> str:
     """What to do where only new rows, or the seal, can end the wait."""
     gone = _all_gone(facts)
-    if gone and facts.open_groups and facts.unit == "groups":
-        return "no producer is connected, so restart one to complete the open groups"
+    if facts.open_groups and facts.unit == "groups":
+        if gone:
+            return "no producer is connected, so restart one to complete the open groups"
+        if not (facts.leases or facts.missing or facts.excluded):
+            return f"complete the open groups, or {SEAL}"
     if facts.reasons_here:
         return ""
     if gone:

@@ -79,8 +79,8 @@ class Shard:
             Settle: Changes(host, nothing, references, nothing, effects).settle_here,
         }
 
-    def _let_go(self, owner: Owner, ranges: Array, counts: Array) -> bool:
-        self.freed.append((owner, ranges.tolist()))
+    def _let_go(self, owner: Owner, chunks: Array, counts: Array) -> bool:
+        self.freed.append((owner, chunks.tolist()))
         return False
 
     def _asked(self, body: Body) -> Any:

@@ -1,6 +1,6 @@
 """Bytes of other hosts and of the spill file, copied here once for any number of readers.
 
-Whole chunks are pulled, and their owner's ranges name them. A pulled chunk becomes a cached copy
+Whole chunks are pulled. A pulled chunk becomes a cached copy
 in the local arena. It counts towards the pull class, and is evicted when no pin holds it.
 """
 
@@ -70,7 +70,7 @@ PASSES_S = 10.0
 LOOK_S = 0.5
 """So long after a pull its owner is asked which copies here are of what it has freed."""
 MOST_LOOKED_AT = 16_384
-"""Ranges that an owner is asked about at once: what is left has its turn the next time."""
+"""Chunks that an owner is asked about at once: what is left has its turn the next time."""
 
 T = TypeVar("T")
 

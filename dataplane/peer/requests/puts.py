@@ -1,9 +1,9 @@
-"""Handles put: reserves space for clients to write into, turns written bytes into ranges, and
+"""Handles put: reserves space for clients to write into, turns written bytes into chunks, and
 stores rows at the shard of their partition, here or at another peer.
 
 A client reserves space before it writes bytes. A message that names the written bytes commits
-them as ranges of this host. Once it is answered, successfully or not, those extents belong to
-the peer. Then the rows are stored. Ranges that a shard rejects are released, so a failure leaves
+them as chunks of this host. Once it is answered, successfully or not, those extents belong to
+the peer. Then the rows are stored. Chunks that a shard rejects are released, so a failure leaves
 nothing behind.
 """
 

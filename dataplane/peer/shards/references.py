@@ -15,7 +15,6 @@ import math
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from dataplane.errors import DataplaneError, mixed_releases
 from dataplane.metadata.shard.replicas import named_by
@@ -23,7 +22,7 @@ from dataplane.peer.host import Caller, Entry, Host
 from dataplane.peer.net.mesh import Mesh
 from dataplane.peer.room.admission import Room
 from dataplane.wire.messages import Body, Done
-from dataplane.wire.packed import U4, U8, column
+from dataplane.wire.packed import U4, U8, Array, column
 from dataplane.wire.peering import Inherited, Release
 from dataplane.wire.tables import Change, Owner
 
@@ -33,9 +32,6 @@ MOST_CHUNKS = 1 << 20
 """that one message says to be free, or taken over"""
 AGAIN_S = 2.0
 """After so long an owner that refused to let go of values is told again."""
-
-Ranges = npt.NDArray[Any]
-"""Chunk numbers, or the u4 counts beside them"""
 
 
 class References:
@@ -72,12 +68,12 @@ class References:
                 self.let_go(owner, ranges, np.ones(len(ranges), U4))
         return answer
 
-    def let_go(self, owner: Owner, ranges: Ranges, counts: Ranges) -> bool:
+    def let_go(self, owner: Owner, chunks: Array, counts: Array) -> bool:
         """Release values that a shard here no longer references. The bytes may be on another
         peer. Return whether bytes were freed here."""
         if owner == self.host.owner:
-            return bool(self.host.space.release(ranges, counts))
-        freed = ranges.tobytes(), np.asarray(counts, "<u4").tobytes()
+            return bool(self.host.space.release(chunks, counts))
+        freed = chunks.tobytes(), np.asarray(counts, "<u4").tobytes()
         if owner in self._freed:
             self._freed[owner].append(freed)
         else:

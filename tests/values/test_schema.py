@@ -67,8 +67,10 @@ def test_what_is_as_the_schema_says_goes_in(form: str, column: Any) -> None:
 def test_what_is_not_is_refused_by_row(form: str, column: Any, row: int, found: str) -> None:
     with pytest.raises(dataplane.InvalidValue) as caught:
         put(column, form)
-    told = f"nothing was put: x[{row}] is {found}, but this partition declares 'x' as {form}: pass "
-    assert str(caught.value).startswith(told)
+    declares = f"but this partition declares 'x' as {form}: pass "
+    assert str(caught.value).startswith(f"nothing was stored: x[{row}] is {found}, {declares}")
+    if form.startswith("bfloat16"):  # a name that numpy does not know
+        assert "np.asarray(value, ml_dtypes.bfloat16)" in str(caught.value)
     assert caught.value.details == {"field": "x", "row": row, "expected": form, "found": found}
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
 import numpy as np
 
 from dataplane.client import arguments
@@ -172,7 +173,7 @@ def check(columns: Iterable[ValueColumn], fields: Mapping[str, str]) -> None:
             continue
         found = _told(column, row)
         raise InvalidValue(
-            f"nothing was put: {column.field}[{row}] is {found}, but this partition declares "
+            f"nothing was stored: {column.field}[{row}] is {found}, but this partition declares "
             f"{column.field!r} as {text}: {_advice(form)}, or change the declaration",
             field=column.field,
             row=row,
@@ -214,4 +215,7 @@ def _told(column: ValueColumn, row: int) -> str:
 def _advice(form: FieldForm) -> str:
     if form.dtype is None:
         return "pass dataplane.object(value)"
-    return f"pass np.asarray(value, {form.dtype.name!r}) in the declared shape"
+    name = form.dtype.name
+    # NumPy does not know the names of other libraries' dtypes.
+    dtype = f"ml_dtypes.{name}" if hasattr(ml_dtypes, name) else repr(name)
+    return f"pass np.asarray(value, {dtype}) in the declared shape"

@@ -39,10 +39,10 @@ class Reading:
             self._stream = None
             return not self._error
 
-    def cancel(self) -> None:
-        """Make the read raise soon."""
+    def cancel(self) -> DataplaneError:
+        """Make the read raise soon. Return its error."""
         why = "the caller cancelled the read: repeat the call if the values are still needed"
-        self.stop(TransferFailed(why))
+        return self.stop(TransferFailed(why))
 
     def stop(self, error: DataplaneError) -> DataplaneError:
         """Stop with an error. Return the first one, because later ones come from the aborted

@@ -17,7 +17,7 @@ import os
 import signal
 import socket
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
@@ -71,7 +71,7 @@ class Worker:
         self._desk = desk
         self._reads = reads
         self._jobs = ThreadPoolExecutor(JOBS, "bulk-job")
-        self._live: dict[int, Reading] = {}
+        self._live: dict[int, tuple[Reading, Future[None]]] = {}
 
     def serve(self) -> None:
         while (frame := self._control.receive()) is not None:
@@ -82,8 +82,7 @@ class Worker:
             case Read():
                 self._start(frame)
             case Cancel(job=job):
-                if (reading := self._live.get(job)) is not None:
-                    reading.cancel()
+                self._cancel(job)
             case PinAnswer():
                 self._desk.answered(frame)
             case Forget(owner=owner):
@@ -99,8 +98,16 @@ class Worker:
         copies = column(frame.copies, COPY)
         deadline = time.monotonic() + frame.timeout_ms / 1000
         reading = Reading(Remote(frame.owner, frame.address, frame.fingerprint), copies, deadline)
-        self._live[frame.job] = reading
-        self._jobs.submit(self._read, frame.job, frame.transport, reading)
+        job = self._jobs.submit(self._read, frame.job, frame.transport, reading)
+        self._live[frame.job] = reading, job
+        job.add_done_callback(lambda _: self._live.pop(frame.job))
+
+    def _cancel(self, number: int) -> None:
+        if (live := self._live.get(number)) is not None:
+            reading, job = live
+            error = reading.cancel()
+            if job.cancel():  # it had no thread yet
+                self._control.send(Finished(number, b"", 0, Refused.of(error)))
 
     def _read(self, job: int, transport: str, reading: Reading) -> None:
         try:
@@ -119,7 +126,6 @@ class Worker:
             logger.exception("bulk: transfer job %d failed", job)
             bug = InternalError(f"the bulk worker failed: {exc!r}; see the peer's log")
             finished = Finished(job, b"", 0, Refused.of(bug))
-        del self._live[job]
         self._control.send(finished)
 
 

@@ -20,6 +20,7 @@ from dataplane.errors import DataplaneError, DeadlineExceeded
 from dataplane.transport import plane_key
 from dataplane.transport.bulk_frames import Configure, encode
 from dataplane.transport.engine import BulkEngine
+from dataplane.transport.worker import JOBS
 from dataplane.wire.tables import Owner
 
 MIB = 1 << 20
@@ -56,6 +57,22 @@ async def test_a_stopped_owner_ends_the_read_at_its_deadline(start_host: StartHo
     assert (await b.engine.read(a.remote, large(a))).nbytes == 32 * MIB
     assert b.pid == reader, "the reader's worker ended the job by itself"
     await until(lambda: not a.held)
+
+
+async def test_a_read_that_waits_for_a_thread_is_cancelled_without_loss_of_the_worker(
+    start_host: StartHost,
+) -> None:
+    a, b = await start_host("a", MIB), await start_host("b", MIB)
+    a.signal(signal.SIGSTOP)
+    reader, copies = b.pid, large(a, 1)
+    reads = [asyncio.create_task(b.engine.read(a.remote, copies)) for _ in range(JOBS + 4)]
+    await until(lambda: b.engine.stats()["jobs_under_way"] == len(reads))
+    reads[-1].cancel()
+    await asyncio.wait({reads[-1]})
+    assert b.pid == reader and b.engine.stats()["jobs_under_way"] == len(reads) - 1
+    a.signal(signal.SIGCONT)
+    for read in reads[:-1]:
+        assert (await read).nbytes == MIB
 
 
 async def test_an_own_worker_that_is_stopped_is_killed_so_that_the_read_ends(
@@ -102,6 +119,7 @@ async def test_a_worker_ends_when_its_peer_is_killed(tmp_path: Path) -> None:
     script = """
 import asyncio, os
 from dataplane.transport.engine import BulkEngine
+from dataplane.transport.worker import JOBS
 from dataplane.wire.tables import Owner
 async def peer():
     fd = os.memfd_create("arena")

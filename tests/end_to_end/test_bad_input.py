@@ -284,6 +284,16 @@ OTHERS: dict[str, tuple[Wrong, type[Exception], str]] = {
         dataplane.StageUndefined,
         r"has no stage 't': use one of its stages \('s'\)",
     ),
+    "a wait for a long key": (
+        lambda p: p.wait(key="k" * 999, timeout=5),
+        dataplane.LimitExceeded,
+        "999 bytes long, over the limit of 512",
+    ),
+    "a wait for a reserved key": (
+        lambda p: p.wait(key="~k", timeout=5),
+        dataplane.InvalidRows,
+        "reserved for generated keys",
+    ),
     "a reset of no stage": (
         lambda p: p.reset("t"),
         dataplane.StageUndefined,

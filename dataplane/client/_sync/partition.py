@@ -36,6 +36,7 @@ from dataplane.client.session.session import Handle
 from dataplane.client.tracebacks import public_at_once
 from dataplane.client.write.rows import Names, TagValues, name_list
 from dataplane.errors import InvalidCall
+from dataplane.metadata.tables.keys import hash_name
 from dataplane.metadata.tables.where import Where
 from dataplane.wire.messages import Advance, Close, Defined, Done, Reset, Seal, Wait
 from dataplane.wire.tables import Name, Scalar
@@ -368,6 +369,7 @@ class Partition:
                 )
             timeout = arguments.seconds(timeout, "timeout")
             (name,) = name_list([key], "key")
+            hash_name(name)  # raises for a key that no row can have
             generation = attach_to_wait(handle, timeout)
             limit_ms = milliseconds(timeout)
             body = Wait(handle.name, generation, "", "rows", timeout_ms=limit_ms, key=name)

@@ -20,7 +20,7 @@ from dataplane.wire.packed import U8
 _LOW = np.uint64(PAGE_BYTES - 1)
 _FIRST_LOOK = 1024
 _FEW = 16
-"""So few stretches are inserted one by one where there are many already."""
+"""So few extents are inserted one by one where there are many already."""
 
 
 class Allocator:
@@ -103,12 +103,12 @@ class Allocator:
         self.free_bytes += sum([length for _, length in extents])
 
     def _pages(self, first: int = 0, last: int | None = None) -> npt.NDArray[np.int64]:
-        """Per free stretch, the bytes of its whole pages; negative where a page edge is missed."""
+        """Per free extent, the bytes of its whole pages; negative where a page edge is missed."""
         starts = (self._starts[first:last] + _LOW) & ~_LOW
         return ((self._ends[first:last] & ~_LOW) - starts).view(np.int64)
 
     def _inside(self, start: int, end: int, nbytes: int) -> tuple[int, int] | None:
-        """A free stretch (its index, and where to begin) that has the bytes within start..end."""
+        """A free extent (its index, and where to begin) that has the bytes within start..end."""
         first = max(0, _place(self._starts, start, "right") - 1)
         last = _place(self._starts, end, "left")
         for index in range(first, min(last, first + 4)):
@@ -119,7 +119,7 @@ class Allocator:
         return None
 
     def _take(self, index: int, start: int, nbytes: int) -> int:
-        """Cut start..start+nbytes out of the free stretch at `index`."""
+        """Cut start..start+nbytes out of the free extent at `index`."""
         end = start + nbytes
         before, after = start > int(self._starts[index]), end < int(self._ends[index])
         if before and after:
@@ -155,7 +155,7 @@ class Allocator:
             raise AssertionError("space was freed twice") from exc
 
     def _insert(self, start: int, end: int) -> None:
-        """Merge one stretch into many: at most one copy of the columns, often none."""
+        """Merge one extent into many: at most one copy of the columns, often none."""
         at = _place(self._starts, start, "right")
         before = int(self._ends[at - 1]) if at else -1
         after = int(self._starts[at]) if at < len(self._starts) else end + 1

@@ -33,7 +33,7 @@ from dataplane.memory.extents import (
 )
 from dataplane.memory.holder import Holder
 from dataplane.memory.spill import Move, Spilled
-from dataplane.wire.limits import ALIGNMENT_BYTES, MAX_STRETCHES_PER_SESSION
+from dataplane.wire.limits import ALIGNMENT_BYTES, MAX_EXTENTS_PER_SESSION
 from dataplane.wire.packed import EXTENT, U8
 
 PULLER = 0
@@ -147,7 +147,7 @@ class Space:
             extents = [] if start is None else [(start, nbytes)]
         return self._grant(holder, admission, extents)
 
-    def check_stretches(self, holder: int) -> None:
+    def check_extents(self, holder: int) -> None:
         """Raise LimitExceeded if one more reservation could bring the holder too many separate
         extents."""
         if holder in self._holders:
@@ -380,7 +380,7 @@ class Space:
     def _holder(self, number: int) -> Holder:
         holder = self._holders.get(number)
         if holder is None:
-            most = math.inf if number == PULLER else MAX_STRETCHES_PER_SESSION
+            most = math.inf if number == PULLER else MAX_EXTENTS_PER_SESSION
             holder = self._holders[number] = Holder(most)
         return holder
 

@@ -51,8 +51,8 @@ MAX_CHUNKS_PER_RESTORE = MAX_PIECES_PER_MESSAGE
 """A whole group must fit one message, even if many puts and acks wrote it."""
 MAX_LAYOUT_BYTES = 4_096
 
-MAX_STRETCHES_PER_SESSION = 16_384
-"""Separate stretches of the arena that one client may write into."""
+MAX_EXTENTS_PER_SESSION = 16_384
+"""Separate extents of the arena that one client may write into."""
 
 NO_GROUP = 0xFFFF_FFFF
 MAX_PULLED_BYTES = 262_144

@@ -356,7 +356,7 @@ def test_a_client_holds_a_bounded_number_of_pieces_of_the_arena(
     granted = guest.body()
     assert isinstance(granted, Reserved)
     start = int(np.frombuffer(granted.extents, EXTENT)["offset"][0])
-    most = limits.MAX_STRETCHES_PER_SESSION
+    most = limits.MAX_EXTENTS_PER_SESSION
 
     def returned(count: int) -> Any:
         pieces = np.zeros(count, EXTENT)

@@ -9,7 +9,7 @@ from dataplane.errors import LimitExceeded, ProtocolError, RowsGone, ValueTooLar
 from dataplane.memory.admission import Admission
 from dataplane.memory.placement import placed
 from dataplane.memory.space import PULLER, Space
-from dataplane.wire.limits import MAX_STRETCHES_PER_SESSION
+from dataplane.wire.limits import MAX_EXTENTS_PER_SESSION
 from dataplane.wire.packed import EXTENT, U8
 from tests.placing import fitting, place
 
@@ -306,7 +306,7 @@ def test_a_group_of_some_mebibytes_and_what_is_granted_ahead_go_to_such_pages_to
 
 
 def test_a_client_has_a_bounded_number_of_separate_stretches() -> None:
-    space, most = Space(8192 * PAGE), MAX_STRETCHES_PER_SESSION
+    space, most = Space(8192 * PAGE), MAX_EXTENTS_PER_SESSION
     (start,) = space.reserve(ALICE, OPEN, [sizes(128 * (most + 1))])[1]["offset"].tolist()
     every_other = start + 128 * np.arange(most + 1)
     pieces = written(every_other, np.full(most + 1, 64))
@@ -318,14 +318,14 @@ def test_a_client_has_a_bounded_number_of_separate_stretches() -> None:
     assert space.stats() == before
     space.commit(ALICE, pieces[:-1].tolist(), OPEN)
     with pytest.raises(LimitExceeded):
-        space.check_stretches(ALICE)
+        space.check_extents(ALICE)
     space.commit(ALICE, written(every_other[:2048] + 64, np.full(2048, 64)).tolist(), OPEN)
-    space.check_stretches(ALICE)  # whole stretches have left
+    space.check_extents(ALICE)  # whole stretches have left
 
 
 def test_the_peer_itself_may_have_more_stretches_than_a_client() -> None:
-    space, most = Space(8192 * PAGE), MAX_STRETCHES_PER_SESSION
+    space, most = Space(8192 * PAGE), MAX_EXTENTS_PER_SESSION
     (start,) = space.reserve(PULLER, PULL, [sizes(128 * (most + 1))])[1]["offset"].tolist()
     pieces = written(start + 128 * np.arange(most + 1), np.full(most + 1, 64))
     space.commit(PULLER, pieces.tolist(), PULL)
-    space.check_stretches(PULLER)
+    space.check_extents(PULLER)

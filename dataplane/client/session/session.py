@@ -232,22 +232,22 @@ class Session:
         self.tend()
         return pin
 
-    def keep(self, stretches: Sequence[Extent]) -> None:
+    def keep(self, extents: Sequence[Extent]) -> None:
         """Granted space that is not written: for the next write, or back to the peer. What was
         written stays mapped, for as long as the peer is there."""
-        if not stretches:
+        if not extents:
             return
         self.tend()
         apart: dict[int, list[Extent]] = {}
-        for stretch in stretches:
-            apart.setdefault(bisect_right(self._pool_bases, stretch[0]), []).append(stretch)
+        for extent in extents:
+            apart.setdefault(bisect_right(self._pool_bases, extent[0]), []).append(extent)
         for memory, some in apart.items():
             self.give_back(self.slabs[memory].keep(some))
 
-    def give_back(self, stretches: Sequence[Extent]) -> None:
+    def give_back(self, extents: Sequence[Extent]) -> None:
         """Ahead of the next call. Callable from a finalizer, so it takes no lock."""
-        if stretches:
-            self.due.put(GiveBack(np.array(stretches, EXTENT).tobytes()))
+        if extents:
+            self.due.put(GiveBack(np.array(extents, EXTENT).tobytes()))
             self.bell.ring()
 
     def idle_grants(self, idle_s: float = IDLE_S) -> list[GiveBack]:

@@ -84,12 +84,12 @@ class Slabs:
                 return 0
         return max(largest, min(WRITES_AHEAD * largest, self._fair_bytes), LEAST_AHEAD_BYTES)
 
-    def keep(self, stretches: Iterable[Extent]) -> list[Extent]:
+    def keep(self, extents: Iterable[Extent]) -> list[Extent]:
         """Add space that the peer granted, or that no message has named. Return what must go back
         to the peer now."""
         with self._lock:
             self._touched = time.monotonic()
-            slabs = _joined([*self._slabs, *stretches])
+            slabs = _joined([*self._slabs, *extents])
             if len(slabs) > MAX_SLABS or sum(map(_length, slabs)) > self._kept_bytes:
                 slabs.sort(key=_length, reverse=True)
                 kept = total = 0
@@ -116,10 +116,10 @@ class Slabs:
         return sum(map(_length, self._slabs))
 
 
-def _joined(stretches: list[Extent]) -> list[Extent]:
+def _joined(extents: list[Extent]) -> list[Extent]:
     """Return these extents in the order of their offsets, with neighbours joined."""
     joined: list[Extent] = []
-    for offset, length in sorted(stretches):
+    for offset, length in sorted(extents):
         if joined and sum(joined[-1]) == offset:
             joined[-1] = joined[-1][0], joined[-1][1] + length
         elif length:

@@ -107,7 +107,7 @@ class Grants:
         call waits for it."""
         if not body.pool and self.host.serves(body.partition):
             self.host.shard(body.partition, body.generation)
-        self.host.space.check_stretches(session.id)
+        self.host.space.check_extents(session.id)
         kind = Admission.CONTINUE if body.continuing else Admission.OPEN
         units = [column(unit, U8) for unit in body.units]
         if not body.digests:
@@ -278,7 +278,7 @@ class Grants:
         if not want_bytes and not in_pools:
             return granted
         try:
-            self.host.space.check_stretches(session.id)
+            self.host.space.check_extents(session.id)
         except LimitExceeded:
             return granted
         if want_bytes and not len(self.room):

@@ -366,11 +366,11 @@ class Room:
             remarks.append(
                 f"{sized(free)} of the arena are free, but reserved for other kinds of calls"
             )
-        longest, stretch = int(waiter.units[0].max(initial=0)), stats["largest_free_bytes"]
-        if needed <= room and longest > stretch:
+        longest, largest = int(waiter.units[0].max(initial=0)), stats["largest_free_bytes"]
+        if needed <= room and longest > largest:
             remarks.append(
                 f"the free space is fragmented: one value needs {sized(longest)}, but the largest "
-                f"free range has {sized(stretch)}"
+                f"free range has {sized(largest)}"
             )
         kind_of, beyond = self.beyond()
         full = reasons.FullArena(

@@ -132,8 +132,8 @@ class Deadline:
     __slots__ = ("timeout_s", "until")
 
     def __init__(self, timeout_s: float | None) -> None:
-        """Raise InvalidCall unless `timeout_s` is a number or None. A negative one is over
-        already."""
+        """Raise InvalidCall unless `timeout_s` is a number or None. A deadline with a negative
+        timeout has already passed."""
         self.timeout_s = limit_s = seconds(timeout_s, "timeout")
         if limit_s is None:
             self.until = math.inf
@@ -167,7 +167,7 @@ def moment(value: object, what: str) -> float:
 
 
 def _is_number(value: object) -> bool:
-    """Whether this is a number, and not NaN. NumPy counts its durations among the ints."""
+    """Return whether this is a number other than NaN. NumPy counts its durations as ints."""
     return isinstance(value, Real) and not (
         isinstance(value, bool) or is_time(value) or value != value
     )
@@ -175,7 +175,7 @@ def _is_number(value: object) -> bool:
 
 @reader(InvalidCall, "the limit in budget=")
 def _limit(value: object) -> float:
-    """Return 0 for anything but a number that a float holds."""
+    """Return the limit as a float, or 0 if it is no number that a float can hold."""
     if isinstance(value, Real) and not isinstance(value, bool):
         with suppress(OverflowError):
             return float(value)
@@ -216,7 +216,7 @@ class Demand(msgspec.Struct, eq=False):
     unit: str | None
 
     def want(self, default_unit: str) -> Want:
-        """Return the demand as messages carry it. Raise InvalidCall for invalid ones."""
+        """Return the demand as messages carry it. Raise InvalidCall if it is invalid."""
         given = (self.rows is not None) + (self.groups is not None) + (self.budget is not None)
         if given != 1:
             raise InvalidCall(

@@ -140,7 +140,7 @@ class DirectCopies:
                 try:
                     for offset, start, nbytes in runs.cut(PIECE_BYTES):
                         landing.device.copy(target + start, first + offset, nbytes, landing.stream)
-                finally:  # an interrupt ends the loop, and not the copies that are queued
+                finally:  # an interrupt ends the loop, but not the queued copies
                     event.record(landing.stream)
             except DeviceMissing as exc:
                 event = None
@@ -200,7 +200,7 @@ class DirectCopies:
                 self._unpin(number, piece, self._mapped)
 
     def _unpin(self, number: int, piece: _Piece, mapped: npt.NDArray[np.uint8] | None) -> bool:
-        """Return whether the driver let go of the piece."""
+        """Return whether the driver has unpinned the piece."""
         assert mapped is not None
         first = int(mapped.__array_interface__["data"][0])
         try:
@@ -243,7 +243,7 @@ class DirectCopies:
             mapped, self._mapped = self._mapped, None
         unpinned = [self._unpin(number, piece, mapped) for number, piece in pieces.items()]
         if not all(unpinned):
-            self._mapped = mapped  # CUDA would take what is mapped there next for pinned memory
+            self._mapped = mapped  # else CUDA would treat the next mapping there as pinned
 
     def poison(self) -> None:
         """Forget all copies and pins in a forked child, which owns neither."""

@@ -291,7 +291,7 @@ class DevicePools(Pools):
         return (await self.paths.tried(source, 1, measures=True))[0]
 
     async def _remote_of(self, owner: Owner) -> Remote | None:
-        """The owner's device worker, where it has one."""
+        """Return the owner's device worker, or None if it has none."""
         hello = await self.pulls.mesh.hello(owner.peer)
         there = hello.incarnation == owner.incarnation and bool(hello.pool_bulk)
         return Remote(owner, hello.pool_bulk) if there else None

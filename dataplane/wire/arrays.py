@@ -227,7 +227,7 @@ def shown(value: object) -> str:
         if is_torch(value):
             tensor: Any = value
             return f"<{kind_of(value)} {str(tensor.dtype)[6:]}{list(tensor.shape)}>"
-        # the texts of others may hold half of a surrogate pair, which no log can print
+        # foreign text may contain half of a surrogate pair, which no log can print
         return repr(value).encode(errors="backslashreplace").decode()
     except Exception:
         return f"<{kind_of(value)}>"
@@ -237,7 +237,7 @@ def preview(array: Array, count: int) -> str:
     """Return the first `count` values of an array on one line, such as `1, 2, …`."""
     flat = array.reshape(-1)
     more = ", …" if flat.size > count else ""
-    # As Python values, dates and durations of some units would be ints.
+    # `tolist` turns dates and durations of some units into ints
     few = map(_time_text, flat[:count]) if is_time(array) else map(str, flat[:count].tolist())
     return ", ".join(few) + more
 
@@ -250,8 +250,8 @@ def _time_text(time: Any) -> str:
 
 
 def text_of(exc: Exception) -> str:
-    """Return the message of another's exception, at most MAX_TEXT characters of it. Its `__str__`
-    may fail too."""
+    """Return the message of an exception that foreign code raised, cut to MAX_TEXT characters. Its
+    `__str__` may fail too."""
     try:
         text = str(exc).encode(errors="backslashreplace").decode()
     except Exception:
@@ -386,8 +386,8 @@ def _from_torch(tensor: Any, torch: Any) -> Array:
 
 
 def _check_storage(tensor: Any) -> None:
-    """InvalidValue for a tensor whose memory was freed, as FSDP and offloading do. NumPy would
-    read other memory of this process."""
+    """Raise InvalidValue for a tensor whose memory was freed, for example by FSDP or offloading.
+    NumPy would read other memory of this process."""
     storage, needed = tensor.untyped_storage(), tensor.nbytes
     there = storage.nbytes() if storage.data_ptr() else 0
     if there == needed and not tensor.storage_offset() and tensor.is_contiguous():

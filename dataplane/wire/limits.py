@@ -41,7 +41,7 @@ MAX_BYTES_UNDER_WAY = 256 << 20
 """The total size of large messages that one listener is receiving, or (between peers) answering."""
 
 ALIGNMENT_BYTES = 64
-"""Every range starts at a multiple of this."""
+"""Every chunk starts at a multiple of this."""
 
 INLINE_ROW_BYTES = 4_096
 """Inline bytes per row and message, which are stored in the shard. Other values go to the arena."""

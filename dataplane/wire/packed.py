@@ -24,7 +24,7 @@ DIGEST = np.dtype([("hash", "V16"), ("nbytes", "<u8")])
 """xxh3-128 of a chunk's bytes and layout, and its size: the key with which dedup finds it."""
 
 U2, U4, U8 = np.dtype("<u2"), np.dtype("<u4"), np.dtype("<u8")
-"""Columns of U8 also name chunks: numbers that their owner has given them, and 0 for none."""
+"""A column of U8 may hold chunk numbers, which the owner of the chunks assigns; 0: no chunk."""
 
 Array = npt.NDArray[Any]
 

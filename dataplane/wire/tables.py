@@ -78,7 +78,7 @@ class PlanRows(msgspec.Struct, array_like=True):
 
 
 class Owner(msgspec.Struct, array_like=True, frozen=True):
-    """A peer and its incarnation. A range is meaningful only together with its owner."""
+    """A peer and its incarnation. A chunk number is meaningful only together with its owner."""
 
     peer: str
     incarnation: int

@@ -193,8 +193,8 @@ class Prefetch(Generic[B]):
             self._loop.call_soon_threadsafe(self._task.cancel)
 
     async def end(self, deadline: Deadline) -> None:
-        """Cancel the task and wait until it has stopped, and, until the deadline, until the peer
-        has back what the task was given."""
+        """Cancel the task and wait until it has stopped. Then return to the peer what the peer has
+        granted to the task, and wait for its replies at most until the deadline."""
         self._task.cancel()
         await asyncio.wait([self._task])
         await self._loop.run_in_executor(None, self._session.settle, deadline.until)

@@ -194,7 +194,7 @@ class LeasedRows(Converting):
             return self.lease.state
         if self.lease.open_among(self._at):
             return "leased"
-        if not len(self._at):  # as its batch, until it is finished itself
+        if not len(self._at):  # an empty part has the state of its batch until it is finished
             return self._outcome or self.lease.state
         return self._outcome or self.lease.state.replace("leased", "finished")
 
@@ -330,7 +330,7 @@ class Batch(LeasedRows):
         self._outcome = ENDED[outcome]
 
     def _check(self) -> None:
-        """LeaseExpired where these rows are finished. A part without rows never is."""
+        """Raise LeaseExpired if these rows are finished. An empty part never is."""
         if self._at is None or not len(self._at):
             return
         if self.lease.state == "leased" and self.state != "leased":

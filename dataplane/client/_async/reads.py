@@ -118,7 +118,7 @@ async def _read_parts(
         # The pages before this one are pinned; their pins go with an object nobody keeps.
         session.pinned(*(page.pin for page in pages))
         raise
-    if not parts:  # of no rows, nothing is asked
+    if not parts:  # the client needs no request for an empty selection
         pages.append(ReadDone(Table(Rows(b""), Values(wanted or [])), 0))
     reader = reader_of(session, *pages)
     session.tally.got(reader.table.rows.count, reader.volume)

@@ -139,8 +139,8 @@ class Prefetch(Generic[B]):
             self._changed.release()
 
     def end(self, deadline: Deadline) -> None:
-        """End the thread and wait until it has stopped, and, until the deadline, until the peer has
-        back what the thread was given."""
+        """End the thread and wait until it has stopped. Then return to the peer what the peer has
+        granted to the thread, and wait for its replies at most until the deadline."""
         self.stop()
         with self._changed:
             self._changed.notify_all()

@@ -3,7 +3,7 @@
 Every call of the client goes through `send`. One-way messages that are due go ahead of the request
 in the same bytes, and the call that follows may go behind it. If a connection breaks, everything is
 sent again on another connection, under the same operation ids, so the peer recognises what it has
-carried out already. Also here: `attach`, which finds the partition of a call.
+carried out already. `attach` finds the partition of a call.
 
 
 Generated from dataplane/client/_async/calls.py: change that.
@@ -132,36 +132,37 @@ def milliseconds(timeout_s: float | None) -> int:
 
 
 class Call(msgspec.Struct, eq=False):
-    """Send `body` and wait for the answer. blocking: the body says itself how long the peer may
-    wait (for rows), and `deadline` only how long this side does."""
+    """One request to the peer, from its frame to its reply. blocking: the body carries the time
+    that the peer may wait for rows, and `deadline` limits only the wait of this client."""
 
     body: Body
     deadline: Deadline
     blocking: bool = False
     then: Call | None = None
-    """Goes in the same bytes. The caller awaits it by itself afterwards, or leaves it."""
+    """A second call, sent in the same bytes. The caller awaits it afterwards, or leaves it."""
     sent: Connection | None = None
-    """Where the answer comes, if this call went along with the one before it."""
+    """The connection that brings the reply, if this call was sent with the one before it."""
     in_flight: bool = False
-    """The whole message may have left this process. Until then the caller owns what it names."""
+    """Whether the whole message may have left this process. Until then the caller owns the chunks
+    that the message names."""
     again: Request | None = None
-    """The request of an earlier call that has no answer yet: it is asked under the same number."""
+    """The request of an earlier call without a reply. This call retries it under its number."""
     keeps: bool = False
-    """If this call fails in flight, its request stays unanswered, to be asked again."""
+    """Whether a request that fails in flight is kept in `again`, for a retry."""
 
     # while it is in flight
     request: Request | None = None
     rid: int = 0
-    """Names the answer."""
+    """The number that matches the reply."""
     later: int = 0
-    """Names the answer to `then`; 0 if there is none."""
+    """The number that matches the reply to `then`; 0 if there is none."""
     ahead: Sequence[Request] = ()
     """One-way messages that are sent in the same bytes."""
     repeats: int = 0
 
     def begin(self, session: Session, along: bool = False) -> bytes:
-        """Give the request its number, and return what is to be sent. along: with the call before
-        it."""
+        """Number the request and return its frame. along: the frame is sent with the call before
+        this one."""
         if self.blocking:
             request = session.request(self.body, 0, True)
         else:
@@ -184,14 +185,15 @@ class Call(msgspec.Struct, eq=False):
         if self.ahead:
             frame = b"".join(map(encode, self.ahead)) + frame
         if (then := self.then) is not None:
-            # The peer counts its time from its arrival, and it may have been made long before.
+            # The peer counts the deadline from arrival, and `then` may have been made long before.
             then.deadline = Deadline(then.deadline.timeout_s)
             frame += then.begin(session, along=True)
             self.later = then.rid
         return frame
 
     def answered(self, session: Session, connection: Connection) -> None:
-        """The answer is there. The connection is free, or waits for the answer to `then`."""
+        """Note that the reply has arrived. The connection is now free, or waits for the reply to
+        `then`."""
         self.in_flight = True
         session.unanswered.discard(self.rid)
         for request in self.ahead:
@@ -202,8 +204,8 @@ class Call(msgspec.Struct, eq=False):
             self.then.sent, self.then.in_flight = connection, True
 
     def broke(self, session: Session, connection: Connection, exc: PeerLost) -> bytes:
-        """The connection broke before the answer was there. Return what is to be sent again. Raises
-        the error if that was done often enough, or nobody is there, and ClientClosed if another
+        """Handle a connection that broke before the reply. Return the bytes to send again. Raises
+        `exc` after REPEATS retries or if the peer has ended or leaves, and ClientClosed if another
         thread or task has closed the client."""
         assert self.request is not None
         self.in_flight = self.in_flight or connection.frame_sent
@@ -227,7 +229,7 @@ class Call(msgspec.Struct, eq=False):
         return b"".join(map(encode, requests))
 
     def failed(self, session: Session, connection: Connection, exc: BaseException) -> None:
-        """The call ends with an error, which may be its answer."""
+        """End the call with an error, which may be the reply itself."""
         if not isinstance(exc, DataplaneError):  # its reply must not reach the next call
             connection.leave()
         unheard = isinstance(exc, DataplaneError) and exc.details.pop(UNHEARD, False)
@@ -236,15 +238,15 @@ class Call(msgspec.Struct, eq=False):
         self._give_up(session, connection)
 
     def leave(self, session: Session) -> None:
-        """Give up the answer of a call that went along with the one before it. The housekeeper
-        returns what the answer grants."""
+        """Abandon the reply to a call that was sent with the one before it. The housekeeper returns
+        what the reply grants."""
         if self.sent is not None:
             connection, self.sent = self.sent, None
             connection.leave()
             self._give_up(session, connection)
 
     def _give_up(self, session: Session, connection: Connection) -> None:
-        was_told = connection.frame_sent and connection.is_whole  # else perhaps not to its end
+        sent_whole = connection.frame_sent and connection.is_whole
         request, then = self.request, self.then
         over = list(self.ahead) if self.in_flight else []
         if request is not None and self.keeps and self.in_flight:
@@ -255,13 +257,13 @@ class Call(msgspec.Struct, eq=False):
         if not self.in_flight:
             for one in self.ahead:
                 session.tell_again(one)
-        if request is not None and not was_told:
+        if request is not None and not sent_whole:
             session.not_told(request.unpin)
         if then is None:
             session.connections.failed(connection)
             return
         then.in_flight = self.in_flight
-        if was_told:
+        if sent_whole:
             then.sent = connection
         else:
             then._give_up(session, connection)

@@ -76,7 +76,7 @@ from dataplane.wire.tables import Scalar, Table
 log = logging.getLogger(__name__)
 
 _CALLS = {"keep": "add"}
-"""What users call the outcomes that they know by another name."""
+"""The public names of outcomes that have another name in messages."""
 Outcome = Literal["ack", "release", "drop"]
 _COLLECTED = (
     "a batch of {} was garbage-collected",
@@ -150,7 +150,7 @@ class Lease:
         self._closed = 0
         """the rows that are finished or dropped, as a bit mask of positions"""
         self._finished = 0
-        """of these, the rows that are acked or released"""
+        """the rows that are acked or released"""
         self._added: list[Added] = []
         self._doubt: Doubt | None = None
         """what may have taken effect"""
@@ -629,7 +629,7 @@ class Lease:
             try:
                 send(session, call)
             except LeaseExpired:
-                pass  # it was told already
+                pass  # the peer had released it already
             except BaseException:
                 if untold and not call.in_flight:
                     session.leases.add(self.id, self.handle.name)

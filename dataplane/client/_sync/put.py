@@ -394,7 +394,7 @@ class Putting(msgspec.Struct, eq=False):
             self.deadline.check("put")
             return expect(send(session, call), PutDone, body)
         except BaseException:
-            session.pinned(body.pin)  # nobody keeps it, so it is released
+            session.pinned(body.pin)  # without a view, so the pin is released
             if not call.in_flight:
                 give_back(session, chunks)
             raise

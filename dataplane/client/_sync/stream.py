@@ -91,7 +91,7 @@ class Stream:
             )
 
     def _held(self) -> list[Lease]:
-        """The current batches of all loops."""
+        """Return the current batches of all loops."""
         return [loop.lease for loop in list(self._loops) if loop.lease is not None]
 
     def _settle(self, held: list[Lease]) -> None:

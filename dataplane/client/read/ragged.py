@@ -158,7 +158,7 @@ def _filling(given: complex, text: str, dtype: np.dtype[Any]) -> Array | None:
     try:
         with np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a complex number that loses a part of it
-            # ml_dtypes refuses ints of over 64 bits; one that a float would round is refused below
+            # ml_dtypes refuses ints over 64 bits; the check below refuses ints that a float rounds
             number = float(given) if type(given) is int and dtype.kind not in "biu" else given
             made = np.full((), number, dtype)
         return made if _holds(made.item(), given) else None

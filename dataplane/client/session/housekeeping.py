@@ -130,11 +130,11 @@ class Housekeeper:
                 self._anchor = self._another(_SEND_S)
 
     def settle(self, until: float) -> None:
-        """What calls that nobody waits for any more were given is back when this returns, unless
-        the peer does not answer until then (by the monotonic clock)."""
+        """Return to the peer what it granted to abandoned calls, and wait for its replies. until:
+        the end of the wait, on the monotonic clock."""
         until = min(until, time.monotonic() + _SEND_S)
         if not self._undoing.acquire(timeout=max(0.0, until - time.monotonic())):
-            return  # the housekeeping thread waits for the same answers
+            return  # the housekeeping thread waits for the same replies
         try:
             due = self._undone(max(0.0, until - time.monotonic()))
             self.tell(due, max(0.0, until - time.monotonic()))

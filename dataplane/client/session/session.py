@@ -143,7 +143,7 @@ class Session:
         self.tend: Callable[[], None] = lambda: None
         """starts the housekeeper; called where there is something to keep house for"""
         self.settle: Callable[[float], None] = lambda until: None
-        """waits until what was given to calls that were given up is back, or until this time"""
+        """returns to the peer what it granted to abandoned calls; waits at most until this time"""
         self.close_arena: Callable[[], object] = lambda: None
         """closes the arena's descriptor, which is open for `writes`"""
         self.direct = DirectCopies(reads, self._call_housekeeper)

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 MAX_STAGES = 64
 OTHER = "other"
-"""Stages have figures of their own, up to so many; the others are counted together."""
+"""The first MAX_STAGES stages have figures of their own. The others are summed as OTHER."""
 _OF_ARENA = ("size", "used", "pinned", "cached", "spilled")
 _OF_STAGE = {
     "behind_rows": "outstanding_rows",
@@ -45,7 +45,7 @@ _STEP = re.compile(r"\d+$")
 
 @dataclass(slots=True)
 class _Sums:
-    """Of puts, of gets, or of one stage."""
+    """Sums of all puts, of all gets, or of one stage."""
 
     rows: int = 0
     bytes: int = 0
@@ -66,7 +66,7 @@ class Tally:
         self._since = time.monotonic()
 
     def put(self, rows: int, nbytes: int, copied_bytes: int) -> None:
-        """One message of a put."""
+        """Count one message of a put."""
         with self._lock:
             sums = self._put
             sums.rows += rows
@@ -83,7 +83,7 @@ class Tally:
             self._get.bytes += nbytes
 
     def claimed(self, stage: str, rows: int, nbytes: int, wait_s: float = 0.0) -> None:
-        """One claim of a stage, of which this client got rows."""
+        """Count a claim of a stage that returned rows."""
         with self._lock:
             sums = self._stages.get(stage) or self._another(stage)
             sums.claims += 1
@@ -92,12 +92,12 @@ class Tally:
             sums.wait_s += wait_s
 
     def claim_waited(self, stage: str, wait_s: float) -> None:
-        """A claim of a stage that got nothing yet."""
+        """Count the wait of a claim that has returned no rows yet."""
         with self._lock:
             (self._stages.get(stage) or self._another(stage)).wait_s += wait_s
 
     def added(self, stage: str, nbytes: int) -> None:
-        """Values that were copied into the arena for rows of a stage."""
+        """Count values that were copied into the arena for rows of a stage."""
         with self._lock:
             (self._stages.get(stage) or self._another(stage)).added_bytes += nbytes
             self._copied_bytes += nbytes
@@ -108,7 +108,7 @@ class Tally:
         return self._stages.setdefault(stage, _Sums())
 
     def take(self, stats: dict[str, Any]) -> dict[str, float]:
-        """The sums since the last call, rates, and figures of the peer's `stats`, flat."""
+        """Return the sums since the last call, rates, and figures of the peer's `stats`, flat."""
         with self._lock:
             now = time.monotonic()
             seconds, self._since = max(now - self._since, 1e-9), now
@@ -117,9 +117,9 @@ class Tally:
             stages = sorted(self._stages)
             for stage in stages:
                 sums[f"stage/{stage}"], self._stages[stage] = self._stages[stage], _Sums()
-            told = {name: float(stats[name]) for name in _OF_PEER}
-            moved = sum(told.values()) - sum(self._before.get(name, 0.0) for name in told)
-            first, self._before = not self._before, told
+            moved_at_peer = {name: float(stats[name]) for name in _OF_PEER}
+            moved = sum(moved_at_peer.values()) - sum(self._before.values())
+            first, self._before = not self._before, moved_at_peer
         taken: dict[str, float] = {"seconds": seconds}
         for what, names in {
             "put": ("rows", "bytes", "wait_s"),
@@ -144,7 +144,7 @@ class Tally:
 
 
 def _admission(stats: dict[str, Any]) -> dict[str, float]:
-    """Of partitions whose groups are begun with permits; nothing where there are none."""
+    """Return the figures of partitions whose groups need permits; nothing if there are none."""
     partitions = stats["everywhere"]["partitions"].values()
     told = [one["admission"] for one in partitions if one.get("admission")]
     names = ("version", "lag") if told else ()
@@ -152,7 +152,7 @@ def _admission(stats: dict[str, Any]) -> dict[str, float]:
 
 
 def _of_stage(stats: dict[str, Any], stage: str, figure: str) -> float:
-    """The sum over all partitions."""
+    """Return the sum of a figure over all partitions."""
     partitions = stats["everywhere"]["partitions"].values()
     stages = (partition["stages"].get(stage) for partition in partitions)
     return float(sum(figures[figure] for figures in stages if figures))

@@ -56,7 +56,7 @@ UNIT_BYTES = 16 << 20
 DEDUP_BYTES = 4 << 10
 """Values of at least this size, in fields that are deduplicated, have chunks of their own."""
 CHUNK_COST_BYTES = 64
-"""About what a chunk and its piece take in a message."""
+"""About how many bytes a chunk and its piece take in a message."""
 SHARED_PIECES = 64
 """The pieces of a message are cached if it has no more."""
 _PADDING = [bytes(length) for length in range(ALIGNMENT_BYTES)]
@@ -610,7 +610,7 @@ def unnamed(pieces: Iterable[NewPiece]) -> list[NewChunk]:
 
 def committed(chunks: Iterable[NewChunk], numbers: npt.NDArray[np.uint64] | None = None) -> None:
     """Note that a message names these chunks, which were `unnamed`, so the peer owns their space.
-    numbers: the peer's, if the peer keeps them for a later message."""
+    numbers: those of the chunks at the peer, if it keeps them for a later message."""
     for chunk in chunks:
         chunk.offset = -1
     if numbers is not None:
@@ -619,10 +619,10 @@ def committed(chunks: Iterable[NewChunk], numbers: npt.NDArray[np.uint64] | None
 
 
 def digests_of(chunks: Sequence[NewChunk]) -> bytes:
-    """A DIGEST record per deduplicated chunk."""
+    """Return a DIGEST record per deduplicated chunk."""
     return np.array([(chunk.digest, chunk.nbytes) for chunk in chunks], DIGEST).tobytes()
 
 
 def message_bytes(chunks: Iterable[NewChunk]) -> int:
-    """About what these chunks add to a message."""
+    """Return about how many bytes these chunks add to a message."""
     return sum([CHUNK_COST_BYTES + len(chunk.beside) for chunk in chunks])

@@ -369,7 +369,7 @@ def _check_length(
 
 
 def _rows_of(name: str, column: Any) -> Sequence[Any] | Array:
-    """As `_column`. InvalidValue where the column's own code raises."""
+    """Call `_column`. Raise InvalidValue if the column's own code raises."""
     try:
         return _column(name, column)
     except DataplaneError:
@@ -653,8 +653,8 @@ def _of_arrays(
     spec, lengths = spec_of(dtypes[0], shapes, loose, ragged)
     sizes = list(map(_nbytes, arrays))
     source = list(map(raw, arrays))
-    said = lengths_of(name, lengths, len(source))
-    return ValueColumn(name, len(source), spec, source, sum(sizes), sizes, said)
+    packed = lengths_of(name, lengths, len(source))
+    return ValueColumn(name, len(source), spec, source, sum(sizes), sizes, packed)
 
 
 def _of_bytes(name: str, values: list[Buffer], spec: ColumnSpec) -> ValueColumn:
@@ -690,8 +690,8 @@ def _of_rows(name: str, rows: list[list[Buffer]], spec: ColumnSpec) -> ValueColu
     gaps = [-length % OBJECT_ALIGNMENT_BYTES for length in lengths]
     source = [[*row, _PADDING[gap]] for row, gap in zip(rows, gaps, strict=True)]
     sizes = [length + gap for length, gap in zip(lengths, gaps, strict=True)]
-    said = lengths_of(name, lengths, len(rows))
-    return ValueColumn(name, len(rows), spec, source, sum(sizes), sizes, said)
+    packed = lengths_of(name, lengths, len(rows))
+    return ValueColumn(name, len(rows), spec, source, sum(sizes), sizes, packed)
 
 
 def _of_heads(name: str, heads: list[bytes], spec: ColumnSpec) -> ValueColumn:
@@ -703,8 +703,8 @@ def _of_heads(name: str, heads: list[bytes], spec: ColumnSpec) -> ValueColumn:
 
 
 def lengths_of(field: str, lengths: Sequence[int], rows: int) -> bytes:
-    """The lengths of this many rows as a chunk has them. LimitExceeded for one that a chunk cannot
-    hold."""
+    """Return the lengths of this many rows as a chunk stores them. Raise LimitExceeded if one is
+    too long for a chunk."""
     try:
         return pack(f"<{len(lengths)}I", *lengths)
     except StructError:

@@ -43,7 +43,7 @@ _SHOWN_GROUPS = 8
 
 _SCALARS = {bool, int, float, str, type(None)}
 _NO_COLUMN = (bytes, bytearray, memoryview, Mapping)
-"""What can be iterated over, and is one value all the same."""
+"""Types that can be iterated over, although each object is one value."""
 _NAMES, _NAMES_OR_NONE = {str, int}, {str, int, type(None)}
 _encoder = msgspec.msgpack.Encoder()
 
@@ -78,7 +78,7 @@ def identify(
 
 
 def take_rows(rows: Rows, index: Index | None) -> Rows:
-    """The rows at `index`, with just the groups that they are in. None: all of them."""
+    """Return the rows at `index`, with only the groups that they are in. None: all rows."""
     if index is None:
         return rows
     keys = np.frombuffer(rows.keys, KEY)[index].tobytes()
@@ -99,15 +99,18 @@ def take_rows(rows: Rows, index: Index | None) -> Rows:
 
 
 def continued_keys(rows: Rows) -> bytes:
-    """KEY records that tell whether a put continues an earlier one: of its groups, or of its given
-    keys."""
+    """Return the KEY records by which a put may continue an earlier one: those of its groups, or
+    else those of its given keys."""
     return rows.group_keys or (b"" if rows.names is None else rows.keys)
 
 
 def check_groups(rows: Rows, groups: list[int] | None, group_size: int | None) -> None:
-    """InvalidRows for a new row without a group where groups have a size, as no claim of whole
-    groups would ever get it (of rows with given keys the peer knows whether they are new);
-    GroupClosed for a group of more rows. groups: as `identify` returns them."""
+    """Check rows for a partition whose groups have `group_size` rows. groups: see `identify`.
+
+    Raises InvalidRows for a new row without a group, because no claim of whole groups would get
+    it, and GroupClosed for a larger group. Only the peer knows whether rows with given keys are
+    new, so it checks those.
+    """
     if group_size is None:
         return
     alone = rows.count if groups is None else groups.count(NO_GROUP)
@@ -129,8 +132,8 @@ def check_groups(rows: Rows, groups: list[int] | None, group_size: int | None) -
 
 
 def check_names(rows: Rows) -> None:
-    """InvalidRows for a key that occurs twice, in a put of several messages: the shard would find
-    it only where both are in one."""
+    """Raise InvalidRows if a key occurs twice in a put of several messages. The shard finds
+    duplicates only within one message."""
     if rows.names is not None and len({*split_keys(rows.keys)}) < len(rows.names):
         twice = Counter(rows.names).most_common(1)[0][0]
         raise InvalidRows(f"key {twice!r} appears twice in this call: give each row its own key")
@@ -258,7 +261,8 @@ def row_groups(rows: Rows) -> list[Name | None]:
 
 @reader(InvalidRows, "tags=")
 def tag_columns(tags: TagValues | None, n: int) -> dict[str, list[Scalar]]:
-    """Tags as columns: one value for all rows, or one per row. InvalidRows names the tag."""
+    """Return tags as columns: one value for all rows, or one per row. Raise InvalidRows, which
+    names the tag, if one is invalid."""
     columns: dict[str, list[Scalar]] = {}
     if tags is None:
         return columns
@@ -289,7 +293,7 @@ def _tag_name(name: object) -> str:
 
 
 def _tag_values(name: str, given: Any, n: int) -> list[Scalar]:
-    """The values of one tag: one for all rows, or one per row."""
+    """Return the values of one tag: one for all rows, or one per row."""
     if isinstance(given, Set) and not isinstance(given, KeysView):
         raise InvalidRows(
             f"tag {name!r} is a set, which has no order: pass a list with one value per row",

@@ -127,5 +127,5 @@ def _rows(whole: Located) -> list[Located]:
 def _column(name: str, values: list[Located]) -> ValueColumn:
     spec, lengths = spec_of(values[0].dtype, [value.shape for value in values])
     sizes = [value.nbytes for value in values]
-    said = lengths_of(name, lengths, len(values))
-    return ValueColumn(name, len(values), spec, values, sum(sizes), sizes, said)
+    packed = lengths_of(name, lengths, len(values))
+    return ValueColumn(name, len(values), spec, values, sum(sizes), sizes, packed)

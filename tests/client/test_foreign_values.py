@@ -197,3 +197,25 @@ def test_an_argument_that_has_no_truth_value_is_refused(part: Partition) -> None
     for name, call in calls.items():
         with pytest.raises(dataplane.InvalidCall, match=rf"{name}.*expected '"):
             call()
+
+
+NoClass = type("Mine", (), {"__class__": property(boom)})
+FORMS: dict[str, Any] = {
+    "what hides its class": NoClass(),
+    "what hides all": with_method(object, "__getattribute__")(),
+    "no form": "x" * 9999,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_form_that_is_none_is_refused_with_its_field(plane: dataplane.Plane, form: str) -> None:
+    with pytest.raises(dataplane.InvalidCall, match=r"fields\['x'\]=.*'float32'") as caught:
+        plane.partition("forms", {"t": ["x"]}, fields={"x": FORMS[form]})
+    assert len(str(caught.value)) < 999
+
+
+@pytest.mark.parametrize("method", ["__hash__", "__eq__", "__str__"])
+def test_a_form_may_be_a_str_of_ones_own_class(plane: dataplane.Plane, method: str) -> None:
+    part = plane.partition("own", {"t": ["x"]}, fields={"x": with_method(str, method)("int64[*]")})
+    with pytest.raises(dataplane.InvalidValue, match=r"'x' as int64\[\*\]"):
+        part.put({"x": [0.5]})

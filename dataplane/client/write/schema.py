@@ -107,9 +107,9 @@ def canonical(fields: object) -> dict[str, str]:
     for name, text in given.items():
         arguments.text(name, "a field")
         try:
-            if not isinstance(text, str):
+            if not issubclass(type(text), str):  # isinstance asks the object's own code
                 raise InvalidCall("expected a str")
-            found[name] = _written(parsed(text))
+            found[name] = _written(parsed(str.__str__(text)))  # subclasses hash by own code
         except InvalidCall as exc:
             raise InvalidCall(
                 f"fields[{name!r}]={shown(text):.80}: {exc.message}. Use a dtype with the shape "
@@ -132,7 +132,7 @@ def parsed(text: str) -> FieldForm:
         dtype = dtype_of(name)
     except ValueCorrupt:
         raise InvalidCall(
-            f"unknown dtype {name!r}: use a name such as 'int64', 'float32' or 'bfloat16'"
+            f"unknown dtype {name!r:.80}: use a name such as 'int64', 'float32' or 'bfloat16'"
         ) from None
     if dimensions is None or not dimensions.strip():
         return FieldForm(dtype, ())

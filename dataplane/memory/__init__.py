@@ -1,1 +1,1 @@
-"""The host arena: who may write where, which ranges are alive, and how clients map them."""
+"""The host arena: who may write where, which chunks are alive, and how clients map them."""

@@ -64,8 +64,8 @@ class Allocator:
         return max(longest, page_down(min(end, self.high_water)) - page_up(start))
 
     def allocate(self, nbytes: int, prefer: Iterable[Extent] = ()) -> int | None:
-        """The start of `nbytes` (a multiple of a page), or None if no range is that long.
-        prefer: extents that the caller would like again, tried in order."""
+        """Return the start of `nbytes` (a multiple of a page), or None if no range is that long.
+        prefer: extents to try first, in order."""
         assert nbytes > 0 and nbytes % PAGE_BYTES == 0, nbytes
         if nbytes > self.free_bytes:
             return None
@@ -85,8 +85,8 @@ class Allocator:
         return None
 
     def cut(self, nbytes: int) -> int | None:
-        """As `allocate`, to the byte: for space that no client is granted. None if none of the
-        first ranges is that long."""
+        """Allocate exactly `nbytes`, for space that no client is granted. Return the start, or None
+        if none of the first ranges is that long."""
         if nbytes > self.free_bytes:
             return None
         self._settle()

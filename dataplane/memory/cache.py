@@ -45,7 +45,7 @@ class PulledCopies:
         self._recency: OrderedDict[int, Copy] = OrderedDict()
         """by local number, least recently used first"""
         self._sizes = array("q")
-        """by the index of the local chunk: bytes of the copy; 0 for a chunk that is none"""
+        """by the index of the local chunk: bytes of the copy; 0 if the chunk is no copy"""
 
     def __len__(self) -> int:
         return len(self._recency)
@@ -54,9 +54,9 @@ class PulledCopies:
         return f"<PulledCopies {len(self)} chunks, {self.cached_bytes} B>"
 
     def lookup(self, incarnation: int, remote: Numbers) -> Numbers:
-        """The local chunk of each remote one, 0 if there is no copy.
+        """Return the local chunk of each remote one, 0 if there is no copy.
 
-        Pin what is found before anything else can evict it.
+        Pin the local chunks before anything else can evict them.
         """
         known = self._copies.get(incarnation)
         if not known:
@@ -129,8 +129,8 @@ class PulledCopies:
         return freed
 
     def some_of(self, incarnation: int, most: int) -> Numbers:
-        """The numbers, at their owner, of up to this many copies of a peer: the next ones at each
-        call, so that all are visited."""
+        """Return the remote numbers of up to `most` copies of a peer: other copies at each call,
+        until all were visited."""
         known = self._copies.get(incarnation, {})
         some = list(islice(known.items(), most))
         for number, copy in some:
@@ -146,8 +146,8 @@ class PulledCopies:
         return self._drop([copy for copy in found if copy is not None and copy.remote in names])
 
     def drop_dead(self, incarnation: int) -> int:
-        """Drop the copies of chunks of this host that were freed, from under this incarnation.
-        Return the bytes freed at once."""
+        """Drop the copies of this incarnation whose originals are freed chunks of this host. Return
+        the bytes freed at once."""
         copies = list(self._copies.get(incarnation, {}).values())
         if not copies:
             return 0
@@ -175,8 +175,8 @@ class PulledCopies:
 
 
 def _is_later(name: int, other: int) -> bool:
-    """Whether the generation of this number follows that of the other. Generations begin
-    again after 2**32."""
+    """Return whether the generation of this number follows that of the other. Generations wrap
+    around after 2**32."""
     return 0 < (name >> 32) - (other >> 32) & INDEX < 1 << 31
 
 

@@ -1,7 +1,7 @@
-"""The books of chunks: where the bytes of each one are, and how many references it has.
+"""The table of chunks: where the bytes of each chunk are, and how many references it has.
 
 Runs in the peer. A number names a chunk: its index in these columns, and a generation. An index is
-used again with the next generation, so an outdated number is recognised. Counts are derived from
+reused with the next generation, so an outdated number is recognised. Counts are derived from
 the references of shards, pins and the cache. Releasing a chunk that is no longer alive is a no-op.
 A chunk keeps its number when its bytes move from the arena to the spill file. A second table says
 which live chunk has the bytes of a digest, so that the images of a prompt are stored once.
@@ -23,9 +23,9 @@ from dataplane.wire.packed import DIGEST, EXTENT, U8
 Counts = npt.NDArray[np.integer] | int
 
 SPILLED = 3
-"""Stands for the class of chunks whose bytes are in the spill file, charged to none."""
+"""In place of a class: the bytes are in the spill file, and no class is charged."""
 POOL = 4
-"""Times n, and added to the class of chunks whose bytes are in the n-th pool, from 1."""
+"""A chunk in the n-th pool, counted from 1, has n * POOL added to its class."""
 INDEX = (1 << 32) - 1
 """The bits of a number that are the index of the chunk; the others are its generation."""
 
@@ -38,13 +38,13 @@ Freed = list[tuple[int, int, int]]
 
 
 class Chunks:
-    """Columns by index. They are read and written one by one: most messages name a few chunks,
-    for which numpy's fixed cost would be most of the work."""
+    """Columns by index. Python reads and writes single entries: most messages name few chunks, and
+    the fixed cost of numpy would exceed the work."""
 
     def __init__(self) -> None:
         self.live = 0
         """Chunks that have references."""
-        self._spare: list[int] = []  # indexes to use again
+        self._spare: list[int] = []  # indexes to reuse
         self._number = array("Q")  # of the living chunk, or of the next one
         self._offset = array("Q")
         self._length = array("Q")
@@ -76,7 +76,7 @@ class Chunks:
         return np.frombuffer(added, U8)
 
     def _grow(self, least: int) -> None:
-        """Add at least so many entries. Some more at once are cheaper than one at a time."""
+        """Add at least `least` entries. Adding several at once is cheaper."""
         known = len(self._refs)
         more = max(least, _NEW, known // 8)
         self._number.extend([1 << 32 | index for index in range(known, known + more)])
@@ -85,12 +85,12 @@ class Chunks:
         self._spare[:0] = range(known + more - 1, known - 1, -1)  # the lowest is used first
 
     def alive(self, chunks: Numbers) -> Mask:
-        """Per number, whether this chunk still has references."""
+        """Return per number whether this chunk still has references."""
         return np.array([self._is_alive(number) for number in chunks.tolist()], np.bool_)
 
     def hold(self, chunks: Numbers, counts: Counts = 1) -> list[Extent]:
-        """More references; a chunk may be named several times. Return where they lie, padding
-        included. RowsGone changes nothing."""
+        """Add references; a chunk may be listed several times. Return its extent for each, padding
+        included. Raises RowsGone, and changes nothing, if any is dead."""
         refs, offsets, lengths, places = self._refs, self._offset, self._length, list[Extent]()
         for index, count in zip(self._living(chunks), _each(counts), strict=False):
             refs[index] += count
@@ -119,29 +119,29 @@ class Chunks:
         return freed
 
     def places(self, chunks: Numbers) -> list[Extent]:
-        """Where these chunks are, with padding. Raises RowsGone if any is dead."""
+        """Return the extents of these chunks, padding included. Raises RowsGone if any is dead."""
         return [(self._offset[n], self._length[n]) for n in self._living(chunks)]
 
     def extents(self, chunks: Numbers) -> Records:
-        """The same as EXTENT records."""
+        """Return `places` as EXTENT records."""
         return np.array(self.places(chunks), EXTENT)
 
     def refs(self, chunks: Numbers) -> npt.NDArray[np.int64]:
-        """The references of each. Raises RowsGone if any is dead."""
+        """Return the refcount of each chunk. Raises RowsGone if any is dead."""
         return np.array([self._refs[n] for n in self._living(chunks)], np.int64)
 
     def counts_of(self, indexes: slice) -> npt.NDArray[np.int64]:
-        """A view of the references under these indexes, for a holder that knows which chunks are
-        its own. Let go of it before chunks are added."""
+        """Return a view of the refcounts at these indexes, for a caller that knows which chunks are
+        its own. Drop the view before chunks are added."""
         return np.frombuffer(self._refs, np.int64)[indexes]
 
     def kinds(self, chunks: Numbers) -> npt.NDArray[np.uint8]:
-        """Per chunk its class, with SPILLED and POOL; 0 for a dead one."""
+        """Return the class of each chunk, with SPILLED and POOL; 0 for a dead chunk."""
         kinds = [self._admission[n & INDEX] if self._is_alive(n) else 0 for n in chunks.tolist()]
         return np.array(kinds, np.uint8)
 
     def by_age(self, below: int) -> Numbers:
-        """Living chunks charged to a class below this one, the oldest first."""
+        """Return the living chunks charged to a class below this one, the oldest first."""
         refs, born = np.frombuffer(self._refs, np.int64), np.frombuffer(self._born, np.int64)
         found = np.flatnonzero((refs > 0) & (np.frombuffer(self._admission, np.uint8) < below))
         found = found[np.argsort(born[found], kind="stable")]
@@ -161,7 +161,7 @@ class Chunks:
         return index < len(self._refs) and self._number[index] == number and self._refs[index] > 0
 
     def _living(self, chunks: Numbers) -> list[int]:
-        """Their indexes. RowsGone if any is dead."""
+        """Return the indexes of these chunks. Raises RowsGone if any is dead."""
         named: list[int] = chunks.tolist()
         refs, numbers, known = self._refs, self._number, len(self._refs)
         found = [number & INDEX for number in named]
@@ -202,7 +202,7 @@ class Digests:
         return f"<Digests {self._count} of {len(self._entries)} partitions>"
 
     def lookup(self, partition: str, digests: Records) -> Numbers:
-        """The chunk of each DIGEST, 0 if unknown. Pin it before another call."""
+        """Return the chunk of each DIGEST, 0 if unknown. Pin the chunks before another call."""
         found = np.zeros(len(digests), U8)
         entries = self._entries.get(partition)
         if entries:

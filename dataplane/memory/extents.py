@@ -16,7 +16,7 @@ PAGE_BYTES = 4096
 
 Bytes = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[np.uint64]
-"""Names of chunks at their owner; 0: none."""
+"""Chunk numbers, which the owner of the chunks assigns; 0: no chunk."""
 Records = npt.NDArray[np.void]
 Mask = npt.NDArray[np.bool_]
 Set = tuple[Bytes, Bytes]

@@ -1,4 +1,4 @@
-"""What one client may write, and what it reads: its slabs and pins. No I/O."""
+"""Holders: the extents that each client may write, and the chunks that it pins. No I/O."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ class Holder:
 
     def __init__(self, most_extents: float = math.inf) -> None:
         self.most_extents = most_extents
-        """How many separate extents it may have."""
+        """The most separate extents that the client may have."""
         self.pins: dict[int, Numbers] = {}
         self.quarantined = False
-        """Lost, but its processes may live and write: nothing of it is used for others."""
+        """Whether the client is lost, but its processes may live and write. Nobody else gets its
+        extents."""
         self.granted_by_class = [0, 0, 0]
         self.recent: deque[Extent] = deque(maxlen=_REMEMBERED)
         """Extents granted last; the client still has them mapped, so it gets them first."""
         self._starts: list[int] = []
-        """Of the extents that it may write, in order."""
+        """The starts of the extents that the client may write, in order."""
         self._ends: list[int] = []
 
     def __repr__(self) -> str:
@@ -45,7 +46,7 @@ class Holder:
 
     @property
     def grants(self) -> list[Extent]:
-        """All extents that it may write, in order."""
+        """All extents that the client may write, in order."""
         pairs = zip(self._starts, self._ends, strict=True)
         return [(start, end - start) for start, end in pairs]
 
@@ -89,7 +90,9 @@ class Holder:
             found.append((at, start, end))
             more += (start > starts[at]) + (end < ends[at]) - 1
         self.check(more)
-        for at, start, end in reversed(found):  # so that the positions of the others stay
+        for at, start, end in reversed(
+            found
+        ):  # from the end, so that the other positions stay valid
             last = ends[at]
             if start > starts[at]:
                 ends[at] = start
@@ -103,7 +106,7 @@ class Holder:
         return self._uncharge(sum([length for _, length in extents]), admission)
 
     def check(self, more: int) -> None:
-        """Raise LimitExceeded if so many more separate extents would be too many."""
+        """Raise LimitExceeded if `more` further separate extents would exceed the limit."""
         count = len(self._starts) + more
         if count > self.most_extents:
             raise LimitExceeded(

@@ -20,8 +20,8 @@ Counts = npt.NDArray[np.uint32]
 
 
 class Lent:
-    """How many references to each chunk a peer's shards hold. `Owner`: the incarnation of the
-    peer."""
+    """How many references to each chunk the shards of each peer hold. An `Owner` is one incarnation
+    of a peer."""
 
     def __init__(self) -> None:
         self._held: dict[Owner, dict[int, int]] = {}
@@ -68,7 +68,7 @@ class Lent:
     ) -> tuple[Numbers, Counts]:
         """Handle the report of a successor (None: this peer itself), which lists each chunk
         once. Return the references that the lost peers had and the successor does not hold.
-        more: of these chunks, the successor has yet to report others."""
+        more: a later report lists further chunks, so only references to these are returned."""
         named: list[int] = chunks.tolist()
         had: dict[int, int] = {}
         for origin in origins:

@@ -39,11 +39,11 @@ from dataplane.wire.packed import EXTENT, U8
 PULLER = 0
 """The holder under which the peer itself reserves room for pulls and pins chunks for others."""
 MAX_EXTENTS = 1024
-"""A fragmented arena grants fewer units at once rather than endless extents."""
+"""The most extents of one reservation. In a fragmented arena, fewer units fit."""
 LONG_BYTES = 1 << 20
-"""What is longer is rather spread over extents of this length that were used before than put into
-pages that nobody has touched: those are ten times as slow to write, cost each reader a fault, and
-are memory that the host has not given yet."""
+"""A longer reservation prefers several used extents of at least this length to untouched pages.
+Untouched pages are ten times as slow to write, cost each reader a page fault, and add to the memory
+that the host uses."""
 
 
 class Space:
@@ -73,9 +73,9 @@ class Space:
         self.waste_bytes: Callable[[], int] = lambda: 0
         """Bytes of chunks that no row has any more; only the metadata knows."""
         self.spill: Spilled | None = None
-        """Where chunks go that have no place here, if anywhere."""
+        """The spill file, to which chunks of a full arena move; None: there is none."""
         self._allocator = Allocator(size_bytes, base)
-        # In a pool, pages that nobody has touched are as quick to write as others.
+        # in a pool, untouched pages are as quick to write as others
         self.long_bytes = size_bytes if pool else LONG_BYTES
         self._holders: dict[int, Holder] = {}
         self._live_bytes = [0, 0, 0]
@@ -130,13 +130,13 @@ class Space:
             prefer = self._holder(holder).recent
             while True:
                 done, extents = self._allocate(admission, ends, marks, prefer)
-                # Copies may lie between the free extents of a unit that has the room.
+                # The quota has room for the unit, but copies may fragment the free space.
                 if done or self.shares.room(admission) < first or not self.copies.evict(first):
                     break
         return done, self._grant(holder, admission, extents)
 
     def grant(self, holder: int, admission: int, nbytes: int) -> Records:
-        """Reserve one extent in advance, of at most so many bytes, or none unless half of the
+        """Reserve one extent of at most `nbytes` in advance. Reserve none unless half of the
         class's quota stays free."""
         nbytes, extents = page_up(nbytes), list[Extent]()
         room = self.shares.room(admission) - self.shares.caps[admission] // 2
@@ -170,7 +170,7 @@ class Space:
 
         All or nothing. Raises ProtocolError unless each is inside the holder's grants, starts at
         a multiple of 64 bytes and overlaps no other, and LimitExceeded if the holder would have
-        too many separate stretches. Padding belongs to the chunk.
+        too many separate extents. Padding belongs to the chunk.
         """
         padded = self._padded(extents)
         taken = self._holder(holder).carve(padded, admission)
@@ -193,7 +193,7 @@ class Space:
         if nbytes > self.shares.room(Admission.PULL):
             return None
         if nbytes > self.long_bytes and nbytes > self._allocator.largest_touched:
-            return None  # several extents of used pages are better
+            return None  # the caller then reserves several used extents
         start = self._allocator.cut(nbytes)
         if start is None:
             return None
@@ -204,7 +204,7 @@ class Space:
         return starts, self.chunks.add(extents, Admission.PULL + self._kind)
 
     def alive(self, chunks: Numbers) -> Mask:
-        """Per chunk, whether it lives."""
+        """Return per chunk whether it is alive."""
         return self.chunks.alive(chunks)
 
     def hold(self, chunks: Numbers, counts: Counts = 1) -> None:
@@ -219,7 +219,7 @@ class Space:
         return self._freed(freed)
 
     def _freed_from_file(self, spill: Spilled, freed: Freed) -> Freed:
-        """What is left of these, lying in the arena."""
+        """Free the extents in the spill file. Return the extents in memory."""
         out = [one for one in freed if one[2] == SPILLED]
         if not out:
             return freed
@@ -243,18 +243,18 @@ class Space:
         return self.spill is None
 
     def away(self, chunks: Numbers, holder: int = 0) -> Mask:
-        """Per chunk, whether this holder needs a copy to read it, because its bytes are in the
-        spill file or in a pool that the holder does not map."""
+        """Return per chunk whether this holder needs a copy to read it, because its bytes are in
+        the spill file or in a pool that the holder does not map."""
         return self.spilled(chunks)
 
     def any_away(self, chunks: Numbers, holder: int = 0) -> bool:
-        """Whether this holder needs a copy of any."""
+        """Return whether this holder needs a copy of any chunk."""
         return not self.all_here and some(self.away(chunks, holder))
 
     # the spill file
 
     def spilled(self, chunks: Numbers) -> Mask:
-        """Per chunk, whether it is in the spill file."""
+        """Return per chunk whether it is in the spill file."""
         if self.spill is None or not self.spill.spilled_bytes:
             return np.zeros(len(chunks), np.bool_)
         spilled: Mask = self.chunks.kinds(chunks) == SPILLED
@@ -279,8 +279,8 @@ class Space:
         return self.keep(holder, chunks)[0]
 
     def keep(self, holder: int, chunks: Numbers) -> tuple[int, list[Extent]]:
-        """As `pin`, wherever their bytes are: held for somebody who does not read them. Return also
-        where they lie, padding included."""
+        """Pin chunks wherever their bytes are, for a caller that does not read them. Return the
+        pin's id and the extents, padding included."""
         if not len(chunks):
             return 0, []
         places = self.chunks.hold(chunks)
@@ -388,7 +388,7 @@ class Space:
         return sum(holder.granted_bytes for holder in self._holders.values())
 
     def _pinned(self) -> Numbers:
-        """What anybody reads."""
+        """Return the chunks that any holder pins."""
         return pinned_by(self._holders.values())
 
     def _pinned_bytes(self, holders: Iterable[Holder]) -> int:
@@ -398,7 +398,8 @@ class Space:
         return int(self.chunks.extents(chunks)["length"].sum())
 
     def _padded(self, extents: Sequence[Extent]) -> list[Extent]:
-        """Extents that a client named, padded, checked to be in the arena."""
+        """Return extents that a client named, padded. Raises ProtocolError for one outside the
+        arena."""
         padded, base, size = list[Extent](), self.base, self.size_bytes
         for start, length in extents:
             if not base <= start < base + size or length > size or start % ALIGNMENT_BYTES:
@@ -413,11 +414,11 @@ class Space:
     def _lengths(
         self, admission: int, units: Sequence[Bytes]
     ) -> tuple[Bytes, npt.NDArray[np.intp]]:
-        """The running bytes of all chunks, from 0, and which of them each unit starts with. Raises
-        ValueTooLarge if a unit can never fit."""
+        """Return the running sum of the chunks' bytes, from 0, and the index of each unit's first
+        chunk. Raises ValueTooLarge if a unit can never fit."""
         sizes = np.concatenate(units).astype(U8, copy=False)
         if len(sizes):
-            # before adding up: sums of what a client claims must not wrap
+            # before the sum, which must not wrap for sizes that a client invents
             self.shares.check_unit(admission, int(sizes.max()))
         ends = np.concatenate((np.zeros(1, U8), np.cumsum(padded(sizes), dtype=U8)))
         marks = np.zeros(len(units) + 1, np.intp)
@@ -434,8 +435,8 @@ class Space:
     ) -> tuple[int, list[Extent]]:
         """Allocate extents for the first units, in order, and return how many units fit.
 
-        ends: running bytes: range k lies between ends[k] and ends[k + 1]. marks: the first range of
-        each unit. An extent holds as many chunks as possible; a unit may have several.
+        ends, marks: as `_lengths` returns them; chunk k is between ends[k] and ends[k + 1].
+        An extent holds as many chunks as possible; a unit may have several.
         """
         allocator, room = self._allocator, page_down(self.shares.room(admission))
         done = int(ends[marks].searchsorted(U8.type(room), "right")) - 1
@@ -462,13 +463,13 @@ class Space:
             kept = min(length, page_up(max(0, end - int(ends[first]))))
             if kept:
                 extents.append((start, kept))
-            if kept < length:  # for a unit that did not fit to its end
+            if kept < length:  # the rest belongs to a unit that did not fit
                 allocator.free([(start + kept, length - kept)])
         return done, extents
 
     def _reaches(self, nbytes: int, first: int) -> Iterator[int]:
-        """How long the next extent for these bytes may be: what is best first. first: bytes of the
-        first range, which may be the only one that finds no used pages."""
+        """Yield lengths to try for the next extent of these bytes, the best first. first: bytes of
+        the first chunk, which may be the only one that does not fit into used pages."""
         if nbytes > self.long_bytes and (touched := self._touched_bytes):
             yield touched
             yield first
@@ -482,10 +483,10 @@ class Space:
         return touched if touched >= self.long_bytes else 0
 
     def _evict_into(self, admission: int, nbytes: int) -> None:
-        """Evict pulled copies as far as that lets this class in."""
+        """Evict pulled copies as far as that makes room for this class."""
         short = nbytes - self.shares.balance(admission)
         if admission != Admission.PULL:
-            # copies inside the guarantee of pulls are no room for others, kept or not
+            # evicting copies inside the guarantee of pulls makes no room for other classes
             pulls = self.shares.used[Admission.PULL] - self.shares.guaranteed[Admission.PULL]
             short = min(short, pulls)
         if short > 0:

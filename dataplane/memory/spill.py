@@ -2,7 +2,7 @@
 
 Runs in the peer. The oldest chunks move first, and none that a reader pins. A chunk keeps its
 number and stays in the file until it is freed. A reader gets a copy in the arena, which is cached
-like one of another host's chunk (`PulledCopies`). `Spilled` does no I/O.
+like a copy of another host's chunk (`PulledCopies`). `Spilled` does no I/O.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Spilled:
 
     @property
     def has_left(self) -> bool:
-        """Whether chunks wait to be cleared."""
+        """Whether extents of the file wait to be cleared."""
         return bool(self._left)
 
     def choose(self, nbytes: int, pinned: Numbers) -> Move | None:
@@ -99,8 +99,8 @@ class Spilled:
         return Move(chunks[:upto], extents["offset"][:upto], places, lengths)
 
     def settle(self, move: Move, pinned: Numbers) -> Freed:
-        """Note that the bytes are in the file. Chunks that live and were not pinned meanwhile
-        are there from now on. Return the chunks of the arena that they left."""
+        """Note that the bytes are in the file. Chunks that are alive and were not pinned meanwhile
+        are there from now on. Return the extents of the arena that they left."""
         stay = ~self._chunks.alive(move.chunks)
         stay |= np.isin(move.chunks, pinned)
         self._leave(move.places[stay], move.lengths[stay])
@@ -119,17 +119,17 @@ class Spilled:
         self.on_left()
 
     def take_left(self) -> Set:
-        """Drain the chunks to clear, with neighbours merged."""
+        """Drain the extents to clear, with neighbours merged."""
         left = np.array(self._left, U8)
         self._left.clear()
         return coalesce(left[:, 0], left[:, 0] + left[:, 1])
 
     def cleared(self, starts: Bytes, ends: Bytes) -> None:
-        """Note that these chunks are cleared and may be reused."""
+        """Note that these extents are cleared and may be reused."""
         self._allocator.free(list(zip(starts.tolist(), (ends - starts).tolist(), strict=True)))
 
     def _allocate(self, nbytes: int) -> int:
-        """Allocate an extent of the file that is there, to the byte."""
+        """Allocate exactly `nbytes` of the file. The caller knows that they fit."""
         taken = page_up(nbytes)
         start = self._allocator.allocate(taken)
         assert start is not None, (taken, self._allocator)
@@ -164,8 +164,8 @@ class SpillFile:
         return f"<SpillFile {self.path} {'closed' if self._fd < 0 else 'open'}>"
 
     def write(self, start: int, nbytes: int, sources: Bytes, lengths: Bytes) -> None:
-        """Write chunks of the arena, one after the other, to `start` of the file. Raises OSError
-        if the disk is full or fails; what was written then is meaningless."""
+        """Write extents of the arena, one after the other, to `start` of the file. Raises OSError
+        if the disk is full or fails; the bytes in the file are then undefined."""
         os.posix_fallocate(self._fd, start, nbytes)
         at = start
         for source, length in zip(sources.tolist(), lengths.tolist(), strict=True):
@@ -176,7 +176,7 @@ class SpillFile:
         self._forget_pages(start, nbytes)
 
     def read(self, places: Bytes, lengths: Bytes, dest: Bytes) -> None:
-        """Read chunks of the file into the arena. Raises OSError if the disk fails."""
+        """Read extents of the file into the arena. Raises OSError if the disk fails."""
         columns = (places.tolist(), lengths.tolist(), dest.tolist())
         for place, length, to in zip(*columns, strict=True):
             done = 0
@@ -189,13 +189,13 @@ class SpillFile:
             self._forget_pages(place, length)
 
     def clear(self, starts: Bytes, ends: Bytes) -> None:
-        """Return whole pages of these chunks to the disk. A file system that cannot do that
-        keeps them for reuse: the file's size limit holds all the same."""
+        """Return whole pages of these extents to the disk. A file system that cannot do that keeps
+        them for reuse; the file stays within its size limit."""
         for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
             _libc.fallocate(self._fd, _PUNCH_HOLE | _KEEP_SIZE, start, end - start)
 
     def empty(self) -> None:
-        """Return all pages to the disk, likewise."""
+        """Return all pages to the disk."""
         with suppress(OSError):
             os.ftruncate(self._fd, 0)
 
@@ -207,8 +207,8 @@ class SpillFile:
             self._fd = -1
 
     def _forget_pages(self, start: int, nbytes: int) -> None:
-        """The system shall not keep what was spilled in memory as well, charged to this peer.
-        Advice: where it cannot be taken, pages go when memory is short."""
+        """Drop spilled pages from the page cache, which the system charges to this peer.
+        A system that ignores this drops them when memory is short."""
         _libc.sync_file_range(self._fd, start, nbytes, _WAIT_BEFORE | _WRITE | _WAIT_AFTER)
         with suppress(OSError):
             os.posix_fadvise(self._fd, start, nbytes, os.POSIX_FADV_DONTNEED)

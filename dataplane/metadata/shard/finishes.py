@@ -81,7 +81,7 @@ def retry_key(asked: Finish, lease: Lease | None) -> int | None:
 
 @lru_cache(16)
 def _every_row(count: int) -> bytes:
-    """The index of a call that names all rows of a lease."""
+    """Return the index column of a call that names all rows of a lease."""
     return np.arange(count, dtype=U4).tobytes()
 
 

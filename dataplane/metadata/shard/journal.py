@@ -189,9 +189,9 @@ def _permitted(store: Store, record: Permitted, now: float) -> None:
 
 
 def _relocated(store: Store, record: Relocated, now: float) -> None:
-    ranges = column(record.chunks, U8)
-    there = column(record.to_chunks, U8, len(ranges))
-    store.relocate(record.owner, ranges, record.to_owner, there)
+    chunks = column(record.chunks, U8)
+    there = column(record.to_chunks, U8, len(chunks))
+    store.relocate(record.owner, chunks, record.to_owner, there)
 
 
 def _paced(store: Store, record: Pacing, now: float) -> None:

@@ -38,22 +38,22 @@ class Replicas:
     def __repr__(self) -> str:
         return f"<Replicas of {len(self)} chunks of {len(self._known)} peers>"
 
-    def note(self, owner: Owner, ranges: Array, nbytes: Array) -> bool:
+    def note(self, owner: Owner, chunks: Array, nbytes: Array) -> bool:
         """Add a reference to each of these chunks of an owner, with these sizes (u8). Return
-        whether all have copies. An empty chunk gets a copy of one byte, because it needs a
-        range."""
+        whether all have copies. An empty chunk gets a copy of one byte, because a
+        copy needs an extent."""
         known, there = self._known.setdefault(owner, {}), True
-        for id_, size in zip(ranges.tolist(), nbytes.tolist(), strict=True):
+        for id_, size in zip(chunks.tolist(), nbytes.tolist(), strict=True):
             copy = known.setdefault(id_, _Copy(max(size, 1)))
             copy.refs += 1
             there &= copy.local is not None
         return there
 
-    def freed(self, owner: Owner, ranges: Array, counts: Array) -> Array:
-        """Remove references. Return the local ranges that are no longer needed."""
+    def freed(self, owner: Owner, chunks: Array, counts: Array) -> Array:
+        """Remove references. Return the local chunks that are no longer needed."""
         known = self._known.get(owner, {})
         spare = []
-        for id_, count in zip(ranges.tolist(), counts.tolist(), strict=True):
+        for id_, count in zip(chunks.tolist(), counts.tolist(), strict=True):
             copy = known.get(id_)
             if copy is None:
                 continue
@@ -64,17 +64,17 @@ class Replicas:
         return _numbers(spare)
 
     def missing(self, owner: Owner, among: Array | None = None) -> tuple[Array, Array]:
-        """Numbers and sizes of chunks without a copy; of all, or of those `among` these."""
+        """Return numbers and sizes (u8) of the chunks without a copy. among: only these chunks."""
         known = self._known.get(owner, {})
         asked = known if among is None else dict.fromkeys(among.tolist())
         found = {id_: known[id_] for id_ in asked if id_ in known and known[id_].local is None}
         return _numbers(found), np.array([copy.nbytes for copy in found.values()], U8)
 
-    def brought(self, owner: Owner, ranges: Array, local: Array) -> Array:
+    def brought(self, owner: Owner, chunks: Array, local: Array) -> Array:
         """Add copies. Return those that are not needed."""
         known = self._known.get(owner, {})
         spare = []
-        for id_, place in zip(ranges.tolist(), local.tolist(), strict=True):
+        for id_, place in zip(chunks.tolist(), local.tolist(), strict=True):
             copy = known.get(id_)
             if copy is None or copy.local is not None:
                 spare.append(place)
@@ -98,7 +98,7 @@ class Replicas:
         return {id_: copy for id_, copy in known.items() if copy.local is not None}
 
     def clear(self) -> Array:
-        """Remove and return all local ranges."""
+        """Remove and return all local chunks."""
         local = [copy.local for known in self._known.values() for copy in known.values()]
         self._known.clear()
         return _numbers(local)

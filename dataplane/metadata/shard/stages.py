@@ -42,7 +42,7 @@ _FEW = 64
 _STATES = [bytes([state]) for state in (PENDING, READY, LEASED, ACKED, SPLIT)]
 Test = Callable[[Where, Unit, int], int]
 Matches = Callable[[Unit, int], int]
-"""Returns those of a unit's rows, or of one group, that match."""
+"""Returns the mask of the rows of a unit that match; for a group, its mask or 0."""
 
 
 class Entry(msgspec.Struct, gc=False, eq=False):
@@ -240,11 +240,11 @@ class Units:
         self._filtered.move_to_end(name)
         return self._filtered[name]
 
-    def beside(
+    def unreserved(
         self, where: Where | None, kept: Sequence[tuple[str, Where | None]], free: Matches
     ) -> ReadyQueue:
-        """The queue of a filter without the units that are kept for other claims. kept: the units
-        and filters of these claims. free: which units are not kept."""
+        """Return the queue of a filter without the units that are reserved for other claims. kept:
+        the units and filters of these claims. free: the units that are not reserved."""
         name = msgspec.msgpack.encode((where, kept))
         if name not in self._filtered:
             test = self._test
@@ -263,8 +263,8 @@ class Units:
         self._evict()
 
     def regrouped(self, unit: Unit, ready: int) -> None:
-        """Note that the group of a unit changed. Drop the queues in which the unit has another
-        place now: they are made again on their next use."""
+        """Note that the group of a unit changed. Drop the queues that no longer match the unit; the
+        next use builds them again."""
         for name, queue in list(self._filtered.items()):
             if queue.by_groups and queue.holds(unit) != queue.matching(unit, ready):
                 del self._filtered[name]

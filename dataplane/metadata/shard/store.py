@@ -319,13 +319,13 @@ class Store(State):
         self.happened(EventRecord(Kind.DROP, rows=dropped[0], nbytes=dropped[1]))
         return dropped
 
-    def relocate(self, old: Owner, ranges: Array, new: Owner, new_ranges: Array) -> Array:
-        """Move chunks: from ranges[i] of `old` to new_ranges[i] of `new`.
+    def relocate(self, old: Owner, chunks: Array, new: Owner, new_chunks: Array) -> Array:
+        """Move chunks: chunks[i] of `old` becomes new_chunks[i] of `new`.
 
-        Return u4 per range, 1 for a chunk that rows here use. The references to the old ones are
-        collected as freed.
+        Return u4 per chunk, 1 for a chunk that rows here use. The references to the old chunks
+        are collected as freed.
         """
-        ids, there = (one.tolist() for one in (ranges, new_ranges))
+        ids, there = (one.tolist() for one in (chunks, new_chunks))
         if len({*ids}) != len(ids) or len({*there}) != len(ids):
             raise mixed_releases(
                 f"cannot move {len(ids)} chunks to {len(there)} new ones: expected one distinct "
@@ -344,15 +344,15 @@ class Store(State):
             if chunk is not None:
                 self.rename(chunk, new, number)
         if self.emit is not None:
-            self.emit(Relocated(old, ranges.tobytes(), new, new_ranges.tobytes()))
+            self.emit(Relocated(old, chunks.tobytes(), new, new_chunks.tobytes()))
         return np.array([chunk is not None for chunk in moving], U4)
 
     def holdings(self) -> list[tuple[Owner, Array, Array]]:
-        """Every current reference: per owner chunk numbers and a u4 count for each."""
+        """Return every current reference: per owner chunk numbers and a u4 count for each."""
         return [(owner, *_counted([*mine])) for owner, mine in self._chunks.items()]
 
     def named(self, owner: Owner) -> tuple[Array, Array]:
-        """The chunks of an owner that rows use: their numbers and sizes, u8 each."""
+        """Return the chunks of an owner that rows use: their numbers and sizes, u8 each."""
         chunks = self.chunks_at(owner)
         numbers = np.array([chunk.number for chunk in chunks], U8)
         nbytes = np.array([chunk.nbytes for chunk in chunks], U8)
@@ -415,7 +415,7 @@ CHANGES: dict[type[Body], Callable[[Store, Any], Any]] = {
 
 
 def _counted(numbers: list[int]) -> tuple[Array, Array]:
-    """Distinct chunk numbers of these chunks, and how often each is there."""
+    """Return the distinct chunk numbers among these, and how often each occurs (u4)."""
     if len(set(numbers)) == len(numbers):
         return np.array(numbers, U8), np.ones(len(numbers), U4)
     many = Counter(numbers)

@@ -115,7 +115,7 @@ def take(
     and unless `sealed` only once the next ready unit would not fit. Raises InvalidRows for a row
     whose tag is not a finite, non-negative number. credit: limits the units to those that the
     claim's peer may pull; `needed_bytes` says how much would have been needed. kept: older
-    claims whose units are not for this one. claim: its number, by which the lease is found again.
+    claims, for which the shard reserves units. claim: its number, which identifies the lease.
     """
     stage = state.stage(name)
     units, by_count = stage.units(want.unit), want.budget_tag is None
@@ -124,7 +124,7 @@ def take(
     if queue.count < least or (by_count and want.count < 1):
         return Taken()
     if kept:
-        queue = _not_kept(state, stage, want, kept)
+        queue = _unreserved(state, stage, want, kept)
         if queue.count < least:
             return Taken()
     if not by_count and not sealed and _is_short(queue, want, credit):
@@ -184,9 +184,9 @@ def _nbytes_of(parts: Sequence[Piece[Chunk]]) -> int:
 # which units
 
 
-def _not_kept(state: State, stage: Stage, want: Want, kept: Sequence[Reservation]) -> ReadyQueue:
-    """The queue of the ready units that match, are not kept for an older claim, and share no rows
-    with those."""
+def _unreserved(state: State, stage: Stage, want: Want, kept: Sequence[Reservation]) -> ReadyQueue:
+    """Return the queue of the ready units that match and share no rows with units that are reserved
+    for older claims."""
     others = tuple(kept)
 
     def free(unit: Unit, bits: int) -> int:
@@ -194,7 +194,7 @@ def _not_kept(state: State, stage: Stage, want: Want, kept: Sequence[Reservation
             bits &= ~_wanted(state, stage, of, where, unit, bits)
         return bits
 
-    return stage.units(want.unit).beside(want.where, others, free)
+    return stage.units(want.unit).unreserved(want.where, others, free)
 
 
 def _wanted(state: State, stage: Stage, of: str, where: Where | None, unit: Unit, bits: int) -> int:

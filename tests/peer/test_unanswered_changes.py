@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dataplane.errors import ChangeExpired, DataplaneError, PartitionGone, Unavailable
+from dataplane.errors import (
+    ChangeExpired,
+    DataplaneError,
+    InternalError,
+    PartitionGone,
+    Unavailable,
+)
 from dataplane.memory.admission import Admission
 from dataplane.memory.extents import Records
 from dataplane.memory.lent import Lent
@@ -44,6 +50,7 @@ class Far:
         self.answers = Answers()
         self.loses: set[str] = set()
         self.refuses: DataplaneError | None = None
+        self.fails_after = False
         self.tasks: list[asyncio.Task[Any]] = []
 
     def linked(self, address: str) -> Any:
@@ -62,6 +69,8 @@ class Far:
             self.carried_out += known is None
             answer = known or PutDone()
             self.answers.remember(body.change, answer)
+            if self.fails_after:
+                raise InternalError("failed after it had applied the change")
         if "answers" in self.loses:
             raise Unavailable("nothing comes back")
         return answer
@@ -133,6 +142,21 @@ def test_what_was_not_answered_is_found_out(lost: str, taken: bool) -> None:
         assert near.far.carried_out == len(near.lent) == taken
         assert near.used_bytes == (4096 if taken else 0)
         assert len(near.outgoing) == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_change_that_was_applied_before_its_peer_failed_keeps_its_values() -> None:
+    """They were freed: each claim was granted the rows, and found their values gone."""
+
+    async def scenario() -> None:
+        near = Near()
+        near.far.fails_after = True
+        with pytest.raises(InternalError):
+            await near.hand_over()
+        await near.ended()
+        assert near.far.carried_out == len(near.lent) == 1
+        assert (near.used_bytes, len(near.outgoing)) == (4096, 0)
 
     asyncio.run(scenario())
 

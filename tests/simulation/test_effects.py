@@ -10,8 +10,10 @@ from unittest import mock
 
 import pytest
 
+from dataplane.errors import InternalError
 from dataplane.memory.space import Space
 from dataplane.metadata.shard.claim_queue import ClaimQueue
+from dataplane.peer.requests.puts import Writing
 from dataplane.peer.shards import retries
 from dataplane.peer.shards.references import References
 from dataplane.wire.messages import Claim, Claimed, Want
@@ -107,6 +109,49 @@ def test_a_put_stands_where_waking_the_claim_of_another_client_fails(place: int)
             keys = [key for one in waiting for key in await one]
             assert failing.failed == 2 and cluster.loop.now - began < SERVED_S
         assert len(set(keys)) == 2 * GROUP_ROWS
+
+    _played(script, Definition({"train": ["x"]}, GROUP_ROWS))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_values_of_a_put_stay_where_its_shard_fails_after_it_was_applied(place: int) -> None:
+    """They were freed, here and at another host, and claims looped over rows without values."""
+
+    async def script(cluster: Cluster, ledger: Ledger) -> None:
+        await asyncio.sleep(4.0)
+        producer = _role(cluster, ledger, Producer, place, "producer")
+        consumer = _role(cluster, ledger, Consumer, 1, "consumer")
+        applied, once = list[object](), Writing._once
+
+        def failing(this: Writing, *given: Any) -> Any:
+            applied.append(once(this, *given))
+            raise RuntimeError("after it was applied")
+
+        with mock.patch.object(Writing, "_once", failing), pytest.raises(InternalError):
+            await _puts(producer, 0)
+        assert len(applied) == 1
+        await asyncio.sleep(SERVED_S)
+        assert len(await _claim(consumer, GROUP_ROWS)) == GROUP_ROWS
+
+    _played(script, Definition({"train": ["x"]}, GROUP_ROWS, replicas=2))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_claim_whose_reason_to_wait_cannot_be_found_is_served(place: int) -> None:
+    """It failed and stayed in the queue, so that its rows went to a caller that had gone."""
+
+    async def script(cluster: Cluster, ledger: Ledger) -> None:
+        await asyncio.sleep(4.0)
+        producer = _role(cluster, ledger, Producer, 0, "producer")
+        consumer = _role(cluster, ledger, Consumer, place, "consumer")
+        with _Failing(ClaimQueue, "note_reason", 1, lambda *_: True) as failing:
+            waiting = asyncio.ensure_future(_claim(consumer, GROUP_ROWS))
+            await asyncio.sleep(1.0)
+            assert failing.failed == 1 and not waiting.done()
+        await _puts(producer, 0)
+        assert len(await waiting) == GROUP_ROWS
 
     _played(script, Definition({"train": ["x"]}, GROUP_ROWS))
 

@@ -18,7 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from dataplane.errors import DataplaneError, Unavailable
+from dataplane.errors import (
+    ChangeExpired,
+    DataplaneError,
+    InternalError,
+    LimitExceeded,
+    Unavailable,
+)
 from dataplane.metadata.roster.roster import Roster
 from dataplane.peer.host import Caller, Host, call_end
 from dataplane.peer.net.mesh import Mesh
@@ -74,11 +80,13 @@ class OutgoingChanges:
         lent to it."""
         home, space, lent = roster.home(body.partition), self.host.space, self.host.lent
         if home == self.host.address:
+            was_applied = self._is_applied(body)
             space.hold(carried)
             try:
                 return await self.mesh.call(home, body, caller=caller, epoch=roster.epoch)
             except BaseException:
-                space.release(carried)
+                if was_applied or not self._is_applied(body):
+                    space.release(carried)
                 raise
         # A peer that cannot be reached gets nothing, so nothing is lent to it.
         hello = self.mesh.linked(home) or await self.mesh.hello(home)
@@ -94,12 +102,21 @@ class OutgoingChanges:
                 home, body, caller=caller, to=to.incarnation, epoch=roster.epoch
             )
         except DataplaneError as exc:
-            # An earlier attempt may still be in flight, whatever this one was told.
-            if not was_asked and not isinstance(exc, Unavailable):
+            # An earlier attempt may still be in flight, whatever this one was told. A peer that
+            # answers InternalError may have applied the change before it failed.
+            if not was_asked and not isinstance(exc, (Unavailable, InternalError)):
                 self._resolve(number, to, applied=False)
             raise
         self._resolve(number, to, applied=True)
         return done
+
+    def _is_applied(self, body: Any) -> bool:
+        """Whether the shard of this peer has applied the change."""
+        entry = self.host.entry(body.partition, body.generation)
+        try:
+            return entry is not None and entry.store.answers.to(body.change) is not None
+        except (ChangeExpired, LimitExceeded):
+            return False
 
     def _conclude(self, asked: Settle) -> None:
         """After the call: ask each peer that did not reply whether it applied the change. The

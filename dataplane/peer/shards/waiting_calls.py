@@ -225,7 +225,10 @@ class WaitingCalls:
         if mine is not None:
             return mine
         if isinstance(stage.queue, ClaimQueue):
-            stage.queue.note_reason(body.number, self.host.now())
+            try:
+                stage.queue.note_reason(body.number, self.host.now())
+            except Exception:  # it would wait in the queue for rows that no caller takes
+                self._failed(stage)
         answer: Answer = asyncio.get_running_loop().create_future()
         self._answers[body.number] = answer
         ends = functools.partial(self._gives_up, stage, body.number)

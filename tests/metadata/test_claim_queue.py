@@ -388,6 +388,20 @@ def test_a_claim_beside_kept_rows_of_one_block_does_not_look_at_all_of_them_at_e
     assert made[399] < made[39] + 100
 
 
+def test_a_put_to_a_large_group_beside_a_claim_of_groups_does_not_test_each_row_of_it() -> None:
+    shard = Shard()
+    shard.now = 5.0
+    shard.queue.add(waiting(1, Want("groups", 9_000, 9_000, OF_ALL)))
+    shard.queue.add(waiting(2, rows(1), since=1.0))
+    made = list[int]()
+    for row in range(200):
+        with counted_calls() as calls:
+            put(shard.store, [row], ["large"], length=[1])
+            assert shard.serve() == []
+        made.append(len(calls))
+    assert made[199] - made[99] < 10 * (199 - 99)
+
+
 @contextmanager
 def counted_calls() -> Iterator[list[str]]:
     """The names of the functions that the body calls, generators once for each item."""

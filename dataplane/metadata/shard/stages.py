@@ -58,12 +58,18 @@ class ReadyQueue:
     leaves other than from the front is taken out of its entry, and empty entries are skipped.
 
     matches(unit, bits): which of them pass the filter now; None for the queue without a filter.
-    by_groups: the filter depends on the groups of rows too.
+    keeps(group): whether the filter lets no row of a group pass; `kept` has its last results.
     """
 
-    def __init__(self, matches: Matches | None = None, by_groups: bool = False) -> None:
+    def __init__(
+        self,
+        matches: Matches | None = None,
+        keeps: Callable[[Group], bool] | None = None,
+        kept: dict[Group, bool] | None = None,
+    ) -> None:
         self._matches = matches
-        self.by_groups = by_groups
+        self.keeps = keeps
+        self.kept = {} if kept is None else kept
         self._queue: deque[Entry] = deque()
         self._of: dict[Unit, Entry] = {}
         """the last entry of each unit"""
@@ -241,18 +247,23 @@ class Units:
         return self._filtered[name]
 
     def unreserved(
-        self, where: Where | None, kept: Sequence[tuple[str, Where | None]], free: Matches
+        self,
+        where: Where | None,
+        kept: Sequence[tuple[str, Where | None]],
+        free: Callable[[Unit, int, dict[Group, bool]], int],
+        keeps: Callable[[Group], bool],
     ) -> ReadyQueue:
-        """Return the queue of a filter without the units that are reserved for other claims. kept:
-        the units and filters of these claims. free: the units that are not reserved."""
+        """Return the queue of a filter without the units reserved for other claims. kept: the units
+        and filters of these claims. free: the units that are not reserved. keeps: see
+        `ReadyQueue`."""
         name = msgspec.msgpack.encode((where, kept))
         if name not in self._filtered:
-            test = self._test
+            test, groups = self._test, dict[Group, bool]()
 
             def matches(unit: Unit, bits: int) -> int:
-                return free(unit, bits if where is None else test(where, unit, bits))
+                return free(unit, bits if where is None else test(where, unit, bits), groups)
 
-            self._fill(name, ReadyQueue(matches, by_groups=True), self.queue(where))
+            self._fill(name, ReadyQueue(matches, keeps, groups), self.queue(where))
         self._filtered.move_to_end(name)
         return self._filtered[name]
 
@@ -262,13 +273,24 @@ class Units:
         self._filtered[name] = queue
         self._evict()
 
-    def regrouped(self, unit: Unit, ready: int) -> None:
-        """Note that the group of a unit changed. Drop the queues that no longer match the unit; the
-        next use builds them again."""
+    def regrouped(self, group: Group, number: int) -> None:
+        """Note that a group changed. Drop the queues that no longer match its rows; the next use
+        builds them again. number: of the stage."""
         for name, queue in list(self._filtered.items()):
-            if queue.by_groups and queue.holds(unit) != queue.matching(unit, ready):
-                del self._filtered[name]
-                self.changed = True
+            if queue.keeps is None or group not in queue.kept:
+                continue  # none of its rows was tested
+            kept = queue.keeps(group)
+            if kept != queue.kept[group]:
+                queue.kept[group] = kept
+                ready = [(block, block.standings[number].ready) for block in group.blocks]
+                if any(queue.holds(one) != queue.matching(one, bits) for one, bits in ready):
+                    del self._filtered[name]
+                    self.changed = True
+
+    def forget_group(self, group: Group) -> None:
+        """Note that a group without rows is removed."""
+        for queue in self._filtered.values():
+            queue.kept.pop(group, None)
 
     def want(self, where: Where | None, wanted: bool) -> None:
         """Note a call that waits for matches of a filter, or its end. The queue of the filter is
@@ -438,8 +460,12 @@ class Stage:
     def regrouped(self, group: Group) -> None:
         """Test the ready rows of a group again after a change of its rows, their tags, or whether
         it is split."""
-        for block in group.blocks:
-            self.rows.regrouped(block, self.of(block).ready)
+        self.rows.regrouped(group, self.number)
+
+    def remove_group(self, group: Group) -> None:
+        """Remove a group without rows."""
+        self.groups.move(group, 1, group.states[self.number], None)
+        self.rows.forget_group(group)
 
     def retest(self, blocks: Iterable[Block], groups: Iterable[Group]) -> None:
         """Test rows again after a change of their tags, or of a group's size."""

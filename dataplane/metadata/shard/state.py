@@ -689,7 +689,7 @@ class State:
         for group in groups:
             self.permits.removed(group, ended and not group.all_dropped)
             for stage in self.stages.values():
-                stage.groups.move(group, 1, group.states[stage.number], None)
+                stage.remove_group(group)
             del self.groups[group.key]
             self.used_bytes -= group.nbytes_each
         self.groups = self.groups or {}

@@ -189,28 +189,37 @@ def _unreserved(state: State, stage: Stage, want: Want, kept: Sequence[Reservati
     for older claims."""
     others = tuple(kept)
 
-    def free(unit: Unit, bits: int) -> int:
+    def free(unit: Unit, bits: int, groups: dict[Group, bool]) -> int:
+        group = state.groups.get(unit.group) if isinstance(unit, Block) and bits else None
+        if group is not None:
+            if group not in groups:
+                groups[group] = keeps(group)
+            if groups[group]:
+                return 0
         for of, where in others:
-            bits &= ~_wanted(state, stage, of, where, unit, bits)
+            if of == "rows" or isinstance(unit, Group):
+                bits &= ~_wanted(state, of, where, unit, bits)
         return bits
 
-    return stage.units(want.unit).unreserved(want.where, others, free)
+    def keeps(group: Group) -> bool:
+        # The group need not be complete: a row taken singly would split it.
+        if group.states[stage.number] == SPLIT:
+            return False
+        forms = [where for of, where in others if of == "groups"]
+        return any(where is None or state.test_group(where, group, 1) for where in forms)
+
+    return stage.units(want.unit).unreserved(want.where, others, free, keeps)
 
 
-def _wanted(state: State, stage: Stage, of: str, where: Where | None, unit: Unit, bits: int) -> int:
+def _wanted(state: State, of: str, where: Where | None, unit: Unit, bits: int) -> int:
     """Return those of these ready units that a claim of this form may get, alone or in part."""
-    if isinstance(unit, Group):
-        if of == "groups":
-            return bits if where is None else state.test_group(where, unit, bits)
-        rows = where is None or any([state.test(where, one, one.live) for one in unit.blocks])
-        return bits if rows else 0
-    if of == "rows":
-        return bits if where is None else state.test(where, unit, bits)
-    group = state.groups.get(unit.group)
-    # The group need not be complete: a row taken singly would split it.
-    if group is None or group.states[stage.number] == SPLIT:
-        return 0
-    return bits if where is None else state.test_group(where, group, bits)
+    if where is None:
+        return bits
+    if isinstance(unit, Block):
+        return state.test(where, unit, bits)
+    if of == "groups":
+        return state.test_group(where, unit, bits)
+    return bits if any([state.test(where, one, one.live) for one in unit.blocks]) else 0
 
 
 def _local_first(stage: Stage, queue: ReadyQueue, count: int, address: str) -> Picked:

@@ -140,23 +140,23 @@ class DevicePools(Pools):
 
     # bytes
 
-    async def read(self, ranges: Array, dest: Array) -> None:
+    async def read(self, chunks: Array, dest: Array) -> None:
         """See `Pools.read`."""
         memory = self._memory
-        memory.hold(ranges)
+        memory.hold(chunks)
         try:
-            numbers = memory.on_device(ranges)
+            numbers = memory.on_device(chunks)
             for number in np.unique(numbers).tolist():
                 some = numbers == number
                 if number:
-                    await self._fetch(number, ranges[some], dest[some])
+                    await self._fetch(number, chunks[some], dest[some])
                 else:
-                    await super().read(ranges[some], dest[some])
+                    await super().read(chunks[some], dest[some])
         finally:
-            self.room.release(ranges)
+            self.room.release(chunks)
 
-    async def _fetch(self, number: int, ranges: Array, dest: Array) -> None:
-        extents = self._memory.chunks.extents(ranges)
+    async def _fetch(self, number: int, chunks: Array, dest: Array) -> None:
+        extents = self._memory.chunks.extents(chunks)
         targets = dest + np.uint64(self.host.arena.address)
         fetch = self._memory.devices[number - 1].fetch
         await self.host.threads.run(fetch, extents["offset"], extents["length"], targets)
@@ -327,12 +327,12 @@ class DevicePools(Pools):
 
     # serving others
 
-    def _pin(self, ranges: Array) -> tuple[int, Array]:
+    def _pin(self, chunks: Array) -> tuple[int, Array]:
         """For a worker that reads here: hold what is on a device, say where; the rest is gone."""
         memory = self._memory
-        there = memory.alive(ranges)
-        there[there] = memory.on_device(ranges[there]) > 0
-        return pinned(memory, NEIGHBOURS, ranges, there)
+        there = memory.alive(chunks)
+        there[there] = memory.on_device(chunks[there]) > 0
+        return pinned(memory, NEIGHBOURS, chunks, there)
 
     def _unpin(self, pin: int) -> None:
         self.room.unpin(NEIGHBOURS, [pin])

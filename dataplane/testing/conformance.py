@@ -117,7 +117,7 @@ class TransportConformance:
         assert np.array_equal(b.bytes[:50], a.bytes[100:150]) and not b.bytes[50:].any()
         copies["start"], copies["nbytes"] = [0, 0, 2], [1, 1, 4095]
         copies["dest"] = 0
-        with pytest.raises(ProtocolError, match="of its range, which is only"):
+        with pytest.raises(ProtocolError, match="of its chunk, which is only"):
             await b.read(a, copies)
         assert (await b.read(a, np.zeros(0, COPY))).nbytes == 0
 

@@ -51,7 +51,7 @@ class ControlChannel:
 
 
 class PinDesk:
-    """Asks the peer to pin ranges while their bytes are transferred. Any thread may use it."""
+    """Asks the peer to pin chunks while their bytes are transferred. Any thread may use it."""
 
     def __init__(self, control: ControlChannel) -> None:
         self._control = control

@@ -166,7 +166,7 @@ class BulkEngine:
     ) -> ReadOutcome:
         """Copy the pieces named by COPY records from a peer into this arena.
 
-        Pieces whose range is gone are marked in the outcome; the others arrive. Raises
+        Pieces whose chunk is gone are marked in the outcome; the others arrive. Raises
         TransferFailed (can be retried once), Unavailable, DeadlineExceeded, TicketRefused,
         LimitExceeded or TransportMissing. Cancelling the task cancels the transfer, and waits
         until it has stopped.

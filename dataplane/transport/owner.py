@@ -1,7 +1,7 @@
 """The owner's side of bulk transfer: serves `Get` by every transport that the worker runs.
 
 Runs in a bulk worker, with one thread per inbound connection and a bounded number of them. A
-request pins its ranges, and its last frame confirms that they were pinned while their bytes moved.
+request pins its chunks, and its last frame confirms that they were pinned while their bytes moved.
 An invalid message of an unknown process ends only its
 connection, and unknown processes do not use members' slots. Every request is checked before
 anything is pinned or moved: addresses behind these checks are raw, so nothing here trusts a
@@ -269,7 +269,7 @@ class RangeServer:
             )
         if isinstance(asked, Release):
             raise mixed_releases(
-                "unexpected Release from the reader: the owner holds no ranges for this reader"
+                "unexpected Release from the reader: the owner holds no chunks for this reader"
             )
         service = self._service(asked.transport)
         pieces = checked_pieces(asked, service.most_bytes)
@@ -277,7 +277,7 @@ class RangeServer:
         if not hmac.compare_digest(ticket_of(self._key, nonce, asked), asked.ticket):
             raise TicketRefused(
                 "the ticket is invalid: it was issued with the key of a different run, for a "
-                "different connection, or for different ranges. Start all peers with the same "
+                "different connection, or for another request. Start all peers with the same "
                 "--run and --token-file"
             )
         self._check_owner(asked.owner)
@@ -418,10 +418,10 @@ def _await_release(stream: BulkStream, nbytes: int, deadline: float) -> None:
         frame = stream.receive(MAX_JOIN_FRAME_BYTES, deadline)
     except TimeoutError as exc:
         raise DeadlineExceeded(
-            "the ticket expired before the reader released the ranges: repeat the call"
+            "the ticket expired before the reader released the chunks: repeat the call"
         ) from exc
     if frame is None:
-        raise ConnectionResetError("the reader closed the connection before it released the ranges")
+        raise ConnectionResetError("the reader closed the connection before it released the chunks")
     release = decode_to_owner(frame)
     if not isinstance(release, Release):
         raise mixed_releases(
@@ -474,7 +474,7 @@ def checked_pieces(asked: Get, most: int) -> Records:
 
 
 def sources_of(region: Region, pieces: Records, places: Records) -> Offsets:
-    """Return where each piece starts in the region, or GONE if its range was freed. Neither a
+    """Return where each piece starts in the region, or GONE if its chunk was freed. Neither a
     reader's piece nor a peer's answer may reach outside the region."""
     start, nbytes = pieces["start"], pieces["nbytes"]
     offset, length = places["offset"], places["length"]
@@ -484,7 +484,7 @@ def sources_of(region: Region, pieces: Records, places: Records) -> Offsets:
         at = int(np.argmax(beyond & there))
         end = int(start[at]) + int(nbytes[at])
         raise mixed_releases(
-            f"piece {at} of the request ends at byte {end} of its range, which is only "
+            f"piece {at} of the request ends at byte {end} of its chunk, which is only "
             f"{int(length[at])} bytes long"
         )
     size = np.uint64(region.nbytes)

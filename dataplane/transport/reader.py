@@ -1,6 +1,6 @@
 """The reader's side of bulk transfer: one `Get` for each job of the peer.
 
-Runs in a bulk worker, in the thread of the job. The owner holds the ranges, a transport moves their
+Runs in a bulk worker, in the thread of the job. The owner holds the chunks, a transport moves their
 bytes, and the owner confirms that it held them to the end. The conversation uses a joined
 connection, and TCP moves the bytes over it as well.
 
@@ -167,7 +167,7 @@ def _confirm(stream: BulkStream, nbytes: int, deadline: float) -> None:
     sent = None if frame is None else answer_of(frame)
     if not isinstance(sent, Sent) or sent.nbytes != nbytes:
         raise TransferFailed(
-            "the owner did not confirm that the ranges stayed allocated until the end of "
+            "the owner did not confirm that the chunks stayed allocated until the end of "
             "the transfer: repeat the call"
         )
 

@@ -62,7 +62,7 @@ class Remote:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadRequest:
-    """COPY records to bring from `remote`, which pins their ranges, into the local region.
+    """COPY records to bring from `remote`, which pins their chunks, into the local region.
 
     - `card`: of the owner's region.
     - `sources`: for each copy, the offset in that region.
@@ -101,7 +101,7 @@ class SendRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadOutcome:
-    """`gone`: a mask over the requested copies, True for ranges that the owner no longer has."""
+    """`gone`: a mask over the requested copies, True for chunks that the owner no longer has."""
 
     gone: Mask
     nbytes: int
@@ -152,7 +152,7 @@ class Transport(ABC):
         self, remote: Remote, own: bytes, check: Callable[[], None]
     ) -> AbstractContextManager[bytes]:
         """Return a context manager for one transfer from `remote`. It is entered before the owner
-        holds the ranges, and left after the owner has confirmed the transfer. For a two-sided
+        holds the chunks, and left after the owner has confirmed the transfer. For a two-sided
         transfer it yields the card that the owner sends with. `check`: see `ReadRequest`.
 
         An engine that cannot tell transfers apart admits one transfer at a time. `read` is called

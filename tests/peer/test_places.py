@@ -149,7 +149,7 @@ def test_a_table_that_describes_no_chunk_is_refused(reading: Any, chunk: Chunk) 
 
 def test_a_chunk_never_reaches_behind_its_range(reading: Any) -> None:
     here = written(reading.host.space, 100)
-    with pytest.raises(ProtocolError, match="129 bytes, but the range has 128"):
+    with pytest.raises(ProtocolError, match="129 bytes, but the chunk has 128"):
         reading.resolve(table(named(1, here, 129)), READER)
     assert not reading.host.space.pinned(READER)
 

@@ -231,10 +231,10 @@ class Run:
                 ledger.reported(b"".join(gone))
             return rows
 
-        def relocating(store: Store, old: Owner, ranges: Any, new: Owner, *to: Any) -> Any:
+        def relocating(store: Store, old: Owner, chunks: Any, new: Owner, *to: Any) -> Any:
             for ledger in run.ledgers:
                 ledger.moved(store, old, new)
-            return relocate(store, old, ranges, new, *to)
+            return relocate(store, old, chunks, new, *to)
 
         with (
             mock.patch.object(answers, "MAX_CHANGES_ABOVE_FLOOR", self.window),

@@ -1,4 +1,4 @@
-"""A ticket that runs out after its ranges were pinned is refused, on the connection that asked."""
+"""A ticket that runs out after its chunks were pinned is refused, on the connection that asked."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class SlowDesk(PinDesk):
     def __init__(self) -> None:
         self.held: list[int] = []
 
-    def pin(self, ranges: Records, deadline: float) -> tuple[int, Records]:
+    def pin(self, chunks: Records, deadline: float) -> tuple[int, Records]:
         if self.slow:
             sleep_until(deadline)
         self.held.append(1)

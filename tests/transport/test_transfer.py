@@ -33,10 +33,10 @@ async def test_bytes_beyond_a_range_are_refused(start_host: StartHost) -> None:
     a, b = await start_host("a"), await start_host("b")
     copies = a.place(np.array([0]), np.array([4096]))
     copies["nbytes"] = 4097
-    with pytest.raises(ProtocolError, match="of its range, which is only"):
+    with pytest.raises(ProtocolError, match="of its chunk, which is only"):
         await b.engine.read(a.remote, copies)
     copies["start"], copies["nbytes"] = 2**64 - 1, 2
-    with pytest.raises(ProtocolError, match="of its range, which is only"):
+    with pytest.raises(ProtocolError, match="of its chunk, which is only"):
         await b.engine.read(a.remote, copies)
 
 

@@ -266,9 +266,9 @@ class Leaving:
         """Lend the values here that the moved shards reference to their new primary. Not earlier:
         rows of a peer that was lost while this peer was silent are freed, and their values."""
         for entry in self.host.entries.values():
-            for owner, ranges, counts in entry.store.holdings():
+            for owner, chunks, counts in entry.store.holdings():
                 if owner == self.host.owner:
-                    self.host.lent.lend(owner, np.repeat(ranges, counts))
+                    self.host.lent.lend(owner, np.repeat(chunks, counts))
 
     def clear(self) -> list[str]:
         """Return leaving members that hold no value of this peer's rows."""
@@ -325,14 +325,14 @@ class Leaving:
                 return
             self.value_replicas.succeed(entry, entry.replicas, owner)
         while self.host.entries.get(entry.name) is entry:
-            ranges, nbytes = entry.store.named(owner)
-            if not len(ranges):
+            chunks, nbytes = entry.store.named(owner)
+            if not len(chunks):
                 break
-            count, here, local = await self.value_replicas.fetch(owner, ranges, nbytes)
+            count, here, local = await self.value_replicas.fetch(owner, chunks, nbytes)
             if not self._takes_in(owner):
                 self.value_replicas.room.release(local)
                 return
-            self.value_replicas.replace(entry, owner, ranges[:count][here], local)
+            self.value_replicas.replace(entry, owner, chunks[:count][here], local)
             self.run_effects(entry)
             if not here.all():
                 break  # the others were freed meanwhile, and the shard is about to hear of it

@@ -261,7 +261,7 @@ class Link:
             self.mesh.broke(self)
             return
         if self.hello is not None and reply.incarnation != self.hello.incarnation:
-            return  # of another process than was greeted: its ranges are others
+            return  # another process answers, whose chunks have other numbers
         self.mesh.on_heard(Owner(self.address, reply.incarnation))
         if reply.append is None:
             self.answered(reply)

@@ -253,7 +253,7 @@ class Mesh:
 
     async def tell(self, owner: Owner, body: Body, caller: Caller | None = None) -> Body | None:
         """Send a message to this incarnation of a peer, and resend it until the peer replies.
-        Return None if it is no longer a member. The peer's next incarnation numbers ranges the
+        Return None if it is no longer a member. The peer's next incarnation numbers chunks the
         same way, so it must not get the message."""
         while (roster := self.host.roster).has(owner):
             try:

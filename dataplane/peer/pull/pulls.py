@@ -93,7 +93,7 @@ class Pulls:
         """bytes of other hosts, by what carried them and by the stage that they were for"""
         self.hits = 0
         self._under_way: dict[int, dict[int, asyncio.Future[None]]] = {}
-        """by the owner's incarnation and the range's key; only what somebody brings now"""
+        """pulls in flight, by the owner's incarnation and the number of the chunk"""
         self._turns = defaultdict[int, asyncio.Semaphore](lambda: asyncio.Semaphore(AT_ONCE))
         """of small pulls, by the owner's incarnation"""
         self._looked_at: set[Owner] = set()
@@ -201,16 +201,16 @@ class Pulls:
         page that nobody touched before, until new values press them out."""
         await asyncio.sleep(LOOK_S)
         self._looked_at.discard(owner)
-        ranges = self.host.space.copies.some_of(owner.incarnation, MOST_LOOKED_AT)
-        dead = await self.dead(owner, ranges)
-        if dead.any() and self.host.space.copies.drop(owner.incarnation, ranges[dead]):
+        chunks = self.host.space.copies.some_of(owner.incarnation, MOST_LOOKED_AT)
+        dead = await self.dead(owner, chunks)
+        if dead.any() and self.host.space.copies.drop(owner.incarnation, chunks[dead]):
             self.room.pump()
 
-    async def dead(self, owner: Owner, ranges: Array) -> npt.NDArray[np.bool_]:
-        """Return a mask of the ranges that their owner has freed, as far as it replies; of many,
-        only of the first."""
-        dead = np.zeros(len(ranges), np.bool_)
-        asked = ranges[:MOST_LOOKED_AT]
+    async def dead(self, owner: Owner, chunks: Array) -> npt.NDArray[np.bool_]:
+        """Return a mask of the chunks that their owner has freed; none if it does not reply. The
+        peer asks only for the first MOST_LOOKED_AT of them."""
+        dead = np.zeros(len(chunks), np.bool_)
+        asked = chunks[:MOST_LOOKED_AT]
         try:
             reply = await self._exchange(owner, asked)
         except DataplaneError as exc:
@@ -227,7 +227,7 @@ class Pulls:
             self.room.pump()
 
     async def _transfer(self, owner: Owner, remote: Array, sizes: Bytes) -> Array:
-        """With its padding, which belongs to a range."""
+        """Copy whole chunks, which includes their padding."""
         if owner.incarnation == DISK:
             return await self._fill(sizes, functools.partial(self.pools.read, remote))
         began = self.host.now()
@@ -285,8 +285,8 @@ class Pulls:
         self.host.events.add(record, began)
 
     async def _exchange(self, owner: Owner, remote: Array, sizes: Bytes | None = None) -> Pulled:
-        """So many bytes of each of these ranges, one behind the other, or which are gone. Without
-        sizes, only which are gone."""
+        """Ask the owner for the first bytes of each chunk, or which of them it has freed. Without
+        sizes, ask only which it has freed."""
         reply: Pulled = await self.mesh.call(
             owner.peer,
             Pull(remote.tobytes(), b"" if sizes is None else sizes.tobytes()),
@@ -295,7 +295,7 @@ class Pulls:
         )
         if reply.gone and len(reply.gone) != len(remote):
             raise mixed_releases(
-                f"invalid reply from the peer at {owner.peer}: expected {len(remote)} ranges, got "
+                f"invalid reply from the peer at {owner.peer}: expected {len(remote)} chunks, got "
                 f"{len(reply.gone)}"
             )
         return reply
@@ -332,18 +332,18 @@ class Pulls:
         return again
 
     async def at_hand(
-        self, ranges: Array, holder: int, reader: int = PULLER
+        self, chunks: Array, holder: int, reader: int = PULLER
     ) -> tuple[Array, list[int]]:
-        """As `bring`, for different ranges of this peer: copy those that the reader cannot map.
-        The reader maps pools, or does not."""
+        """As `bring`, for distinct chunks of this peer: copy those that the reader cannot map.
+        Whether it can depends on the pools that it maps."""
         space = self.host.space
-        local, out = ranges.copy(), space.away(ranges, reader)
-        pins = [space.pin(holder, ranges[~out])]
+        local, out = chunks.copy(), space.away(chunks, reader)
+        pins = [space.pin(holder, chunks[~out])]
         if out.any():
             try:
-                lengths = space.chunks.extents(ranges[out])["length"]
+                lengths = space.chunks.extents(chunks[out])["length"]
                 disk = Owner(self.host.address, DISK)
-                local[out], brought = await self.bring(disk, ranges[out], lengths, holder)
+                local[out], brought = await self.bring(disk, chunks[out], lengths, holder)
             except BaseException:
                 self.room.unpin(holder, pins)
                 raise
@@ -352,8 +352,8 @@ class Pulls:
 
     async def take_over(self, owner: Owner, remote: Array, lengths: Array, extents: Array) -> Array:
         """Copy values of another peer into space that was reserved for new rows, so that this
-        peer owns them. A range that was freed there has generation 0; the others are copied all
-        the same."""
+        peer owns them. The result has 0 for each chunk that was freed there, and the other
+        chunks are copied."""
         try:
             source = await self._remote(owner)
         except BaseException:
@@ -423,61 +423,61 @@ class Pulls:
     # serving others
 
     def pull_here(self, caller: Caller, body: Pull) -> Body | Awaitable[Body]:
-        ranges = column(body.chunks, U8)
+        chunks = column(body.chunks, U8)
         if not body.sizes:
-            return Pulled(b"", self._gone(ranges))
-        sizes = column(body.sizes, U8, len(ranges))
+            return Pulled(b"", self._gone(chunks))
+        sizes = column(body.sizes, U8, len(chunks))
         if (nbytes := sum(sizes.tolist())) > MAX_PULLED_BYTES:
             raise mixed_releases(
                 f"invalid pull of {nbytes} bytes: expected at most {MAX_PULLED_BYTES} bytes per "
                 "request"
             )
-        return self._of_what_is_here(ranges, functools.partial(self._pulled, sizes))
+        return self._of_what_is_here(chunks, functools.partial(self._pulled, sizes))
 
-    def _pulled(self, sizes: Array, ranges: Array) -> Pulled:
+    def _pulled(self, sizes: Array, chunks: Array) -> Pulled:
         """Nothing waits in between, so nothing need be pinned."""
         try:
-            places = self.host.space.chunks.extents(ranges)
+            places = self.host.space.chunks.extents(chunks)
         except RowsGone:
-            return Pulled(b"", self._gone(ranges))
+            return Pulled(b"", self._gone(chunks))
         wanted, view = sizes.tolist(), self.host.arena.view
         lengths = places["length"].tolist()
         if any(map(gt, wanted, lengths)):
             most, size = next(one for one in zip(lengths, wanted, strict=True) if one[1] > one[0])
             raise mixed_releases(
                 f"invalid pull of {size} bytes: expected at most {most} bytes, the size of the "
-                "range"
+                "chunk"
             )
         parts = zip(places["offset"].tolist(), wanted, strict=True)
         return Pulled(b"".join([view[start : start + size] for start, size in parts]))
 
-    def _gone(self, ranges: Array) -> bytes:
-        return (~self.host.space.alive(ranges)).tobytes()
+    def _gone(self, chunks: Array) -> bytes:
+        return (~self.host.space.alive(chunks)).tobytes()
 
-    def pin(self, ranges: Array) -> tuple[int, Array] | Awaitable[tuple[int, Array]]:
-        """For a transfer that reads from here: pin the ranges that live, and return their
+    def pin(self, chunks: Array) -> tuple[int, Array] | Awaitable[tuple[int, Array]]:
+        """Pin the living ones of these chunks for a transfer that reads them. Return their
         positions."""
-        return self._of_what_is_here(ranges, self._pin)
+        return self._of_what_is_here(chunks, self._pin)
 
-    def _pin(self, ranges: Array) -> tuple[int, Array]:
-        return pinned(self.host.space, PULLER, ranges, self.host.space.alive(ranges))
+    def _pin(self, chunks: Array) -> tuple[int, Array]:
+        return pinned(self.host.space, PULLER, chunks, self.host.space.alive(chunks))
 
-    def _of_what_is_here(self, ranges: Array, act: Callable[[Array], T]) -> T | Awaitable[T]:
-        """What `act` makes of these ranges; of copies in place of those that are in the spill file
-        or in a pool."""
-        return self._of_copies(ranges, act) if self.host.space.any_away(ranges) else act(ranges)
+    def _of_what_is_here(self, chunks: Array, act: Callable[[Array], T]) -> T | Awaitable[T]:
+        """Return `act` of these chunks, with copies in place of those that are in the spill file or
+        in a pool."""
+        return self._of_copies(chunks, act) if self.host.space.any_away(chunks) else act(chunks)
 
-    async def _of_copies(self, ranges: Array, act: Callable[[Array], T]) -> T:
+    async def _of_copies(self, chunks: Array, act: Callable[[Array], T]) -> T:
         while True:
-            alive = self.host.space.alive(ranges)
-            keys, inverse = np.unique(ranges[alive], return_inverse=True)
+            alive = self.host.space.alive(chunks)
+            keys, inverse = np.unique(chunks[alive], return_inverse=True)
             try:
                 found, pins = await self.at_hand(keys, PULLER)
                 break
             except RowsGone:
                 continue  # some died meanwhile: fewer are left to wait for
         try:
-            local = np.zeros(len(ranges), U8)
+            local = np.zeros(len(chunks), U8)
             local[alive] = found[inverse]
             return act(local)
         finally:
@@ -488,15 +488,15 @@ class Pulls:
 
 
 def pinned(
-    space: Space, holder: int, ranges: Array, there: npt.NDArray[np.bool_]
+    space: Space, holder: int, chunks: Array, there: npt.NDArray[np.bool_]
 ) -> tuple[int, Array]:
-    """Pin the existing ones of these ranges. Return the pin and each position, or that the range
-    is gone."""
-    places = np.zeros(len(ranges), EXTENT)
+    """Pin the living ones of these chunks. Return the pin, and the EXTENT of each, with offset GONE
+    for a dead one."""
+    places = np.zeros(len(chunks), EXTENT)
     places["offset"] = GONE
     if there.any():
-        places[there] = space.chunks.extents(ranges[there])
-    return space.pin(holder, ranges[there]), places
+        places[there] = space.chunks.extents(chunks[there])
+    return space.pin(holder, chunks[there]), places
 
 
 def copies_of(remote: Array, nbytes: Array, dest: Array) -> Array:

@@ -210,8 +210,8 @@ class Finishing:
         return self._finished(lease, body, committed, done)
 
     def _keep(self, lease: Lease, body: Finish, committed: Committed, failure: object) -> None:
-        """An ack that failed is made again with the same values: until the lease ends they stay,
-        as ranges that the client is told. What it shared with others stays by the same rule."""
+        """Keep the values of an ack that failed, because the client retries the ack. The peer keeps
+        their chunks until the lease ends, and tells the client the numbers."""
         over = isinstance(failure, LeaseExpired) or lease.number not in lease.session.leases
         if over or not isinstance(failure, DataplaneError):
             return
@@ -244,9 +244,9 @@ class Finishing:
             self.host.acked_by_clients.add(lease.stage, upto - before)
         if leave and (body.index is None or len(lease.finished) >= lease.rows):
             self.leases.close(lease)
-        ranges = committed.written.tobytes() if body.again else b""
+        chunks = committed.written.tobytes() if body.again else b""
         ahead = self.grants.ahead(lease.session, body.want_bytes)
-        return PutDone(ahead, done.kept, chunks=ranges)
+        return PutDone(ahead, done.kept, chunks=chunks)
 
     def finish_here(self, caller: Caller, body: Finish) -> Body | Awaitable[Body]:
         entry = self.host.entry(body.partition, body.generation)

@@ -50,7 +50,7 @@ class OutgoingChanges:
         self.router = router
         self.numbers = ChangeNumbers(host.owner)
         self._asked: dict[int, dict[Owner, Array]] = {}
-        """by number of a change: the peers that may have applied it, and the ranges lent to each"""
+        """by number of a change: the peers that may have applied it, and the chunks lent to each"""
 
     def __len__(self) -> int:
         """The changes that have not ended."""
@@ -63,7 +63,7 @@ class OutgoingChanges:
         """Send a change to its shard, under one number, and return the reply. Repeat it under the
         next roster if the shard has moved or its peer is unreachable, until the call's deadline.
 
-        carried: the ranges of this host that the message names. A shard that applies the change
+        carried: the chunks of this host that the message names. A shard that applies the change
         has references of its own to them.
         """
         end = call_end(self.host.now())
@@ -130,8 +130,8 @@ class OutgoingChanges:
         try:
             said = await self.mesh.tell(to, asked)
         except DataplaneError as exc:
-            ranges = self._asked.get(number, {}).get(to, NO_CHUNKS)
-            nbytes = int(self.host.space.chunks.extents(ranges)["length"].sum())
+            chunks = self._asked.get(number, {}).get(to, NO_CHUNKS)
+            nbytes = int(self.host.space.chunks.extents(chunks)["length"].sum())
             log.error(
                 "partition %r: peer %s did not apply change %d (%s), so %d bytes stay allocated "
                 "there",
@@ -153,14 +153,14 @@ class OutgoingChanges:
     def _resolve(self, number: int, to: Owner, applied: bool) -> None:
         """Note whether a peer applied a change. Release values that it did not take, and no more
         than are still lent to it: the peer may have been lost meanwhile."""
-        ranges = self._asked.get(number, {}).pop(to, None)
-        if ranges is None:
+        chunks = self._asked.get(number, {}).pop(to, None)
+        if chunks is None:
             return
         if not self._asked[number]:
             del self._asked[number]
-        if not applied and len(ranges):
-            counts = self.host.lent.returned(to, ranges, np.ones(len(ranges), U4))
-            self.host.space.release(ranges, counts)
+        if not applied and len(chunks):
+            counts = self.host.lent.returned(to, chunks, np.ones(len(chunks), U4))
+            self.host.space.release(chunks, counts)
 
 
 class ChangeNumbers:

@@ -173,8 +173,8 @@ class Grants:
         kind: Admission,
         most_chunks: int = MAX_CHUNKS_PER_MESSAGE,
     ) -> Committed:
-        """Make ranges of the chunks that a client wrote, and references to those that it shares:
-        all or none. The shard checks the rest of the values."""
+        """Commit the chunks that a client wrote, and take references to those that it shares: all
+        or none. The shard checks the rest of the values."""
         if len(values.chunks) > most_chunks:
             raise too_many(values, most_chunks)
         if not values.chunks:
@@ -229,8 +229,8 @@ class Grants:
             for one in values.chunks
         ]
         values = Values(values.fields, owners, values.layouts, chunks, values.pieces)
-        ranges = np.concatenate((written, known)) if shared else written
-        return Committed(values, ranges, written, has_digests)
+        named = np.concatenate((written, known)) if shared else written
+        return Committed(values, named, written, has_digests)
 
     def _check_owners(self, owners: Sequence[Owner]) -> None:
         """ProtocolError unless these are the client's own peer and INLINE."""
@@ -243,8 +243,8 @@ class Grants:
             )
 
     def _shared(self, chunks: Sequence[Chunk]) -> Array:
-        """Take references to ranges that a client shares. ProtocolError unless each has the size
-        of its chunk."""
+        """Take references to chunks that a client shares. Raise ProtocolError unless each has the
+        size that the message says."""
         for one in chunks:
             if not 0 < one.number < 1 << 64:
                 raise mixed_releases(f"invalid chunk number {one.number}: expected 1 or more")
@@ -254,8 +254,8 @@ class Grants:
             if room(one.nbytes) != length:
                 self.host.space.release(known)
                 raise mixed_releases(
-                    f"chunk {one.number} and its range differ in size: expected {one.nbytes} "
-                    f"bytes, but the range has {length}"
+                    f"chunk {one.number} has {length} bytes with its padding, but the message says "
+                    f"{one.nbytes} bytes without it"
                 )
         return known
 
@@ -293,9 +293,8 @@ class Grants:
         next message, which has no inline chunks. Otherwise a rejection would free what was
         written."""
         if isinstance(failure, ShardFull) and failure.details.get("values"):
-            ranges = committed.chunks
-            pin, _ = self.host.space.keep(session.id, ranges)
-            failure.details |= {"chunks": ranges.tobytes(), "pin": pin}
+            pin, _ = self.host.space.keep(session.id, committed.chunks)
+            failure.details |= {"chunks": committed.chunks.tobytes(), "pin": pin}
 
 
 @dataclass(eq=False, repr=False)
@@ -376,8 +375,8 @@ class Writing:
         """Let later puts find the chunks of a message that have digests."""
         pairs = [(new, old) for new, old in zip(sent, stored, strict=True) if new.digest]
         digests = np.array([(new.digest, new.nbytes) for new, _ in pairs], DIGEST)
-        ranges = np.array([old.number for _, old in pairs], U8)
-        self.host.space.digests.enter(partition, digests, ranges)
+        chunks = np.array([old.number for _, old in pairs], U8)
+        self.host.space.digests.enter(partition, digests, chunks)
 
     # at the shard
 

@@ -103,25 +103,25 @@ class Reading:
                 space.unpin(holder, [pin])
                 raise mixed_releases(
                     f"the shard and the owner of a chunk disagree on its size: expected {nbytes} "
-                    f"bytes, but the range has {room}"
+                    f"bytes, but the chunk has {room}"
                 )
             places += offset, nbytes
         return _with_places(table, array("Q", places).tobytes()), pin
 
     async def _pull(self, table: Table, named: _Named, holder: int, reader: int) -> Resolved:
-        """Local copies take the place of chunks that are remote or away; they are pinned as they
+        """Replace chunks that are remote or away by local copies. The copies are pinned as they
         arrive."""
         local, pins, owners = named.numbers.copy(), list[int](), table.values.owners
         nbytes = np.array([one.nbytes for one in named.chunks], U8)
 
         async def of_one(owner: Owner) -> None:
             its = [n for n, one in enumerate(named.chunks) if owners[one.owner] == owner]
-            ranges = named.numbers[its]
+            numbers = named.numbers[its]
             if owner == self.host.owner:
-                local[its], more = await self.pulls.at_hand(ranges, holder, reader)
+                local[its], more = await self.pulls.at_hand(numbers, holder, reader)
             else:
                 bring = self.pools.bring if reader == holder else self.pulls.bring
-                local[its], more = await bring(owner, ranges, nbytes[its], holder)
+                local[its], more = await bring(owner, numbers, nbytes[its], holder)
             pins.extend(more)
 
         try:  # nobody's pins are forgotten where one of them fails
@@ -229,8 +229,8 @@ class Reading:
 
 
 class _Named:
-    """The chunks of a message that are in arenas, and their owners and ranges. inline: which
-    owners of the message stand for chunks that are not."""
+    """The chunks of a message that are in arenas, with their owners and numbers. inline: the owners
+    in the message that stand for inline chunks."""
 
     def __init__(self, values: Values) -> None:
         self.inline = inline = [owner == INLINE for owner in values.owners]

@@ -232,9 +232,9 @@ class Room:
             fresh[gone] = 0
         return fresh
 
-    def release(self, ranges: Array, counts: Array | int = 1) -> None:
+    def release(self, chunks: Array, counts: Array | int = 1) -> None:
         """Release references. Waiting calls get what is freed."""
-        if self.space.release(ranges, counts):
+        if self.space.release(chunks, counts):
             self.pump()
 
     def unpin(self, holder: int, pins: list[int]) -> None:

@@ -73,11 +73,11 @@ class Pools:
 
     # bytes
 
-    async def read(self, ranges: Array, dest: Array) -> None:
-        """Copy all bytes of these ranges, which are not in the host arena, to these offsets of it.
+    async def read(self, chunks: Array, dest: Array) -> None:
+        """Copy all bytes of these chunks, which are not in the host arena, to these offsets of it.
         Raises RowsGone or DeviceMissing."""
         assert self._read_disk is not None
-        await self._read_disk(ranges, dest)
+        await self._read_disk(chunks, dest)
 
     async def write_at(self, number: int, dest: int, data: npt.NDArray[np.uint8]) -> None:
         """Write bytes at an address of this pool."""

@@ -52,22 +52,22 @@ class Spilling:
             self.exhausted = False
             self._work = self.mesh.spawn(self._while_needed())
 
-    async def read(self, ranges: Array, dest: Array) -> None:
-        """Copy all bytes of these spilled ranges to these offsets of the arena. Raises RowsGone."""
+    async def read(self, chunks: Array, dest: Array) -> None:
+        """Copy all bytes of these spilled chunks to these offsets of the arena. Raises RowsGone."""
         space = self.host.space
-        space.hold(ranges)
+        space.hold(chunks)
         try:
-            extents = space.chunks.extents(ranges)
+            extents = space.chunks.extents(chunks)
             await self.host.threads.run(self.file.read, extents["offset"], extents["length"], dest)
         except OSError as exc:
             raise TransferFailed(
-                f"could not read back {counted(len(ranges), 'value')} from the spill file "
+                f"could not read back {counted(len(chunks), 'value')} from the spill file "
                 f"{self.file.path}: {exc}. Repeat the call; if the disk has failed, put the "
                 "rows again",
                 path=str(self.file.path),
             ) from exc
         finally:
-            space.release(ranges)
+            space.release(chunks)
         self.read_bytes += int(extents["length"].sum())
 
     @property

@@ -50,13 +50,13 @@ class Effects:
             self._run(entry, note)
 
     def _free(self, entry: Entry) -> None:
-        for owner, ranges, counts in entry.store.freed():
-            self._run(entry, self._let_go, entry, owner, ranges, counts)
+        for owner, chunks, counts in entry.store.freed():
+            self._run(entry, self._let_go, entry, owner, chunks, counts)
             if entry.replicas is not None:
-                self._run(entry, self.value_replicas.freed, entry, owner, ranges, counts)
+                self._run(entry, self.value_replicas.freed, entry, owner, chunks, counts)
 
-    def _let_go(self, entry: Entry, owner: Owner, ranges: Array, counts: Array) -> None:
-        if self.references.let_go(owner, ranges, counts):
+    def _let_go(self, entry: Entry, owner: Owner, chunks: Array, counts: Array) -> None:
+        if self.references.let_go(owner, chunks, counts):
             self._run(entry, self.room.pump)
 
     def _run(self, entry: Entry, effect: Effect, *given: Any) -> None:

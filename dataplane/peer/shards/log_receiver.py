@@ -57,7 +57,7 @@ class _Origin:
     """how many of the copies have replicas of values here"""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     ahead: dict[tuple[Key, bytes], contextlib.ExitStack] = field(default_factory=dict)
-    """replicas of values that no row references yet, by partition and ranges"""
+    """replicas of values that no row references yet, by partition and chunks"""
 
 
 @dataclass(eq=False, repr=False)
@@ -160,16 +160,16 @@ class LogReceiver:
     async def duplicate(self, caller: Caller, body: Duplicate) -> Body:
         """Replicate values that rows will reference soon. Raise BackPressure if the arena is
         full."""
-        ranges = column(body.chunks, U8)
-        nbytes = column(body.sizes, U8, len(ranges))
+        chunks = column(body.chunks, U8)
+        nbytes = column(body.sizes, U8, len(chunks))
         key, origin = (body.partition, body.generation), self._origins.get(caller.owner)
         copy = origin.copies.get(key) if origin is not None else None
         if origin is None or copy is None or copy.values is None:
             return Done()  # the copy of this partition has yet to begin
         held = contextlib.ExitStack()
-        held.enter_context(self.value_replicas.held(copy.values, [(caller.owner, ranges, nbytes)]))
+        held.enter_context(self.value_replicas.held(copy.values, [(caller.owner, chunks, nbytes)]))
         try:
-            await self.value_replicas.copy_here(copy.values, caller.owner, ranges)
+            await self.value_replicas.copy_here(copy.values, caller.owner, chunks)
         except BaseException:
             held.close()
             raise
@@ -298,8 +298,8 @@ class LogReceiver:
         if isinstance(record, Relocated) and record.to_owner == owner:
             named.append(_those(copy.store, owner, column(record.to_chunks, U8)))
         there = [copy.values.note(owner, *one) for one in named]
-        for ranges, _ in named:
-            _named(origin, ((copy.store.partition, copy.store.generation), ranges.tobytes()))
+        for chunks, _ in named:
+            _named(origin, ((copy.store.partition, copy.store.generation), chunks.tobytes()))
         if not all(there) and self.host.roster.backup_of(owner.peer)[1]:
             here = functools.partial(self._backs_up, owner, origin)
             self.value_replicas.copy_here_later(copy.values, copy.store.partition, owner, here)
@@ -395,8 +395,8 @@ class LogReceiver:
             if has_it or new.bucket(name) in empty or not self.host.serves(name):
                 self._drop(copy)
                 continue
-            for values, ranges, counts in copy.store.holdings():
-                held.setdefault(values, []).append((ranges, counts))
+            for values, chunks, counts in copy.store.holdings():
+                held.setdefault(values, []).append((chunks, counts))
             entry = self.partitions.serve(copy.store)
             entry.inherited = set(copy.store.answers)
             self._named |= copy.store.answers.callers
@@ -417,8 +417,8 @@ class LogReceiver:
             )
         self._named |= held.keys()
         for other in self.host.roster.owners:
-            ranges, counts = _joined(held.get(other, []))
-            body = Inherited(owner, ranges.tobytes(), counts.astype(U4).tobytes())
+            chunks, counts = _joined(held.get(other, []))
+            body = Inherited(owner, chunks.tobytes(), counts.astype(U4).tobytes())
             self.references.took_over(other, body)
 
 
@@ -432,18 +432,18 @@ def _named(
         found.close()
 
 
-def _those(store: Store, owner: Owner, ranges: Array) -> tuple[Array, Array]:
+def _those(store: Store, owner: Owner, chunks: Array) -> tuple[Array, Array]:
     """Of all chunks of an owner that rows use, these: their numbers and sizes, u8 each."""
     used, nbytes = store.named(owner)
-    among = np.isin(used, ranges)
+    among = np.isin(used, chunks)
     return used[among], nbytes[among]
 
 
 def _joined(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
     if not parts:
         return np.zeros(0, U8), np.zeros(0, U4)
-    ranges, counts = zip(*parts, strict=True)
-    return np.concatenate(ranges), np.concatenate(counts)
+    chunks, counts = zip(*parts, strict=True)
+    return np.concatenate(chunks), np.concatenate(counts)
 
 
 def _new(origin: _Origin, body: Append) -> Append:

@@ -64,8 +64,8 @@ class References:
         answer = entry.store.answers.to(change)
         if answer is not None and (change.caller, change.number) in entry.inherited:
             entry.inherited.discard((change.caller, change.number))
-            for owner, ranges, _ in named_by(body):
-                self.let_go(owner, ranges, np.ones(len(ranges), U4))
+            for owner, chunks, _ in named_by(body):
+                self.let_go(owner, chunks, np.ones(len(chunks), U4))
         return answer
 
     def let_go(self, owner: Owner, chunks: Array, counts: Array) -> bool:
@@ -102,12 +102,12 @@ class References:
         while (telling := self._telling.get(owner)) or not progress.is_settled:
             # More may be taken over, and let go of, in each of these waits.
             await (asyncio.wait(telling) if telling else progress.reached(math.inf))
-        ranges, counts = (b"".join(columns) for columns in zip(*self._freed[owner], strict=True))
+        chunks, counts = (b"".join(columns) for columns in zip(*self._freed[owner], strict=True))
         most = MOST_CHUNKS * U8.itemsize, MOST_CHUNKS * U4.itemsize
-        rest = ranges[most[0] :], counts[most[1] :]
+        rest = chunks[most[0] :], counts[most[1] :]
         self._freed[owner] = [rest] if rest[0] else []
         # An owner is told of one at a time, so that it need know of no other.
-        body = Release(ranges[: most[0]], counts[: most[1]], next(self._releases))
+        body = Release(chunks[: most[0]], counts[: most[1]], next(self._releases))
         try:
             await self.mesh.tell(owner, body)
         except DataplaneError:
@@ -122,8 +122,8 @@ class References:
         task.add_done_callback(lambda _: self._told(owner, task))
 
     async def _tell_what_was_taken_over(self, owner: Owner, body: Inherited) -> None:
-        ranges = np.frombuffer(body.chunks, U8)
-        ids, at = np.unique(ranges, return_inverse=True)
+        chunks = np.frombuffer(body.chunks, U8)
+        ids, at = np.unique(chunks, return_inverse=True)
         counts = np.zeros(len(ids), U4)
         np.add.at(counts, at, np.frombuffer(body.counts, U4))
         for first in range(0, max(1, len(ids)), MOST_CHUNKS):
@@ -142,11 +142,11 @@ class References:
     def release_here(self, caller: Caller, body: Release) -> Body:
         """Release what a shard references here, up to what it has. The peer may have been
         declared lost meanwhile."""
-        ranges = column(body.chunks, U8)
-        counts = column(body.counts, U4, len(ranges))
+        chunks = column(body.chunks, U8)
+        counts = column(body.counts, U4, len(chunks))
         if body.number > self._heard.get(caller.owner, 0):
             self._heard[caller.owner] = body.number
-            self.room.release(ranges, self.lent.returned(caller.owner, ranges, counts))
+            self.room.release(chunks, self.lent.returned(caller.owner, chunks, counts))
         return Done()
 
     def gone(self, owner: Owner) -> None:
@@ -160,11 +160,11 @@ class References:
     def inherited(self, caller: Caller, body: Inherited) -> Body:
         """Handle the report of a peer that took over a lost peer's shards, or was assigned them
         empty. Values that it does not list are freed."""
-        ranges = column(body.chunks, U8)
-        counts = column(body.counts, U4, len(ranges))
+        chunks = column(body.chunks, U8)
+        counts = column(body.counts, U4, len(chunks))
         heir = None if caller.owner == self.host.owner else caller.owner
         origins = [o for o in self.lent.peers if self._is_about(body, caller.owner, o)]
-        self.room.release(*self.lent.inherited(origins, heir, ranges, counts, body.more))
+        self.room.release(*self.lent.inherited(origins, heir, chunks, counts, body.more))
         return Done()
 
     def _is_about(self, body: Inherited, sender: Owner, owner: Owner) -> bool:

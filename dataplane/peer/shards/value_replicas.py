@@ -42,7 +42,7 @@ BATCH_BYTES = 16 << 20
 """The most bytes copied at once, and at most an eighth of the arena. They have to arrive while a
 primary waits for its backup (`log_sender.ATTEMPT_S`), even on a link with a few MB/s left."""
 MAX_RANGES = 4096
-"""The most ranges copied at once, here or at a backup."""
+"""The most chunks copied at once, here or at a backup."""
 PATIENCE_S = 4.0
 """How long a change waits for space for replicas before it fails. Its caller repeats it as another
 change: a longer wait would hold the caller's floor, and so the acks that free space."""
@@ -72,9 +72,9 @@ class ValueReplicas:
         for owner, *_ in entry.store.holdings():
             self._note(entry, owner, *entry.store.named(owner))
 
-    def _note(self, entry: Entry, owner: Owner, ranges: Array, nbytes: Array) -> None:
+    def _note(self, entry: Entry, owner: Owner, chunks: Array, nbytes: Array) -> None:
         assert entry.replicas is not None
-        if owner != self.host.owner and not entry.replicas.note(owner, ranges, nbytes):
+        if owner != self.host.owner and not entry.replicas.note(owner, chunks, nbytes):
             here = functools.partial(self._serves, entry)
             self.copy_here_later(entry.replicas, entry.name, owner, here)
 
@@ -95,11 +95,11 @@ class ValueReplicas:
             return
         others = [one for one in named if one[0] != self.host.owner]
         with self.held(copies, others):
-            for owner, ranges, _ in others:
-                await self.copy_here(copies, owner, ranges)
-            for owner, ranges, nbytes in named:
+            for owner, chunks, _ in others:
+                await self.copy_here(copies, owner, chunks)
+            for owner, chunks, nbytes in named:
                 if owner == self.host.owner:
-                    await self.copy_to_backup(entry, ranges, nbytes)
+                    await self.copy_to_backup(entry, chunks, nbytes)
             if self.host.roster is not roster:
                 raise StaleEpoch(
                     "the roster changed while peers were creating replicas for this "
@@ -116,17 +116,17 @@ class ValueReplicas:
             told = backup
             await self.copy_to_backup(entry, *copies.held(owner))
 
-    async def copy_to_backup(self, entry: Entry, ranges: Array, nbytes: Array) -> None:
+    async def copy_to_backup(self, entry: Entry, chunks: Array, nbytes: Array) -> None:
         """Have the backup copy these values before it receives rows that reference them.
         Otherwise all other records of this peer would wait behind the copies."""
-        for at in range(0, len(ranges), MAX_RANGES):
+        for at in range(0, len(chunks), MAX_RANGES):
             part = slice(at, at + MAX_RANGES)
-            await self.have_copied(entry, ranges[part].tobytes(), nbytes[part].tobytes())
+            await self.have_copied(entry, chunks[part].tobytes(), nbytes[part].tobytes())
 
-    async def have_copied(self, entry: Entry, ranges: bytes = b"", sizes: bytes = b"") -> None:
+    async def have_copied(self, entry: Entry, chunks: bytes = b"", sizes: bytes = b"") -> None:
         """Have the backup copy these values. If this peer is leaving, the backup has its own
         backup copy the values of both peers."""
-        body = Duplicate(entry.name, entry.generation, ranges, sizes)
+        body = Duplicate(entry.name, entry.generation, chunks, sizes)
         while self.host.progress.required:
             roster = self.host.roster
             address, _ = roster.backup_of(self.host.address)
@@ -150,10 +150,10 @@ class ValueReplicas:
         made.result()
         return True
 
-    def freed(self, entry: Entry, owner: Owner, ranges: Array, counts: Array) -> None:
+    def freed(self, entry: Entry, owner: Owner, chunks: Array, counts: Array) -> None:
         """Release replicas when references of this partition's rows end."""
         if entry.replicas is not None:
-            self.room.release(entry.replicas.freed(owner, ranges, counts))
+            self.room.release(entry.replicas.freed(owner, chunks, counts))
 
     def owner_gone(self, entry: Entry, owner: Owner) -> None:
         """Make the rows reference the copies here instead of those of the lost owner."""
@@ -171,8 +171,8 @@ class ValueReplicas:
         try:
             yield
         finally:
-            for owner, ranges, _ in named:
-                self.room.release(copies.freed(owner, ranges, np.ones(len(ranges), U4)))
+            for owner, chunks, _ in named:
+                self.room.release(copies.freed(owner, chunks, np.ones(len(chunks), U4)))
 
     def copy_here_later(
         self, copies: Replicas, name: str, owner: Owner, needed: Callable[[], bool]
@@ -204,14 +204,14 @@ class ValueReplicas:
     def succeed(self, entry: Entry, copies: Replicas, owner: Owner) -> None:
         """Make rows reference the copies here, because their owner is gone. Other values are
         lost here: another peer has their replica."""
-        ranges, local = copies.take(owner)
-        if len(ranges):
-            self.replace(entry, owner, ranges, local)
+        chunks, local = copies.take(owner)
+        if len(chunks):
+            self.replace(entry, owner, chunks, local)
 
-    def replace(self, entry: Entry, owner: Owner, ranges: Array, local: Array) -> None:
+    def replace(self, entry: Entry, owner: Owner, chunks: Array, local: Array) -> None:
         """Make the rows reference these copies, which have one reference each so far, instead of
-        the owner's ranges."""
-        moved = entry.store.relocate(owner, ranges, self.host.owner, local)
+        the owner's chunks."""
+        moved = entry.store.relocate(owner, chunks, self.host.owner, local)
         self.host.space.hold(local, np.asarray(moved, U4))
         self.room.release(local)
         log.info(
@@ -223,22 +223,22 @@ class ValueReplicas:
     async def copy_here(self, copies: Replicas, owner: Owner, among: Array | None = None) -> None:
         """Copy the missing values of an owner, all of them or those in `among`. Skip values that
         the owner has freed. Raise BackPressure if the arena is full."""
-        ranges, nbytes = copies.missing(owner, among)
-        while len(ranges):
+        chunks, nbytes = copies.missing(owner, among)
+        while len(chunks):
             try:
-                count, here, local = await self.fetch(owner, ranges, nbytes)
+                count, here, local = await self.fetch(owner, chunks, nbytes)
             except BackPressure:
                 # What is freed needs no room, and that it is may be what waits for this.
-                dead = await self.pulls.dead(owner, ranges)
+                dead = await self.pulls.dead(owner, chunks)
                 if not dead.any():
                     raise
-                ranges, nbytes = ranges[~dead], nbytes[~dead]
+                chunks, nbytes = chunks[~dead], nbytes[~dead]
                 continue
-            self.room.release(copies.brought(owner, ranges[:count][here], local))
-            ranges, nbytes = ranges[count:], nbytes[count:]
+            self.room.release(copies.brought(owner, chunks[:count][here], local))
+            chunks, nbytes = chunks[count:], nbytes[count:]
 
-    async def fetch(self, owner: Owner, ranges: Array, nbytes: Array) -> tuple[int, Array, Array]:
-        """Copy the first of these ranges, as many as one batch may have and the arena has space
+    async def fetch(self, owner: Owner, chunks: Array, nbytes: Array) -> tuple[int, Array, Array]:
+        """Copy the first of these chunks, as many as one batch may have and the arena has space
         for.
 
         Return how many were tried, a mask of those that still exist, and their copies with
@@ -246,11 +246,11 @@ class ValueReplicas:
         """
         limit = min(BATCH_BYTES, self.host.space.size_bytes // 8)
         most = max(1, int(np.searchsorted(np.cumsum(nbytes[:MAX_RANGES]), limit, "right")))
-        ranges, nbytes = ranges[:most], nbytes[:most]
+        chunks, nbytes = chunks[:most], nbytes[:most]
         units = [padded(nbytes[i : i + 1].astype(U8)) for i in range(len(nbytes))]
         left_s = max(0.0, call_context.get().until - self.host.now())
         patience_s = min(PATIENCE_S, left_s / 2)  # who asks hears of it in time
         count, extents = await self.room.reserve(PULLER, Admission.OPEN, units, patience_s)
-        local = await self.pulls.take_over(owner, ranges[:count], nbytes[:count], extents)
+        local = await self.pulls.take_over(owner, chunks[:count], nbytes[:count], extents)
         here = local != 0
         return count, here, local[here]

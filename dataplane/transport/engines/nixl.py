@@ -56,7 +56,7 @@ SPINS = 200
 """Polls in a row before the thread sleeps between two."""
 BUSY_S = 0.000_05
 HELD_S = 0.000_5
-"""Between polls while readers hold ranges here: their wire-up needs an answer."""
+"""Between polls while readers hold chunks here: their wire-up needs an answer."""
 AFTERWARDS_S = 0.01
 """Between polls for `LINGER_S` after that: a reader that was cancelled has left its connection, and
 its piece, which cannot be called back, may still wait for that answer."""

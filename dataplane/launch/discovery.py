@@ -186,8 +186,8 @@ def _expand(item: str) -> Iterator[str]:
 
 def _not_a_nodelist(item: str) -> InvalidConfig:
     return InvalidConfig(
-        f"{item!r:.80} is not a valid Slurm node list: correct SLURM_JOB_NODELIST, for "
-        "example to node[01-03,7]"
+        f"{item!r:.80} is not a valid Slurm node list: correct SLURM_JOB_NODELIST (in a step, "
+        "SLURM_STEP_NODELIST), for example to node[01-03,7]"
     )
 
 

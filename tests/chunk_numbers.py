@@ -1,4 +1,4 @@
-"""Names of chunks, from and to index and generation."""
+"""Chunk numbers from indexes and generations, and back."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dataplane.wire.packed import U8
 
 
 def chunk_numbers(pairs: Iterable[tuple[int, int]]) -> Numbers:
-    """The numbers of chunks with these indexes and generations."""
+    """Return the numbers of chunks with these indexes and generations."""
     return np.array([generation << 32 | index for index, generation in pairs], U8)
 
 
 def indexes(chunks: Numbers) -> list[int]:
-    """The index of each chunk at its owner."""
+    """Return the index of each chunk at its owner."""
     return [number & 0xFFFF_FFFF for number in chunks.tolist()]

@@ -78,7 +78,8 @@ class Repeats:
         self._forgotten: Spans | None = None
         """operations whose answers were forgotten by count, once there are any"""
         self._pending: dict[int, asyncio.Future[None] | None] = {}
-        """operations that are being served: done when they are not; None if no repetition waits"""
+        """operations in progress, each with a future that is done at its end; None if no repetition
+        waits for it"""
         self.claimed: dict[int, Body] = {}
         """by operation: what a claim was granted, until its client uses the lease"""
 

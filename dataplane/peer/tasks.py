@@ -134,8 +134,8 @@ def _resumed(work: Coroutine[Any, Any, None], awaited: object) -> Generator[Any,
 
 
 def result_of(outcome: Awaitable[T]) -> Awaitable[T]:
-    """Return what awaits the result of `outcome`. If the caller is cancelled after a task has
-    ended, it still gets the task's result, because the task can no longer take it back."""
+    """Return an awaitable of the result of `outcome`. A caller that is cancelled after the task has
+    ended still gets its result, because the task can no longer undo its work."""
     return _result_of(outcome) if isinstance(outcome, asyncio.Future) else outcome
 
 

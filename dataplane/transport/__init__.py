@@ -9,7 +9,7 @@
 | cutting a read into one request a part | slices |
 | one read, its connections and streams | reading, connections, stream, secure_stream |
 | frames and records; how a reader joins; proofs and tickets | bulk_frames, joining, tickets |
-| what a transport must be able to do, which there are | seam, registry |
+| the interface of a transport; the transports by name | seam, registry |
 | TCP, which every worker for host memory runs | tcp |
 | the engines; a region as they register it; NCCL's two ranks | engines/ |
 | apart from bulk transfer: the calls to etcd that a roster needs | etcd |

@@ -22,7 +22,7 @@ from dataplane.wire.frames import HEADER_BYTES, decoded
 from dataplane.wire.tables import Owner, PoolHandle
 
 MAX_JOIN_FRAME_BYTES = 4_096
-"""For frames of whoever has not yet proved to be of the plane."""
+"""The limit for frames before both sides have proved that they belong to the run."""
 MAX_GET_FRAME_BYTES = 1 << 20
 MAX_GET_ITEMS = 16_384
 MAX_GET_BYTES = 32 << 20
@@ -32,7 +32,7 @@ MAX_HELD_BYTES = 1 << 30
 """The most that one `Get` over another transport may pin: a one-sided one pays two exchanges for
 each."""
 MAX_CARD_BYTES = 64 << 10
-"""What an engine may tell of a registered region."""
+"""The most bytes with which an engine may describe a registered region."""
 CHALLENGE_BYTES = 16
 
 PIECE = np.dtype([("chunk", "<u8"), ("start", "<u8"), ("nbytes", "<u8")])

@@ -38,13 +38,13 @@ from dataplane.transport.tickets import Identity
 from dataplane.wire.tables import Owner, PoolHandle
 
 PART_BYTES = 64 << 20
-"""A larger read is made in parts, each one request, so that others may come in between."""
+"""A larger read is split into parts of one request each, so that other reads get their turn."""
 POOL_PART_BYTES = MAX_HELD_BYTES
 """Between pools: they copy this in a millisecond, and the exchange for a part takes three."""
 LEAST_PART_BYTES = 8 << 20
-"""A read over TCP has two parts at least, each on a connection of its own, if they are larger. On
-loopback with 2 cores 1 and 2 connections are equally fast (about 0.9 of a bare socket); with more
-cores the second keeps one core's copy from being the ceiling."""
+"""A read over TCP has at least two parts if each is larger than this. Each part has a connection of
+its own, so that with more cores the copy of one core is not the limit. On loopback with 2 cores, 1
+and 2 connections are equally fast (about 0.9 of a bare socket)."""
 UNDER_WAY_PARTS = 4
 JOB_BYTES = 256 << 10
 """A read counts as at least this, which bounds the number of jobs (1,024) as well."""

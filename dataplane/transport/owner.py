@@ -273,7 +273,7 @@ class RangeServer:
             )
         service = self._service(asked.transport)
         pieces = checked_pieces(asked, service.most_bytes)
-        # One answer for every way to be a stranger: it tells nothing about the key.
+        # one error for every wrong ticket, so that it reveals nothing about the key
         if not hmac.compare_digest(ticket_of(self._key, nonce, asked), asked.ticket):
             raise TicketRefused(
                 "the ticket is invalid: it was issued with the key of a different run, for a "
@@ -321,7 +321,7 @@ class RangeServer:
 
 
 def _evict(idle: list[_Inbound]) -> None:
-    """Ends the oldest, unless one is ending already."""
+    """Abort the oldest idle connection, unless an evicted one has not ended yet."""
     if idle and not any(inbound.evicted for inbound in idle):
         oldest = min(idle, key=lambda inbound: inbound.since)
         oldest.evicted = True
@@ -369,7 +369,8 @@ class Service:
             self._desk.unpin(pin, nbytes)
 
     def _move(self, transfer: Transfer, sources: Offsets) -> int:
-        """Let the reader have the pieces that are there, and confirm it. Return their bytes."""
+        """Send the pieces that are not gone, or let the reader read them, and confirm it. Return
+        the number of bytes."""
         stream, deadline = transfer.stream, transfer.deadline
         nbytes = int(transfer.pieces["nbytes"][sources != GONE].sum())
         self._count(1)
@@ -413,7 +414,7 @@ class Service:
 
 
 def _await_release(stream: BulkStream, nbytes: int, deadline: float) -> None:
-    """Waits for the reader's word that it has them all."""
+    """Wait for `Release`, with which the reader says that it has all bytes."""
     try:
         frame = stream.receive(MAX_JOIN_FRAME_BYTES, deadline)
     except TimeoutError as exc:

@@ -4,8 +4,8 @@ Runs in a bulk worker, in the thread of the job. The owner holds the chunks, a t
 bytes, and the owner confirms that it held them to the end. The conversation uses a joined
 connection, and TCP moves the bytes over it as well.
 
-The first error ends the read. The read returns only when nothing can write any more, so that the
-peer can reuse the destination.
+The first error ends the read. The read returns only when nothing can write to the destination
+any more, so that the peer can reuse it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Reads:
             raise reading.stop(_typed(exc, reading)) from None
 
     def _bring(self, reading: Reading, card: bytes) -> Mask | None:
-        """None: a pooled connection was closed for being idle."""
+        """Read over one connection. Return None if a pooled connection was closed while idle."""
         transport, deadline = self._transport, reading.deadline
         with self._connection(reading) as connection:
             stream, fresh = connection.stream, connection.sequence == 0
@@ -117,7 +117,7 @@ class Reads:
 
     @contextmanager
     def _connection(self, reading: Reading) -> Iterator[Connection]:
-        """For one transfer. It is for others too where the body has left it `clean`."""
+        """Borrow a connection for one transfer. Others may use it if the body leaves it `clean`."""
         connection = self._connections.borrow(reading)
         try:
             yield connection

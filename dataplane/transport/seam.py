@@ -87,7 +87,7 @@ class ReadRequest:
 class SendRequest:
     """What the owner sends in a two-sided transfer: parts of its region, in order.
 
-    `card`: of the reader, which `Transport.turn` returned there. The rest: see `ReadRequest`.
+    `card`: of the reader, from its `Transport.turn`. The other fields: see `ReadRequest`.
     """
 
     card: bytes

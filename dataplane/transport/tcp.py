@@ -36,4 +36,4 @@ class TcpTransport(Transport):
             raise TimeoutError(str(exc)) from exc
 
     def forget(self, owner: Owner) -> None:
-        """Its connections are those of the requests."""
+        """Do nothing: the connections belong to the requests."""

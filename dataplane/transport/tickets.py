@@ -53,7 +53,7 @@ def proof(
 
 
 def ticket_of(key: bytes, nonce: bytes, get: Get) -> bytes:
-    """The ticket of a request: for all that it says, on one connection, in its turn."""
+    """Return the ticket of a request. It signs all fields, the connection and the number there."""
     way = get.transport, get.tag, get.card
     return _mac(key, _CONTEXT, nonce, *_named(get.owner), get.expiry_ms, get.pieces, *way)
 

@@ -153,9 +153,9 @@ def run(control_fd: int, arena_fd: int, arena_bytes: int, listen_fd: int) -> Non
             f"{type(first).__name__}. {_MIXED}"
         )
     listener = socket.socket(fileno=listen_fd)
-    if not first.pools:  # one is enough
+    if not first.pools:  # one witness per host is enough
         leave_witness(listener, first, keeps_not=(control_fd, arena_fd))
-    # held here: the region is its address
+    # `arena` keeps the mapping alive: the region holds only its address
     arena = None if first.pools else mmap.mmap(arena_fd, arena_bytes)
     region, desk = _region(first, arena, arena_fd, arena_bytes), PinDesk(control)
     reads: dict[str, Reads] = {}

@@ -307,7 +307,7 @@ def test_an_ack_that_failed_does_not_pass_without_what_was_added(
 
 
 def kept_ranges(body: Finish) -> bytes:
-    """What a peer calls the ranges that a message wrote."""
+    """Return the numbers that a peer gives to the chunks of a message."""
     count = len(written(body))
     return chunk_numbers([(7 + n, 1) for n in range(count)]).tobytes()
 
@@ -351,18 +351,18 @@ def test_an_ack_without_an_answer_is_asked_again_under_its_number(
 
 
 def test_values_for_rows_that_are_acked_are_refused(peer: ScriptedPeer, batch: Batch) -> None:
-    """Nobody would store them: the ack that should, would find nothing to do."""
+    """No ack would store these values, because an ack skips finished rows."""
     batch.rows([1]).drop()
     peer.scripts[Finish] = lambda r, b: SILENCE
     with pytest.raises(dataplane.DeadlineExceeded):
         batch.rows([2]).ack(timeout=0.1)
     del peer.scripts[Finish]
-    batch.rows([3]).ack()  # the peer says that row 2 is acked, too
+    batch.rows([3]).ack()  # the reply says that row 2 is acked, too
     for rows in ([2], [0, 2, 3]):
         with pytest.raises(dataplane.LeaseExpired, match="of them are already acked") as refused:
             batch.rows(rows).add(reward=rows)
         assert refused.value.details["rows"] == [row for row in rows if row]
-    batch.rows([0, 1]).add(reward=[1, 2])  # a value of a dropped row is of no use, and no error
+    batch.rows([0, 1]).add(reward=[1, 2])  # a value of a dropped row is ignored
     batch.ack()
     assert batch.state == "acked"
 

@@ -30,7 +30,7 @@ def peer() -> Any:
 
 
 def refusing(request: Request, body: Any) -> Failed | PutDone:
-    """The shard has no room for small values: what was written stays, as these ranges."""
+    """The shard has no space for small values. The peer keeps the written chunks under numbers."""
     if not inline_bytes(body):
         return PutDone()
     count = len(written(body))
@@ -127,7 +127,7 @@ def test_adds_go_with_the_ack(peer: ScriptedPeer, part: Partition, full: bool) -
     last = peer.bodies(Finish)[-1]
     assert inline_fields(last) == (set() if full else {"reward", "note"})
     before: list[tuple[int, int]] = []
-    if full:  # what was written before is a range of the peer's by now
+    if full:  # the peer has the written values as a chunk by now
         before = written(peer.bodies(Finish)[0])
         assert shared(last) == [1 << 32]
     assert equals(peer.view(last, "big", before), [np.full(9000, i) for i in range(3)])
@@ -149,7 +149,7 @@ def test_adds_to_some_rows_take_along_what_those_need(peer: ScriptedPeer, part: 
 
 
 class Holding:
-    """Answers acks as a peer does: ranges that the next ack names again are held."""
+    """Answer acks as a peer does, which keeps chunks for the next ack."""
 
     def __init__(self) -> None:
         self.extents: dict[int, tuple[int, int]] = {}

@@ -130,7 +130,7 @@ def test_rows_come_back_though_the_end_of_a_block_is_cancelled_before_it_has_a_c
             async for _ in batches:
                 waits = [part.wait("t", rows=1, timeout=20) for _ in range(4)]
                 others.extend(map(asyncio.ensure_future, waits))
-                await asyncio.sleep(0.1)  # until they have all connections
+                await asyncio.sleep(0.1)  # until the waits have taken all connections
                 leaving.set()
                 break
 
@@ -142,7 +142,7 @@ def test_rows_come_back_though_the_end_of_a_block_is_cancelled_before_it_has_a_c
                 leaving = asyncio.Event()
                 task = asyncio.ensure_future(leave(part, leaving))
                 await leaving.wait()
-                for _ in range(turns):  # of the loop
+                for _ in range(turns):  # turns of the event loop
                     await asyncio.sleep(0)
                 task.cancel()
                 await asyncio.wait([task], timeout=20)

@@ -231,7 +231,7 @@ def test_an_ack_holds_that_a_stopped_peer_reads_after_the_limit_of_its_lease(
 def test_leaving_a_loop_at_a_stopped_peer_takes_its_time_out_once(
     cluster: Cluster, kind: str
 ) -> None:
-    """Not once for the ack, once for the release, and more for what was claimed ahead."""
+    """The ack, the release and the rows that were claimed ahead share one timeout."""
     timeout_s, longest_s, rows = 5.0, 9.0, 3000
     cluster.start("a")
     with cluster.connect("a") as plane:
@@ -244,7 +244,7 @@ def test_leaving_a_loop_at_a_stopped_peer_takes_its_time_out_once(
                 ahead = part.plan("s", rank=0, ranks=1, budget={"n": 1}, prefetch=rows)
                 with ahead as plan:
                     next(iter(next(iter(plan))))
-                    cluster.freeze("a")  # while one of the others is fetched
+                    cluster.freeze("a")  # while the plan fetches another micro-batch
                     began = time.monotonic()
                     plan.release(timeout=timeout_s)
             else:
@@ -254,7 +254,7 @@ def test_leaving_a_loop_at_a_stopped_peer_takes_its_time_out_once(
                         began = time.monotonic()
         assert time.monotonic() - began < longest_s
         cluster.wake("a")
-        part.claim("s", rows=rows, min=rows - 1, timeout=20).ack()  # perhaps it heard of the first
+        part.claim("s", rows=rows, min=rows - 1, timeout=20).ack()  # it may have the first ack
         part.drop()
         no_leaks(plane)
 

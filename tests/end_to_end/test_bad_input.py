@@ -506,7 +506,7 @@ def test_one_row_is_counted_as_one(part: Partition) -> None:
 
 
 def freed() -> torch.Tensor:
-    """As a parameter of FSDP between two steps."""
+    """Return a tensor like a parameter of FSDP between two steps: its memory is freed."""
     tensor = torch.ones(4)
     tensor.untyped_storage().resize_(0)
     return tensor

@@ -39,7 +39,7 @@ def test_a_drop_says_what_it_took_wherever_its_shard_is(pair: Cluster, replicas:
 
 
 def test_a_part_without_rows_can_be_finished_like_any_other(pair: Cluster) -> None:
-    """As a filter leaves it that finds nothing: `batch.rows(np.flatnonzero(is_bad)).drop()`."""
+    """A filter that matches no row makes one: `batch.rows(np.flatnonzero(is_bad)).drop()`."""
     with pair.connect("a") as a, pair.connect("b") as b:
         a.partition("p", stages={"s": ["x"]}).put({"x": [1, 2], "y": [3, 4]})
         batch = b.partition("p").claim("s", rows=2, timeout=20)

@@ -190,7 +190,7 @@ def test_pictures_in_a_prompts_messages_come_back_as_pictures(tq: Any, mode: str
     image = pytest.importorskip("PIL.Image", reason="make test installs it")
     noise = image.effect_noise((40, 30), 80)
     picture = noise.convert("RGB").quantize(8) if mode == "P" else noise.convert(mode)
-    if mode in ("RGB", "P"):  # a colour that a PNG has for nothing
+    if mode in ("RGB", "P"):  # the color that a PNG shows as transparent
         picture.info["transparency"] = (1, 2, 3) if mode == "RGB" else bytes([0, 255])
     messages = [[{"role": "user", "content": [{"type": "image", "image": picture}]}]] * 2
     column = tensordict.NonTensorStack(*messages)

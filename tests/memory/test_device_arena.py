@@ -1,4 +1,4 @@
-"""Device arenas behind a host arena, over the twin: one table of ranges, one space of addresses."""
+"""Device arenas behind a host arena, over the twin: one table of chunks, one address space."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def memory(devices: list[TwinDevice]) -> Iterator[HostMemory]:
 
 
 def put(memory: HostMemory, number: int, nbytes: int, holder: int = A) -> np.ndarray:
-    """A range with one reference; number: of the device, 0: in the host arena."""
+    """Return a chunk with one reference. number: of the device; 0: in the host arena."""
     space = memory.devices[number - 1].space if number else memory
     count, extents = space.reserve(holder, Admission.OPEN, unit(nbytes))
     assert count == 1

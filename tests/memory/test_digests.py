@@ -1,4 +1,4 @@
-"""The index for dedup: known while the range lives, and bounded by what lives."""
+"""The index for dedup: an entry ends with its chunk, and living chunks bound its size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies of other hosts' ranges: found, pinned, evicted, and never in the way of writers."""
+"""Copies of other hosts' chunks: found, pinned, evicted, and never in the way of writers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunks: references, death, and names that outlive their range."""
+"""The table of chunks: references, freed chunks, and outdated numbers."""
 
 from __future__ import annotations
 

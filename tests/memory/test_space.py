@@ -29,7 +29,7 @@ def written(offsets: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def write(space: Space, holder: int, *values: int, admission: int = OPEN) -> np.ndarray:
-    """One unit of these range sizes, committed; the rest of its extents given back."""
+    """Commit one unit of chunks of these sizes, and give back the rest of its extents."""
     count, extents = space.reserve(holder, admission, [sizes(*values)])
     assert count == 1
     offsets, left = placed(list(values), extents.tolist())
@@ -320,7 +320,7 @@ def test_a_client_has_a_bounded_number_of_separate_stretches() -> None:
     with pytest.raises(LimitExceeded):
         space.check_extents(ALICE)
     space.commit(ALICE, written(every_other[:2048] + 64, np.full(2048, 64)).tolist(), OPEN)
-    space.check_extents(ALICE)  # whole stretches have left
+    space.check_extents(ALICE)  # whole extents were committed
 
 
 def test_the_peer_itself_may_have_more_stretches_than_a_client() -> None:

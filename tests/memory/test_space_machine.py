@@ -1,4 +1,4 @@
-"""Random traffic against a plain model: live ranges never overlap and no byte is ever lost."""
+"""Random traffic against a plain model: live chunks never overlap and no byte is ever lost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Name = int
 
 
 class SpaceMachine(RuleBasedStateMachine):
-    """`refs` is the model: per living range, the references that it should have."""
+    """`refs` is the model: per living chunk, the references that it should have."""
 
     def __init__(self) -> None:
         super().__init__()

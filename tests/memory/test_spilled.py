@@ -1,4 +1,4 @@
-"""Chunks that leave the arena for a spill file: which go, where they lie, and what comes back."""
+"""Spilling: which chunks move to the file, their positions in it, and how they are read back."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def spilling(pages: int = 64, spill_pages: int = 64) -> Space:
 
 
 def put(space: Space, *sizes: int, admission: Admission = Admission.OPEN) -> np.ndarray:
-    """As many of these as there is room for, as ranges."""
+    """Return as many chunks of these sizes as there is space for."""
     count, extents = space.reserve(WRITER, admission, [np.array([size], U8) for size in sizes])
     offsets, left = placed(list(sizes[:count]), extents.tolist())
     ranges = space.commit(WRITER, list(zip(offsets, sizes[:count], strict=True)), admission)
@@ -106,7 +106,7 @@ def test_room_in_the_file_is_used_again_once_it_was_cleared() -> None:
 
 
 class SpillMachine(RuleBasedStateMachine):
-    """Bytes in an arena and a file, against a model: every living range has its own."""
+    """Bytes in an arena and a file, against a model: no two living chunks share bytes."""
 
     def __init__(self) -> None:
         super().__init__()

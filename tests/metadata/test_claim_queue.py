@@ -358,7 +358,8 @@ def test_a_claim_of_another_form_does_not_look_at_what_is_kept_at_each_put(
 
 
 def _calls_of_a_put(older: Want, younger: Want, groups: int) -> int:
-    """The calls of functions, in a put that serves nobody beside so many ready groups."""
+    """Return the number of function calls in a put that serves no claim while `groups` groups are
+    ready."""
     shard = Shard(group_size=2)
     shard.now = 5.0
     names, flags = [number // 2 for number in range(2 * groups)], [True, False] * groups
@@ -404,7 +405,8 @@ def test_a_put_to_a_large_group_beside_a_claim_of_groups_does_not_test_each_row_
 
 @contextmanager
 def counted_calls() -> Iterator[list[str]]:
-    """The names of the functions that the body calls, generators once for each item."""
+    """Yield a list that collects the names of the functions that the body calls. A generator counts
+    once per item."""
     calls = list[str]()
 
     def note(frame: FrameType, event: str, _: object) -> None:

@@ -288,9 +288,9 @@ def test_a_stage_that_is_claimed_is_not_called_idle() -> None:
     one = store()
     put(one, ["a", "b"])
     taken = take(one, "reward", Want("rows", 1, 1))
-    assert "no client" not in told(one, "train")  # it has leased some
+    assert "no client" not in told(one, "train")  # `train` has leased rows
     finish(one, taken)
-    assert "no client" not in told(one, "train", now=29.0)  # it is at work elsewhere, perhaps
+    assert "no client" not in told(one, "train", now=29.0)  # a client may be at work
     assert "1 row is ready for stage 'reward', but no client has claimed from it for 60 s" in told(
         one, "train", now=60.0
     )

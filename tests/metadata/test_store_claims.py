@@ -379,12 +379,12 @@ KEPT: list[tuple[str, list[object] | None]] = [
 
 @pytest.mark.parametrize("seed", range(40))
 def test_what_is_not_kept_is_the_same_however_often_claims_looked_before(seed: int) -> None:
-    """Whatever becomes of rows, their tags and their groups between two looks."""
+    """Rows, their tags and their groups change at random between two looks."""
     rng = random.Random(seed)
     looked, fresh = both = [store(stages={"train": ["tokens", "reward"]}) for _ in range(2)]
     units: list[Unit] = ["rows", "groups"]
     forms = [(unit, where, kept) for unit in units for where in (None, RED) for kept in KEPT]
-    no_room = PullCredit("b", 1)  # so that a look takes nothing
+    no_room = PullCredit("b", 1)  # so that a look leases nothing
     to_come = rng.sample(range(90), 90)
     lacking, there = list[int](), set[Name]()
     leases = list[tuple[list[Taken], list[Name]]]()

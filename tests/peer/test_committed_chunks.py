@@ -43,7 +43,7 @@ def commit(host: Any, *chunks: Chunk, owners: tuple[Owner, ...] = (ME, INLINE)) 
 
 
 def shared(host: Any) -> Any:
-    """The number of a chunk that the peer has already."""
+    """Return the number of a chunk that the peer has already."""
     return commit(host, Chunk(0, 0, 3, 64, 0, b"", grant(host))).chunks
 
 

@@ -42,7 +42,7 @@ def test_a_required_transport_that_is_not_there_says_what_is_missing_before_anyt
 
 
 class FakeSampling:
-    """What the tests of transports from a peer found. None: it has no space for them."""
+    """Results of transport tests, by transport. None: the peer has no space for the test."""
 
     engine: Any = SimpleNamespace(transport="nixl")
     mesh: Any = SimpleNamespace(others=SimpleNamespace())

@@ -24,7 +24,7 @@ READER = 9
 
 
 def written(space: Space, *sizes: int) -> Array:
-    """Chunks of so many bytes each."""
+    """Return chunks of these sizes in bytes."""
     made = []
     for size in sizes:
         _, extents = space.reserve(1, Admission.OPEN, [np.array([size], U8)])
@@ -116,7 +116,7 @@ async def test_chunks_of_all_other_hosts_are_asked_for_at_once_and_pinned_togeth
     extents = space.chunks.extents(pinned[found[1]])
     assert places(found) == list(zip(extents["offset"].tolist(), [70, 5, 64, 1 << 17], strict=True))
     space.unpin(READER, [found[1]])
-    assert space.chunks.live == 1  # copies that no cache keeps here go with their pin
+    assert space.chunks.live == 1  # a copy that is not cached ends with its pin
 
 
 async def test_what_came_is_let_go_of_where_one_owner_is_lost(reading: Any) -> None:

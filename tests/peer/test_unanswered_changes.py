@@ -167,7 +167,7 @@ def test_what_was_given_up_is_not_carried_out_later() -> None:
         near.far.loses.add("requests")
         with pytest.raises(Unavailable):
             await near.hand_over()
-        near.space.hold(near.chunks)  # somebody else names them too
+        near.space.hold(near.chunks)  # another row references them, too
         await near.ended()
         with pytest.raises(ChangeExpired):
             await near.far.call(THERE, near.ack)

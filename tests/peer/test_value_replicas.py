@@ -137,7 +137,7 @@ def put_of(key: str, owner: Owner, numbers: Sequence[int], nbytes: int = VALUE_B
 
 
 def number(n: int) -> int:
-    """Of the chunk with index n."""
+    """Return the number of the chunk with index n."""
     return 1 << 32 | n
 
 

@@ -116,7 +116,7 @@ def receive(sock: socket.socket) -> Any:
 
 
 def joins(versions: tuple[int, int]) -> list[Any]:
-    """What such an owner was sent: one `Join`."""
+    """Return what a reader sends to an owner with these versions: one `Join`."""
     owner, pool = OwnersPort(versions), Connections(KEY)
     try:
         remote = Remote(Owner("a", 1), owner.address)

@@ -180,7 +180,7 @@ def members(peers: list[Peer]) -> dict[Owner, Peer]:
 
 
 def dangling(peers: list[Peer]) -> list[str]:
-    """Every range that a shard names is alive at its host."""
+    """Every chunk that a shard references is alive at its host."""
     alive = members(peers)
     wrong = []
     for peer, entry in _served(alive):
@@ -202,7 +202,7 @@ def _served(alive: dict[Owner, Peer]) -> Iterator[tuple[Peer, Entry]]:
 
 
 def unnamed(peers: list[Peer]) -> list[str]:
-    """At rest, every living chunk is named by a shard, or is the second copy of one that is."""
+    """At rest, a shard references every living chunk, or the chunk that it is a second copy of."""
     alive = members(peers)
     named: dict[Owner, set[int]] = {owner: set() for owner in alive}
     for owner, peer in alive.items():

@@ -51,7 +51,7 @@ def sleep_until(deadline: float) -> None:
 
 
 class SlowDesk(PinDesk):
-    """Pins when the ticket is over, and no sooner."""
+    """Pins only after the ticket has expired."""
 
     slow = True
 
@@ -74,7 +74,7 @@ class PromptDesk(SlowDesk):
 
 
 class SlowStream(BulkStream):
-    """Has sent an answer when its ticket is over, and no sooner."""
+    """A stream that returns from sending `Held` only after the ticket has expired."""
 
     def send(self, data: bytes | bytearray, deadline: float) -> None:
         super().send(data, deadline)
@@ -83,7 +83,7 @@ class SlowStream(BulkStream):
 
 
 class Engine(Transport):
-    """One that never comes to move a byte."""
+    """A transport whose tickets expire before it moves a byte."""
 
     name = "engine"
     memory = frozenset({"host"})
@@ -155,7 +155,7 @@ def test_a_ticket_that_runs_out_between_pin_and_first_byte_is_refused(
 
 
 def test_nothing_follows_the_answer_of_a_ticket_that_runs_out_before_the_bytes() -> None:
-    """A refusal would be taken for the bytes."""
+    """The reader would take a refusal for bytes of values."""
     served = Served(tls=False, late="answer")
     stream = served.ask("tcp")
     assert isinstance(answer(stream), Held)

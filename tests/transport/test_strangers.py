@@ -56,7 +56,7 @@ class Stranger:
             return decode_from_owner(await self.reader.readexactly(length))
 
     async def whole(self) -> None:
-        """One piece of 4,096 bytes, from the owner's answer to its confirmation."""
+        """Receive one piece of 4,096 bytes, from the owner's answer to its confirmation."""
         held = await self.frame()
         assert isinstance(held, Held) and held.sources != GONE.tobytes(), held
         await self.reader.readexactly(4096)

@@ -69,7 +69,7 @@ def test_what_is_not_is_refused_by_row(form: str, column: Any, row: int, found: 
         put(column, form)
     declares = f"but this partition declares 'x' as {form}: pass "
     assert str(caught.value).startswith(f"nothing was stored: x[{row}] is {found}, {declares}")
-    if form.startswith("bfloat16"):  # a name that numpy does not know
+    if form.startswith("bfloat16"):  # NumPy does not know this name
         assert "np.asarray(value, ml_dtypes.bfloat16)" in str(caught.value)
     assert caught.value.details == {"field": "x", "row": row, "expected": form, "found": found}
 

@@ -108,7 +108,7 @@ def test_a_float_dtype_of_another_library_holds_large_ints_too() -> None:
         padding_value("x", Padding(2**64 - 1), bfloat16)
     with pytest.raises(
         InvalidValue, match=r"padding=0: .* example padding={'x': 1}"
-    ):  # it has no 0
+    ):  # the dtype has no 0
         padding_value("x", Padding(), powers)
 
 

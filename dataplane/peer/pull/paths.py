@@ -57,12 +57,12 @@ ARENA, POOL = 0, 1
 SAMPLE_BYTES = 4 << 20
 SMALL_BYTES = 64
 ROUNDS = 3
-"""of a measurement; a check is one round"""
+"""Rounds of a measurement. A check has one."""
 REPEATS = 8
-"""How often a sample is read at once for a rate: alone it would measure the exchanges before it."""
+"""How many reads of a sample run at once for a rate. One read would mostly measure latency."""
 TRY_S = 5.0
 KNOWN = 1 << 60
-"""Stands for the incarnation of the owner of such copies; no process has it."""
+"""The incarnation under which samples are cached as copies; no process has it."""
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ class Trial:
 
 @dataclass(slots=True)
 class Path:
-    """The path from one peer to this one. again_s: when to check for another one."""
+    """The path from one peer to this one. again_s: when to check the transports again."""
 
     transport: str
     why: str
@@ -151,7 +151,7 @@ class Paths:
             path, _ = await self.tried(source, number)
         except DataplaneError as exc:
             path = Path(self.plain, f"the transport test failed: {exc.message}")
-        if self.sampling.host.roster.has(source.owner):  # else it went meanwhile
+        if self.sampling.host.roster.has(source.owner):  # else the process was lost meanwhile
             self._set(source.owner, path)
 
     async def tried(
@@ -314,7 +314,7 @@ class Sampling:
         )
 
     async def _known(self, number: int, nbytes: int) -> Array:
-        """The chunk of the known bytes, 0 where there is no room for them at once."""
+        """Return the chunk of the sample as one number; 0 if there is no space for it now."""
         if not nbytes:
             return np.zeros(1, U8)
         copies, name = self._spaces()[number].copies, np.ones(1, U8)
@@ -331,7 +331,7 @@ class Sampling:
         return found
 
     def _reserved(self, number: int, nbytes: int) -> Array | None:
-        """Where a sample has room now."""
+        """Reserve space for a sample. Return its extents, or None if there is no space now."""
         if number == ARENA and self.room.waiting(Admission.PULL):
             return None
         sizes = [np.array([nbytes], U8)]
@@ -366,8 +366,8 @@ class Sampling:
         number: int,
         rounds: int,
     ) -> Trial | None:
-        """Test one transport for so many rounds, to the memory of this number, never during
-        another test. None if there is no space for it."""
+        """Test one transport for this many rounds, to the memory of this number, and never during
+        another test. Return None if there is no space for it."""
         nbytes = min(sampled.nbytes, self._size_bytes(number))
         expected, found = pattern(sampled.seed, nbytes), np.empty(nbytes, np.uint8)
         trial = Trial()

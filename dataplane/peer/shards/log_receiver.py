@@ -433,7 +433,7 @@ def _named(
 
 
 def _those(store: Store, owner: Owner, chunks: Array) -> tuple[Array, Array]:
-    """Of all chunks of an owner that rows use, these: their numbers and sizes, u8 each."""
+    """Return those of these chunks that rows use: their numbers and sizes, u8 each."""
     used, nbytes = store.named(owner)
     among = np.isin(used, chunks)
     return used[among], nbytes[among]

@@ -44,8 +44,9 @@ from dataplane.wire.tables import Owner
 
 Pinning = tuple[int, Records]
 Pin = Callable[[Array], Pinning | Awaitable[Pinning]]
-"""Chunk numbers in; a pin id, and an EXTENT per chunk whose `offset` is GONE where it is gone. At
-once, or when what is not in the arena has been read back; cancelled, it holds nothing."""
+"""Pins chunks by number. Returns a pin id, and an EXTENT per chunk with `offset` GONE for a freed
+one. It returns an awaitable if chunks outside the arena must be read back; once cancelled, that
+holds nothing."""
 Unpinned = Callable[[int], None]
 
 logger = logging.getLogger(__name__)
@@ -241,7 +242,7 @@ class WorkerLink(asyncio.Protocol):
             future.set_result(ReadOutcome(gone, finished.nbytes))
 
     def _exited(self) -> None:
-        """The process has ended, however: nothing of it touches the arena any more."""
+        """Handle the end of the process. It no longer reads or writes the arena."""
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
         assert self._process is not None

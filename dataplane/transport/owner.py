@@ -76,11 +76,11 @@ from dataplane.wire.tables import Owner
 
 MAX_INBOUND = 64
 MAX_STRANGERS = 32
-"""Connections that have not joined yet; they take no room from the others."""
+"""The most connections that have not joined. They take no place of joined connections."""
 IDLE_S = 120.0
 FRAME_S = 10.0
-"""A frame that began must be whole, and a greeting or refusal be taken, within this; a handshake of
-TLS must be over."""
+"""The time limit for a frame that has begun, for a greeting or refusal to be received, and for a
+TLS handshake."""
 EXPIRY_MAX_MS = 600_000
 REFUSAL_S = 1.0
 
@@ -142,7 +142,8 @@ class RangeServer:
             self._admit(sock)
 
     def _await_room(self) -> None:
-        """Waits until one more may come in that has not joined; the oldest such makes room."""
+        """Wait until another connection may be accepted that has not joined. Abort the oldest such
+        connection for it."""
         with self._changed:
             while len(strangers := self._of(member=False)) >= MAX_STRANGERS:
                 _evict(strangers)
@@ -214,7 +215,7 @@ class RangeServer:
             self._end(inbound)
 
     def _join(self, inbound: _Inbound, challenge: bytes) -> bool:
-        """Both sides prove that they have the plane's key. False: it left without a word."""
+        """Exchange proofs of the run's key. Return False if the reader left without an answer."""
         stream = inbound.stream
         deadline = time.monotonic() + FRAME_S
         frame = stream.receive(MAX_JOIN_FRAME_BYTES, deadline)
@@ -233,7 +234,8 @@ class RangeServer:
         return True
 
     def _enter(self, inbound: _Inbound, deadline: float) -> None:
-        """Becomes one of the members; the one idle for longest makes room."""
+        """Count the connection as joined. The one that is idle for longest is closed for it if
+        there are too many."""
         with self._changed:
             while len(members := self._of(member=True)) >= MAX_INBOUND:
                 _evict([member for member in members if not member.busy])
@@ -446,7 +448,7 @@ def check_version(version: int) -> None:
 
 
 def checked_pieces(asked: Get, most: int) -> Records:
-    """Return the PIECE records of a request of at most so many bytes. Raises LimitExceeded or
+    """Return the PIECE records of a request of at most `most` bytes. Raises LimitExceeded or
     ProtocolError."""
     if len(asked.card) > MAX_CARD_BYTES:
         raise mixed_releases(

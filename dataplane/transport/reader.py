@@ -162,7 +162,7 @@ def _answer(stream: BulkStream, deadline: float) -> FromOwner | None:
 
 
 def _confirm(stream: BulkStream, nbytes: int, deadline: float) -> None:
-    """The owner's word that so many bytes were pinned until now."""
+    """Receive the owner's confirmation that `nbytes` bytes were pinned until now."""
     frame = stream.receive(MAX_GET_FRAME_BYTES, deadline)
     sent = None if frame is None else answer_of(frame)
     if not isinstance(sent, Sent) or sent.nbytes != nbytes:

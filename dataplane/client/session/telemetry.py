@@ -36,10 +36,10 @@ _OF_PEER = ("pulled_bytes", "carried_bytes")
 PARENT = "traceparent"
 """The tag of a row or group that continues an agent's trace (W3C Trace Context)."""
 MAX_LINKS = 128
-"""of a span, as in OpenTelemetry's own limit"""
+"""The most links of a span, as in OpenTelemetry's own limit."""
 SCOPE = "dataplane"
 _BUCKETS = {"acked": "productive", "dropped": "productive", "finished": "productive"}
-"""by how a lease ended; anything else was wasted: its rows are claimed again"""
+"""Bucket by the outcome of a lease. All other outcomes are wasted: the rows are claimed again."""
 _STEP = re.compile(r"\d+$")
 
 
@@ -177,8 +177,9 @@ class Spans:
         *,
         ahead: bool = False,
     ) -> None:
-        """A claim ended. began: on the monotonic clock. lease: None where it got none. ahead: the
-        worker did something else meanwhile, so neither this span nor its work has a bucket."""
+        """Record the span of a claim. began: on the monotonic clock. lease: None if the claim got
+        no rows. ahead: the worker did something else meanwhile, so neither this span nor its work
+        has a bucket."""
         about = self._about(partition, stage)
         links = _links((tags or {}).get(PARENT, ()))
         self._span("rl.dataplane.claim", began, about, "" if ahead else "idle", links)
@@ -190,7 +191,7 @@ class Spans:
         self._work[lease] = span, 0.0 if ahead else time.monotonic(), about
 
     def end(self, lease: int, state: str) -> None:
-        """A lease ended."""
+        """Record the end of a lease."""
         span, began, about = self._work.pop(lease, (None, 0.0, {}))
         bucket = _BUCKETS.get(state, "wasted") if began else ""
         if bucket:
@@ -202,14 +203,15 @@ class Spans:
             span.end()
 
     def put(self, partition: str, began: float, rows: int, tags: Mapping[str, Any]) -> None:
-        """A put ended. Where all its rows have one parent, it belongs to that trace."""
+        """Record the span of a put. If all its rows have one parent, the span belongs to that
+        trace."""
         links = _links(tags.get(PARENT, ()))
         about = self._about(partition) | {"rl.dataplane.rows": rows}
         parent = links[0].context if len(links) == 1 else None
         self._span("rl.dataplane.put", began, about, "overhead", links, parent)
 
     def close(self) -> None:
-        """Leases that are left go back."""
+        """Record the end of all leases that are left, whose rows return to their stages."""
         for lease in list(self._work):
             self.end(lease, "released")
 
@@ -245,22 +247,23 @@ class Spans:
         span.end()
 
     def _count(self, began: float, about: dict[str, Any], bucket: str) -> None:
-        """Partitions and steps are no attributes of a metric: there is no end to them."""
+        """Count seconds. Partitions and steps are not attributes of the metric, because their
+        number grows without limit."""
         if self._seconds is not None:
             kept = {k: about[k] for k in ("rl.run.id", "rl.dataplane.stage") if k in about}
             self._seconds.add(time.monotonic() - began, kept | {"rl.bucket": bucket})
 
 
 def spans_of(run: str) -> Spans | None:
-    """Spans of a new session; None unless the variables ask for them."""
+    """Return the spans of a new session; None unless the variables ask for them."""
     tracer, seconds = _providers(run)
     return None if tracer is None and seconds is None else Spans(run, tracer, seconds)
 
 
 @functools.cache
 def _providers(run: str) -> tuple[Any, Any]:
-    """A tracer, and the counter of seconds; None for a signal that is off. Those that the program
-    set up itself, where it did."""
+    """Return a tracer and the counter of seconds; None for a signal that is off. Use the providers
+    that the program has set up, if it has."""
     wanted = [signal for signal in ("traces", "metrics") if _wanted(signal)]
     if not wanted:
         return None, None
@@ -321,7 +324,7 @@ def _made(run: str, wanted: list[str]) -> tuple[Any, Any]:
 
 
 def _exporter(signal: str, name: str) -> Any:
-    """The exporter of a signal, over gRPC where the variables name it, else over HTTP."""
+    """Return the exporter of a signal: over gRPC if the variables say so, else over HTTP."""
     general = os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
     protocol = os.environ.get(f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL", general)
     package = f"opentelemetry.exporter.otlp.proto.{'grpc' if protocol == 'grpc' else 'http'}"
@@ -330,7 +333,7 @@ def _exporter(signal: str, name: str) -> Any:
 
 
 def _links(parents: Iterable[object]) -> list[Any]:
-    """A link to each span that `traceparent` tags name. Tags of another form are passed over."""
+    """Return a link to each span that `traceparent` tags name. Tags of another form are skipped."""
     from opentelemetry import trace
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 

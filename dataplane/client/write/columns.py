@@ -56,7 +56,7 @@ from dataplane.wire.packed import U4
 LARGE_ROW_BYTES = 4 << 10
 """Rows of at least this size are left where they are until the one copy, whatever their order."""
 MAX_LENGTH = (1 << 32) - 1
-"""Of an open axis, a text, bytes or an object: chunks say lengths as u4."""
+"""The limit for an open axis, a text, bytes or an object, because chunks store lengths as u4."""
 _TEXT, _BYTES = ColumnSpec("text"), ColumnSpec("bytes")
 _OBJECT, _LOOSE_OBJECT = ColumnSpec("object"), ColumnSpec("object", loose=True)
 SHOWN_FIELDS = 8
@@ -89,7 +89,7 @@ class ValueColumn(msgspec.Struct, eq=False):
     dedup: bool = False
 
     def bytes_of(self, first: int, last: int) -> int:
-        """Bytes of the rows from `first` to `last`."""
+        """Return the bytes of the rows from `first` to `last`."""
         if last - first == self.count:
             return self.nbytes
         sizes = self.sizes
@@ -99,19 +99,19 @@ class ValueColumn(msgspec.Struct, eq=False):
         return self.sizes if isinstance(self.sizes, int) else self.sizes[row]
 
     def lengths_of(self, row: int) -> bytes:
-        """What a chunk says of this row."""
+        """Return the lengths of this row as a chunk stores them."""
         width = U4.itemsize * self.spec.width
         return self.lengths[row * width : (row + 1) * width]
 
     def buffers(self) -> list[Buffer]:
-        """What the rows are copied from, in order."""
+        """The buffers that the rows are copied from, in order."""
         source = self.source
         if type(source) is not list:
             return [source]
         return list(chain.from_iterable(source)) if type(source[0]) is list else source
 
     def part(self, first: int, last: int) -> ValueColumn:
-        """The rows from `first` to `last`."""
+        """Return the rows from `first` to `last`."""
         count, sizes, lengths = last - first, self.sizes, self.lengths
         if count == self.count:
             return self
@@ -129,7 +129,7 @@ class ValueColumn(msgspec.Struct, eq=False):
         )
 
     def take(self, order: Sequence[int]) -> ValueColumn:
-        """These rows, in this order. Large rows stay where they are."""
+        """Return these rows, in this order. Large rows stay where they are."""
         source: Array | list[Buffer]
         if isinstance(self.source, np.ndarray) and self.size_of(0) < LARGE_ROW_BYTES:
             source = self.source[order]
@@ -252,7 +252,7 @@ def named_once(columns: Any, named: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _leaves(tensordict: Any, above: tuple[str, ...]) -> Iterable[tuple[tuple[str, ...], Any]]:
-    """The columns of a TensorDict at the keys `above`, each with the keys that lead to it."""
+    """Yield the columns of a TensorDict at the keys `above`, each with the keys that lead to it."""
     library = sys.modules["tensordict"]
     odd = objects.uneven_keys(tensordict)
     if odd is not None:
@@ -310,8 +310,8 @@ def _kind(value: Any, library: Any) -> str:
 
 
 def _entries(column: Any, n: int, library: Any) -> list[Any]:
-    """Of data that are no tensors, one a row. An array of n objects, which a TensorDict takes for
-    one value of all rows, has an item a row, as outside a TensorDict."""
+    """Return the entries of data that are no tensors, one per row. An array of n objects, which a
+    TensorDict takes for one value of all rows, has one entry per row, as outside a TensorDict."""
     if not isinstance(column, library.NonTensorData):
         return objects.listed(column)
     whole = column.data
@@ -321,7 +321,8 @@ def _entries(column: Any, n: int, library: Any) -> list[Any]:
 
 @reader(InvalidRows, "the name of a field")
 def checked_name(name: object) -> str:
-    """InvalidRows for what cannot name a field, such as half of a surrogate pair."""
+    """Return the name of a field. Raise InvalidRows if it cannot be one, such as half of a
+    surrogate pair."""
     try:
         fits = isinstance(name, str) and 0 < len(str.encode(name)) <= MAX_NAME_BYTES
     except UnicodeEncodeError:
@@ -340,7 +341,7 @@ def checked_name(name: object) -> str:
 
 @lru_cache(256)
 def checked_names(names: tuple[Any, ...]) -> tuple[str, ...]:
-    """The names of the fields of a call; see `checked_name`."""
+    """Return the names of the fields of a call; see `checked_name`."""
     return tuple(map(checked_name, names))
 
 
@@ -379,7 +380,7 @@ def _rows_of(name: str, column: Any) -> Sequence[Any] | Array:
 
 
 def _column(name: str, column: Any) -> Sequence[Any] | Array:
-    """A column as a list, a tuple or a plain array whose first axis is the rows."""
+    """Return a column as a list, a tuple or a plain array whose first axis is the rows."""
     if type(column) is tuple:
         return column
     if isinstance(column, (list, tuple)):
@@ -415,7 +416,8 @@ def _column(name: str, column: Any) -> Sequence[Any] | Array:
 
 
 def _rows_array(column: Any) -> Any:
-    """As `as_array`, but large rows that are contiguous one by one are left where they are."""
+    """Return `as_array` of a column, but leave large rows that are contiguous one by one in
+    place."""
     if (
         type(column) is np.ndarray
         and column.ndim > 1
@@ -430,7 +432,7 @@ def _rows_array(column: Any) -> Any:
 
 
 class _Rows(list[Array]):
-    """The rows of an array of which each is contiguous, but not the whole."""
+    """The rows of an array that is not contiguous although each of its rows is."""
 
     ndim = 2
 
@@ -494,8 +496,8 @@ def _values(
 
 
 def _without_flat_lists(column: Sequence[Any], empty_dtype: np.dtype[Any]) -> list[Any]:
-    """The column with arrays for flat lists of numbers of one kind; an empty one is of the dtype of
-    the others, where they are arrays, and of `empty_dtype` where all are empty."""
+    """Return the column with arrays for flat lists of numbers of one kind. An empty list gets the
+    dtype of the other entries if they are arrays, and `empty_dtype` if all are empty."""
     found = [_of_flat(value) if type(value) is list else value for value in column]
     if not any(type(value) is list and not value for value in found):
         return found
@@ -507,8 +509,8 @@ def _without_flat_lists(column: Sequence[Any], empty_dtype: np.dtype[Any]) -> li
 
 
 def _of_flat(values: list[Any]) -> Any:
-    """Numbers of one kind as an array: bool, int64 or float64, or the dtype of numpy's; else the
-    list."""
+    """Return numbers of one kind as an array of bool, int64, float64 or their NumPy dtype; other
+    lists as they are."""
     kinds = set(map(type, values))
     if len(kinds) != 1:
         return values
@@ -525,7 +527,7 @@ def _of_flat(values: list[Any]) -> Any:
 
 
 def _arrays(name: str, column: Sequence[Any]) -> list[Array] | None:
-    """The column as plain arrays; None where not every value is one."""
+    """Return the column as plain arrays, or None if some value is none."""
     arrays: list[Array] = []
     for index, value in enumerate(column):
         array: Array | None = value if is_ready(value) else _array_at(name, index, value)
@@ -548,7 +550,7 @@ def _array_at(name: str, index: int, value: object) -> Array | None:
 
 
 def _encoded(texts: Sequence[str]) -> list[Buffer] | None:
-    """Texts as bytes; None where one is not valid text."""
+    """Return texts as bytes, or None if one is not valid text."""
     try:
         return [text.encode() for text in texts]
     except UnicodeEncodeError:
@@ -573,9 +575,9 @@ def spec_of(
     loose: bool = False,
     ragged: int | None = None,
 ) -> tuple[ColumnSpec, list[int]]:
-    """The spec of arrays of one dtype and rank, and their lengths along its open axes: those along
-    which they differ, and `ragged`. Arrays of one dimension that were given one by one may always
-    have any length."""
+    """Return the spec of arrays of one dtype and rank, and their lengths along the open axes: those
+    along which they differ, and `ragged`. Arrays of one dimension that were given one by one may
+    always have any length."""
     if ragged is None and loose and len(shapes[0]) == 1:
         ragged = 0
     sides = enumerate(zip(*shapes, strict=True))
@@ -589,8 +591,8 @@ def spec_of(
 
 @lru_cache(4096)
 def _vectors(dtype: np.dtype[Any]) -> tuple[ColumnSpec, tuple[Any, ...] | None, bool]:
-    """The spec of arrays of one dimension; the `_form` of those that are contiguous, None for a
-    dtype that cannot travel; and whether they are copied as they are."""
+    """Return the spec of arrays of one dimension; the `_form` of contiguous ones, None for a dtype
+    that cannot be stored; and whether they are copied as they are."""
     if dtype_name(dtype) is None:
         return _OBJECT, None, False
     empty = np.empty(0, dtype)
@@ -629,7 +631,8 @@ def _of_scalars(name: str, column: Sequence[Any], kind: type[Any]) -> ValueColum
 
 
 def _of_vectors(name: str, arrays: Sequence[Array]) -> ValueColumn | None:
-    """Arrays of one dimension and one dtype, which most columns are; None where they are not."""
+    """Return a column of arrays of one dimension and one dtype, as most columns have; None for
+    others."""
     spec, form, is_raw = _vectors(arrays[0].dtype)
     count, forms = len(arrays), list[Any](map(_form, arrays))
     if forms.count(form) < count:
@@ -642,8 +645,8 @@ def _of_vectors(name: str, arrays: Sequence[Array]) -> ValueColumn | None:
 def _of_arrays(
     name: str, arrays: Sequence[Array], ragged: int | None = None, loose: bool = True
 ) -> ValueColumn:
-    """Arrays that were given one by one. ragged: an axis in which they may differ, if it is
-    known. Arrays that differ in dtype or rank become objects."""
+    """Return a column of arrays that were given one by one. ragged: an axis in which they may
+    differ, if it is known. Arrays that differ in dtype or rank become objects."""
     shapes, dtypes = list(map(_shape, arrays)), list(map(_dtype, arrays))
     if len({*dtypes}) > 1 or len({*map(len, shapes)}) > 1:
         rows = [objects.encode(array) for array in arrays]
@@ -658,7 +661,7 @@ def _of_arrays(
 
 
 def _of_bytes(name: str, values: list[Buffer], spec: ColumnSpec) -> ValueColumn:
-    """Texts or bytes."""
+    """Return a column of texts or bytes."""
     sizes = list(map(len, values))
     lengths = lengths_of(name, sizes, len(values))
     return ValueColumn(name, len(values), spec, values, sum(sizes), sizes, lengths)
@@ -683,7 +686,7 @@ def _of_objects(
 
 
 def _of_rows(name: str, rows: list[list[Buffer]], spec: ColumnSpec) -> ValueColumn:
-    """Rows of objects."""
+    """Return a column of objects."""
     if max(map(len, rows)) == 1:
         return _of_heads(name, [row[0] for row in rows], spec)
     lengths = [sum([memoryview(buffer).nbytes for buffer in row]) for row in rows]
@@ -695,7 +698,7 @@ def _of_rows(name: str, rows: list[list[Buffer]], spec: ColumnSpec) -> ValueColu
 
 
 def _of_heads(name: str, heads: list[bytes], spec: ColumnSpec) -> ValueColumn:
-    """Rows of objects without arrays."""
+    """Return a column of objects that contain no arrays."""
     lengths = lengths_of(name, list(map(len, heads)), len(heads))
     source: list[Buffer] = [head + _PADDING[-len(head) % OBJECT_ALIGNMENT_BYTES] for head in heads]
     sizes = list(map(len, source))

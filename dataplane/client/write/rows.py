@@ -184,7 +184,7 @@ def name_list(names: Any, what: str, or_none: bool = False, ordered: bool = True
 
 
 def _first_unencodable(values: list[Any]) -> tuple[int, str | None]:
-    """The first of these scalars that has no form on the wire, and why."""
+    """Return the index of the first scalar that cannot be encoded, and why."""
     try:
         _encoder.encode(values)
     except (OverflowError, UnicodeEncodeError):
@@ -194,7 +194,7 @@ def _first_unencodable(values: list[Any]) -> tuple[int, str | None]:
 
 
 def _listed(given: Any, what: str) -> Any:
-    """An array or a tensor as a list, or as a number where it is one. what: names it in errors."""
+    """Return an array or a tensor as a list, or a 0-d one as a number. what: names it in errors."""
     if type(given) in (list, str, int):
         return given
     try:
@@ -208,7 +208,7 @@ def _listed(given: Any, what: str) -> Any:
 
 
 def _scalar(value: Any, what: str, at: int) -> Any:
-    """The same of the entry of a list at index `at`."""
+    """Return the entry of a list at index `at` as a plain scalar."""
     if type(value) in _SCALARS:
         return value
     try:
@@ -220,38 +220,38 @@ def _scalar(value: Any, what: str, at: int) -> Any:
 
 
 def named_rows(names: list[Name]) -> Rows:
-    """Rows by their keys alone, as calls address them."""
+    """Return rows with only their keys, as calls address them."""
     return Rows(hash_names(names), names)
 
 
 def in_parts(names: list[Name], size: int) -> Iterable[list[Name]]:
-    """Runs of at most `size`."""
+    """Return parts of at most `size` names."""
     return (names[i : i + size] for i in range(0, len(names), size))
 
 
 def row_names(rows: Rows) -> list[Name]:
-    """The keys of these rows as the user knows them."""
+    """Return the keys of these rows as the user knows them."""
     if rows.names is not None:
         return rows.names
     return format_minted_many(rows.keys)
 
 
 def row_name(rows: Rows, row: int) -> Name:
-    """The key of one of these rows."""
+    """Return the key of one of these rows."""
     if rows.names is not None:
         return rows.names[row]
     return format_minted(rows.keys[row * KEY.itemsize : (row + 1) * KEY.itemsize])
 
 
 def group_names(rows: Rows) -> list[Name]:
-    """The ids of the groups in `rows.group_keys`."""
+    """Return the ids of the groups in `rows.group_keys`."""
     if rows.group_names is not None:
         return rows.group_names
     return format_minted_many(rows.group_keys)
 
 
 def row_groups(rows: Rows) -> list[Name | None]:
-    """The group id of each row."""
+    """Return the group id of each row."""
     n = rows.count
     if not rows.group_index:
         return [None] * n
@@ -329,7 +329,7 @@ def _tag_values(name: str, given: Any, n: int) -> list[Scalar]:
 
 
 def take_tags(columns: dict[str, list[Scalar]], index: Index | None) -> dict[str, list[Scalar]]:
-    """The tags of the rows at `index`; what holds for all rows stays one value."""
+    """Return the tags of the rows at `index`. A value for all rows stays one value."""
     if index is None:
         return columns
     rows = index.tolist()
@@ -340,7 +340,7 @@ def take_tags(columns: dict[str, list[Scalar]], index: Index | None) -> dict[str
 
 
 def group_positions(table: Table, groups: Names) -> Index:
-    """The rows of these groups; InvalidRows for a group that is not in the table."""
+    """Return the rows of these groups. Raise InvalidRows for a group that is not in the table."""
     wanted = name_list(groups, "group", ordered=False)
     here = {name: at for at, name in enumerate(group_names(table.rows))}
     missing = [name for name in wanted if name not in here]
@@ -356,6 +356,6 @@ def group_positions(table: Table, groups: Names) -> Index:
 
 
 def tag_values(table: Table, name: str, n: int) -> list[bool | int | float | str | None]:
-    """One value a row; None where a row lacks the tag."""
+    """Return one value per row; None for a row without the tag."""
     values = table.tags.get(name, [None])
     return values * n if len(values) == 1 and n != 1 else values

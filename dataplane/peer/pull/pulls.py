@@ -56,21 +56,21 @@ log = logging.getLogger(__name__)
 
 PULL_S = 30.0
 CONTROL = "control"
-"""The link between peers, which carries few bytes, beside the transports."""
+"""The name in statistics of the link between peers, which carries small values."""
 FOLLOWS_S = 3600.0
 AT_ONCE = 128
-"""Small pulls that one owner is asked for at once. More wait here: behind them on the link are
-log records and heartbeats."""
+"""The most small pulls in flight to one owner. More wait here, so that log records and heartbeats
+on the link are not delayed."""
 BEHIND_S = 0.3
-"""How long a roster is awaited that has the owner of values which were just named."""
+"""How long a pull waits for a roster that has the owner of the values."""
 AGAIN_S = 0.5
-"""An owner that could not be reached, and is not lost, is asked again after this pause."""
+"""The pause before an owner that was unreachable, but is not lost, is asked again."""
 PASSES_S = 10.0
 """A rejected or broken transfer is repeated for this long, although the peer itself answers."""
 LOOK_S = 0.5
-"""So long after a pull its owner is asked which copies here are of what it has freed."""
+"""The time after a pull until its owner is asked which chunks with copies here it has freed."""
 MOST_LOOKED_AT = 16_384
-"""Chunks that an owner is asked about at once: what is left has its turn the next time."""
+"""The most chunks that an owner is asked about at once. The others follow after the next pull."""
 
 T = TypeVar("T")
 
@@ -95,9 +95,9 @@ class Pulls:
         self._under_way: dict[int, dict[int, asyncio.Future[None]]] = {}
         """pulls in flight, by the owner's incarnation and the number of the chunk"""
         self._turns = defaultdict[int, asyncio.Semaphore](lambda: asyncio.Semaphore(AT_ONCE))
-        """of small pulls, by the owner's incarnation"""
+        """limits of small pulls, by the owner's incarnation"""
         self._looked_at: set[Owner] = set()
-        """owners that will be asked which copies are dead"""
+        """owners that will be asked which chunks they have freed"""
 
     def use(self, engine: BulkEngine) -> None:
         """Set the engine that copies the bytes from now on."""
@@ -116,7 +116,7 @@ class Pulls:
         }
 
     async def close(self, witnessed: bool = False) -> None:
-        """Close. witnessed: other peers are to be told that this process has exited."""
+        """Close. witnessed: the witness tells other peers that this process has exited."""
         if self.engine is not None:
             await self.engine.stop(witnessed)
 
@@ -156,7 +156,7 @@ class Pulls:
             raise
 
     def left_s(self) -> float:
-        """The seconds that this may take. The call that reads waits no longer."""
+        """Return the seconds that a pull may take: until the deadline of the call that reads."""
         return max(0.0, min(PULL_S, call_context.get().until - self.host.now()))
 
     async def _wait_for_others(self, waits: list[asyncio.Future[None]], owner: Owner) -> None:
@@ -173,7 +173,8 @@ class Pulls:
     async def _pull(
         self, owner: Owner, remote: Array, nbytes: Array, keys: list[int], holder: int
     ) -> tuple[Array, int]:
-        """Copies of what nobody else is bringing already, in one transfer, and their pin."""
+        """Copy chunks that no other call is pulling, in one transfer. Return the copies and their
+        pin."""
         space = self.host.space
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         coming = self._under_way.setdefault(owner.incarnation, {})
@@ -197,8 +198,8 @@ class Pulls:
             done.set_result(None)
 
     async def _drop_dead(self, owner: Owner) -> None:
-        """Nobody tells a reader what has been freed. Copies of it would fill the arena, page after
-        page that nobody touched before, until new values press them out."""
+        """Drop copies of chunks that their owner has freed. Otherwise they would fill untouched
+        pages of the arena until new values evict them."""
         await asyncio.sleep(LOOK_S)
         self._looked_at.discard(owner)
         chunks = self.host.space.copies.some_of(owner.incarnation, MOST_LOOKED_AT)
@@ -254,8 +255,7 @@ class Pulls:
         return await self._fill(sizes, write)
 
     async def _ask(self, owner: Owner, remote: Array, sizes: Bytes, nbytes: int) -> Array:
-        """Few bytes, in one exchange on the control link, once there is room for them: what waits
-        for room holds none."""
+        """Pull few bytes in one exchange on the control link, once there is space for them."""
         view = self.host.arena.view
 
         async def write(dest: Array) -> None:
@@ -301,15 +301,16 @@ class Pulls:
         return reply
 
     async def _is_member(self, owner: Owner) -> None:
-        """RowsLost where it is none any more: a link to it would be awaited in vain."""
+        """Raise RowsLost if the owner is no longer a member. A new link to it would never be
+        made."""
         while not self.host.roster.has(owner):  # or not yet, where a newer roster is on its way
             until = min(self.host.now() + BEHIND_S, call_context.get().until)
             if not await self.host.another_roster(self.host.roster, until):
                 raise _went(owner)
 
     async def _while_member(self, owner: Owner, reading: Coroutine[Any, Any, T]) -> T:
-        """RowsLost as soon as the owner is called lost: one that stopped sends nothing, and does
-        not say so."""
+        """Raise RowsLost as soon as the owner is declared lost. A stopped owner sends nothing, so
+        the read would not notice."""
         work = asyncio.ensure_future(reading)
         if work not in await first_of(work, self._lost(owner)):
             raise _went(owner)
@@ -320,9 +321,9 @@ class Pulls:
             await self.host.another_roster(self.host.roster, self.host.now() + FOLLOWS_S)
 
     async def _is_to_be_asked_again(self, owner: Owner, began: float, until: float) -> bool:
-        """Whether an owner whose values did not come is asked again, after a pause: its host may
-        be cut off, or reject connections, for a while. Where the peer itself answers all along and
-        only its bulk worker does not, the caller hears so. RowsLost where the owner is lost."""
+        """Return whether to ask an owner again, after a pause, whose values did not arrive: its
+        host may be cut off or reject connections for a while. If the peer answers and only its bulk
+        worker does not, the caller gets the error. Raise RowsLost if the owner is lost."""
         now = self.host.now()
         again = now < until and (now < began + PASSES_S or not self.mesh.is_linked(owner))
         if again:
@@ -377,7 +378,7 @@ class Pulls:
         return everything - self.carried_bytes
 
     async def _fill(self, sizes: Bytes, write: Callable[[Array], Awaitable[None]]) -> Array:
-        """Copies of what `write` brings to where they begin."""
+        """Reserve space, let `write` fill it, and return the copies."""
         room = self.room.for_copies(sizes)
         if room is None:
             _, extents = await self.room.reserve(PULLER, Admission.PULL, [sizes], self.left_s())
@@ -391,7 +392,7 @@ class Pulls:
         return fresh
 
     async def _read(self, source: Remote, copies: Array) -> npt.NDArray[np.bool_]:
-        """Which of them have been freed there; the others have arrived."""
+        """Return which of the copies are gone at the owner. The others have arrived."""
         assert self.engine is not None
         way = await self.paths.take(source)
         began = self.host.now()
@@ -435,7 +436,7 @@ class Pulls:
         return self._of_what_is_here(chunks, functools.partial(self._pulled, sizes))
 
     def _pulled(self, sizes: Array, chunks: Array) -> Pulled:
-        """Nothing waits in between, so nothing need be pinned."""
+        """Read the bytes without a pin, because nothing runs in between."""
         try:
             places = self.host.space.chunks.extents(chunks)
         except RowsGone:

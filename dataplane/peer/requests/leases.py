@@ -29,18 +29,19 @@ from dataplane.wire.packed import U4, column
 log = logging.getLogger(__name__)
 
 LOG_EVERY_S = 60.0
-"""How often a stage is logged whose rows a client held when it ended."""
+"""The pause between log lines about a stage whose rows a client held when it ended."""
 MAX_LOGGED = 256
-"""Stages that are remembered for that."""
+"""The most stages that are remembered for these log lines."""
 STALL_S = 0.5
-"""This peer looks at the time more often than that unless it was stopped or had no processor time.
-Hard limits do not count such time, because acks that arrived meanwhile are still to be read."""
+"""This peer looks at the clock more often than this, unless it was stopped or had no processor
+time. Hard limits do not count such time, because the peer has yet to read acks that arrived
+meanwhile."""
 
 NOT_SENT: dict[str, Any] = {"pin": 0, "want_bytes": 0, "again": False, "change": None}
 """The fields of a client's `Finish` that its shard does not get: those for its own peer, and the
 one that only peers set."""
 Part = tuple[int, str, int, str]
-"""session, partition, generation and stage of who takes part in a plan"""
+"""A process in a plan: its session, partition, generation and stage."""
 
 
 class Lease(msgspec.Struct, eq=False):
@@ -52,11 +53,11 @@ class Lease(msgspec.Struct, eq=False):
     session: Session
     deadline: float | None = None
     finished: set[int] = set()
-    """rows that left, by their place in the claim"""
+    """rows that ended, by their index in the claim"""
     plan: bool = False
-    """it is a part in one"""
+    """whether it is a part in a plan"""
     claimed: int = 0
-    """the operation that took it"""
+    """the operation of the claim"""
     kept: list[int] = []
     """pins on the values of acks that failed, which the next ack of the same rows names"""
 
@@ -70,8 +71,8 @@ class Leases:
         self._leases: dict[int, Lease] = {}
         self._looked_at: float | None = None
         self._leaving: dict[asyncio.Future[Any], Part] = {}
-        """processes that take part in a plan no more, until its shard knows: to that they do as
-        long, and may not do so twice"""
+        """processes that left a plan, until its shard knows. Until then a process may not join the
+        plan again"""
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -98,13 +99,14 @@ class Leases:
                 lease.deadline += stalled_s
 
     def overdue(self, now: float) -> list[Lease]:
-        """Those whose hard limit has passed."""
+        """Return the leases whose hard limit has passed."""
         self.look(now)
         every = self._leases.values()
         return [one for one in every if one.deadline is not None and one.deadline <= now]
 
     def of(self, session: Session, number: int, now: float) -> Lease:
-        """LeaseExpired unless this session holds it, and its time is not up."""
+        """Return a lease of this session. Raise LeaseExpired if the session does not hold it, or
+        its hard limit has passed."""
         self.look(now)
         lease = self._leases.get(number) if number in session.leases else None
         if lease is not None:
@@ -153,12 +155,12 @@ class Leases:
 
     @staticmethod
     def _heard(lease: Lease) -> None:
-        """Nobody repeats its claim."""
+        """Forget the claim's operation, because its client has the rows and will not repeat it."""
         lease.session.repeats.claimed.pop(lease.claimed, None)
 
 
 def _is_repeated(failure: BaseException) -> bool:
-    """Whether the shard had already applied the call, and only the reply was lost."""
+    """Return whether the shard had already applied the call, and only the reply was lost."""
     return isinstance(failure, LeaseExpired) and failure.details.get("repeated") is True
 
 
@@ -171,7 +173,7 @@ class Finishing:
     def __post_init__(self) -> None:
         self.host, self.grants = self.writing.host, self.writing.grants
         self.abandoned_leases = 0
-        """that clients held when they ended"""
+        """leases that clients held when they ended"""
         self._logged: dict[tuple[str, str], float] = {}
         """by partition and stage, when such a lease was last logged"""
 
@@ -230,8 +232,8 @@ class Finishing:
         return written.tobytes()
 
     def _finished(self, lease: Lease, body: Finish, committed: Committed, done: PutDone) -> Body:
-        """The lease ends with its last row, and not before: what the shard did not answer for is
-        repeated, or released when the session ends."""
+        """End the lease with its last row. Rows that the shard did not answer for are finished by a
+        retry, or released when the session ends."""
         leave, before = body.outcome != "keep", len(lease.finished)
         if body.outcome == "abandon":
             self._abandoned(
@@ -273,7 +275,7 @@ class Finishing:
             self._abandoned(lease, "exited without closing its client")
 
     def _abandoned(self, lease: Lease, how: str, advice: str = "") -> None:
-        """A client ended with this lease in hand. Logged once a minute for a stage."""
+        """Log that a client ended while it held this lease, once a minute per stage."""
         self.abandoned_leases += 1
         key, now = (lease.partition, lease.stage), self.host.now()
         if now - self._logged.get(key, -LOG_EVERY_S) < LOG_EVERY_S:
@@ -295,8 +297,8 @@ class Finishing:
         )
 
     def release(self, session: Session, lease_id: int, heard: bool = True) -> None:
-        """Release a lease that no client holds any more. Unknown ones have ended already. If the
-        holder never heard of its part in a plan, the plan continues without it."""
+        """Release a lease that no client holds any more. A no-op for a lease that has ended. If the
+        holder never received its part in a plan, the plan continues without it."""
         lease = self.leases.leave(session, lease_id)
         if lease is not None:
             self._tell(lease, "release" if heard or not lease.plan else "leave")

@@ -53,7 +53,7 @@ class OutgoingChanges:
         """by number of a change: the peers that may have applied it, and the chunks lent to each"""
 
     def __len__(self) -> int:
-        """The changes that have not ended."""
+        """The number of changes that have not ended."""
         return len(self.numbers)
 
     def __repr__(self) -> str:
@@ -76,8 +76,8 @@ class OutgoingChanges:
             self._conclude(Settle(body.partition, body.generation, body.change))
 
     async def _attempt(self, roster: Roster, body: Any, caller: Caller, carried: Array) -> Any:
-        """Values that the shard rejects are released. Without a reply of another peer, they stay
-        lent to it."""
+        """Send the change once. Release values that the shard rejects. If another peer does not
+        reply, they stay lent to it."""
         home, space, lent = roster.home(body.partition), self.host.space, self.host.lent
         if home == self.host.address:
             was_applied = self._is_applied(body)
@@ -119,8 +119,8 @@ class OutgoingChanges:
             return False
 
     def _conclude(self, asked: Settle) -> None:
-        """After the call: ask each peer that did not reply whether it applied the change. The
-        change ends when none is left."""
+        """Ask each peer that did not reply whether it applied the change. The change ends when none
+        is left."""
         for to in list(self._asked.get(asked.change.number, ())):
             self.mesh.spawn(self._find_out(to, asked))
         self._end(asked)
@@ -173,10 +173,10 @@ class ChangeNumbers:
         self._pending = defaultdict[Partition, OrderedDict[int, bool]](OrderedDict)
         """by partition, the numbers from the floor on, and whether each is over"""
         self._room: dict[Partition, asyncio.Future[None]] = {}
-        """of partitions with too many: done when the floor has risen"""
+        """by partition with too many changes: done when the floor has risen"""
 
     def __len__(self) -> int:
-        """The changes that are not over."""
+        """The number of changes that are not over."""
         return sum([not over for pending in self._pending.values() for over in pending.values()])
 
     def __repr__(self) -> str:

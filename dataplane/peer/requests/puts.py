@@ -65,9 +65,9 @@ from dataplane.wire.packed import (
 from dataplane.wire.tables import INLINE, Chunk, Owner, Values
 
 Carried = Put | Finish | Restore
-"""The messages that bring values to a shard."""
+"""Messages that bring values to a shard."""
 Work = Callable[[Entry, Caller, Any], PutDone]
-"""Applies one of them at the shard. The caller runs the effects after that."""
+"""Applies such a message at the shard. The caller runs the effects after that."""
 _HASH_BYTES = DIGEST["hash"].itemsize
 NOT_SENT: dict[str, Any] = {
     "pin": 0,
@@ -121,7 +121,8 @@ class Grants:
     async def _reserve_in_turn(
         self, session: Session, body: Reserve, kind: Admission, units: Units, timeout_s: float
     ) -> Body:
-        """In the host arena. Known digests come back pinned, for comparison."""
+        """Reserve space in the host arena. Chunks of known digests are pinned, so that the client
+        can compare their bytes."""
         space = self.host.space
         known, pin = np.zeros(0, U8), 0
         places = np.zeros(0, EXTENT)
@@ -233,7 +234,7 @@ class Grants:
         return Committed(values, named, written, has_digests)
 
     def _check_owners(self, owners: Sequence[Owner]) -> None:
-        """ProtocolError unless these are the client's own peer and INLINE."""
+        """Raise ProtocolError unless these are the client's own peer and INLINE."""
         me = self.host.owner
         if others := [owner for owner in owners if owner not in (me, INLINE)]:
             raise mixed_releases(

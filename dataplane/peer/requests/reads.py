@@ -41,15 +41,15 @@ from dataplane.wire.packed import EXTENT, U8, Array
 from dataplane.wire.tables import INLINE, Owner, Table, Values
 
 PAGE_BYTES = MAX_FRAME_BYTES // 2
-"""A page of rows has no more, with what comes with it: names and tags need room in its message."""
+"""The most bytes of a page of rows, so that its names and tags fit into the message, too."""
 
 PAUSES_S = 0.01, 1.0
-"""The first and the longest pause before a shard that named values which are gone is asked again.
-Pauses double. A new roster ends a pause."""
+"""The first and the longest pause before a shard that named freed values is asked again. Pauses
+double. A new roster ends a pause."""
 
 _NONE_IN_ARENAS: tuple[list[Owner], ...] = ([], [INLINE])
 Resolved = tuple[Table, int]
-"""A table with places, and the pin that holds them (0: nothing to hold)."""
+"""A table with places, and the pin that holds its chunks (0: none to hold)."""
 
 
 @dataclass(eq=False, repr=False)
@@ -88,7 +88,8 @@ class Reading:
         return found if isinstance(found, tuple) else await found
 
     def _placed(self, table: Table, named: _Named, local: Array, holder: int) -> Resolved:
-        """local: a chunk of this host for each chunk that is in an arena. They are pinned."""
+        """Return the table with the places of its chunks. local: a pinned chunk of this host for
+        each chunk that is in an arena."""
         space = self.host.space
         assert not space.any_away(local, holder)
         places, inline = list[int](), named.inline
@@ -177,8 +178,8 @@ class Reading:
                     ) from exc
 
     async def pause(self, failed: int, until: float) -> bool:
-        """Leave a shard time to learn that values which it named are gone, after `failed` attempts.
-        Return whether there is time for another one until `until` (monotonic)."""
+        """Give a shard time to learn that values are gone, after `failed` attempts. Return whether
+        there is time for another attempt until `until` (monotonic)."""
         first_s, most_s = PAUSES_S
         again = self.host.now() + min(most_s, first_s * 2 ** min(failed - 1, 10))
         await self.host.another_roster(self.host.roster, min(again, until))
@@ -249,5 +250,5 @@ def _with_places(table: Table, places: bytes) -> Table:
 
 
 def _volume(table: Table) -> int:
-    """Bytes that a message has of it, but for names and tags."""
+    """Return the bytes of a table in a message, without names and tags."""
     return len(table.rows.keys) + message_bytes(table.values)

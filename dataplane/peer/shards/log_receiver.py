@@ -54,7 +54,7 @@ class _Origin:
     next: int = 0
     copies: dict[Key, _Copy] = field(default_factory=dict)
     valued: int = 0
-    """how many of the copies have replicas of values here"""
+    """number of copies with replicas of values here"""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     ahead: dict[tuple[Key, bytes], contextlib.ExitStack] = field(default_factory=dict)
     """replicas of values that no row references yet, by partition and chunks"""
@@ -77,7 +77,7 @@ class LogReceiver:
         """peers whose values or changes are known to the shards that were just taken over"""
 
     def __len__(self) -> int:
-        """Rows that are kept for other peers."""
+        """The rows in all copies for other peers."""
         return sum(len(c.store) for o in self._origins.values() for c in o.copies.values())
 
     def has(self, address: str) -> tuple[int, int] | None:
@@ -425,7 +425,8 @@ class LogReceiver:
 def _named(
     origin: _Origin, ahead: tuple[Key, bytes], held: contextlib.ExitStack | None = None
 ) -> None:
-    """These copies need be held no longer: rows name them, or nothing has come that does."""
+    """Stop holding these replicas: rows reference them, or no record that does has arrived in
+    time."""
     found = origin.ahead.get(ahead)
     if found is not None and held in (None, found):
         del origin.ahead[ahead]
@@ -447,7 +448,8 @@ def _joined(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
 
 
 def _new(origin: _Origin, body: Append) -> Append:
-    """Without what was carried out before. ProtocolError where some are missing before it."""
+    """Return the message without the records that were replayed already. Raise ProtocolError if
+    records before it are missing."""
     if body.first > origin.next:
         raise ProtocolError(
             f"gap in the replication log: expected record {origin.next}, got record "
@@ -480,7 +482,7 @@ def _pieces(one: PartitionLog, owner: Owner) -> Iterator[tuple[PartitionLog, lis
 
 
 def _brings_values(origin: _Origin, body: Append) -> bool:
-    """Whether replicas of values may have to be made."""
+    """Return whether the message may need replicas of values."""
     first = [one.records[0] for one in body.partitions if one.records]
     begun = [record.definition for record in first if isinstance(record, Begun)]
     return origin.valued > 0 or any(one.replicas == 2 for one in begun)

@@ -29,9 +29,9 @@ from dataplane.wire.tables import Change, Owner
 log = logging.getLogger(__name__)
 
 MOST_CHUNKS = 1 << 20
-"""that one message says to be free, or taken over"""
+"""The most chunks that one message lists as released or taken over."""
 AGAIN_S = 2.0
-"""After so long an owner that refused to let go of values is told again."""
+"""The pause before an owner that refused a release is told again."""
 
 
 class References:
@@ -41,12 +41,13 @@ class References:
         self.room = room
         self.lent = host.lent
         self._freed: dict[Owner, list[tuple[bytes, bytes]]] = {}
-        """references to values of others that ended here and were not told yet: numbers, counts"""
+        """released references to values of others that their owner was not told yet: numbers,
+        counts"""
         self._telling: dict[Owner, set[asyncio.Task[Any]]] = {}
-        """owners that have yet to answer what this peer took over of theirs"""
+        """owners that have not yet confirmed which of their values this peer took over"""
         self._releases = itertools.count(1)
         self._heard: dict[Owner, int] = {}
-        """the last of what each peer let go of here"""
+        """number of the last `Release` of each peer"""
 
     # at the peer of the shards: of values anywhere
 
@@ -82,7 +83,8 @@ class References:
         return False
 
     async def _release_there(self, owner: Owner) -> None:
-        """What comes free while one message is on its way goes with the next."""
+        """Tell an owner which references ended. References that end while a message is in flight go
+        with the next one."""
         while self._freed[owner]:
             try:
                 await self._release_once(owner)
@@ -94,10 +96,10 @@ class References:
         del self._freed[owner]
 
     async def _release_once(self, owner: Owner) -> None:
-        """Not before the owner has answered what was taken over. Until then these references are
-        the lost peer's there, nothing is released, and what was taken over names them still: they
-        would be lent for ever. Messages that wait for the backup, or are repeated, keep no order.
-        """
+        """Send one `Release`, after the owner has confirmed what this peer took over. Before that,
+        the owner counts these references for the lost peer: it would release nothing, and would
+        then count them for this peer for ever. Messages that wait for the backup, or are repeated,
+        may arrive in another order."""
         progress = self.host.progress
         while (telling := self._telling.get(owner)) or not progress.is_settled:
             # More may be taken over, and let go of, in each of these waits.

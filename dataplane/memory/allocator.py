@@ -20,7 +20,7 @@ from dataplane.wire.packed import U8
 _LOW = np.uint64(PAGE_BYTES - 1)
 _FIRST_LOOK = 1024
 _FEW = 16
-"""So few extents are inserted one by one where there are many already."""
+"""Up to this many extents are inserted one by one if there are many already."""
 
 
 class Allocator:
@@ -54,7 +54,7 @@ class Allocator:
 
     @property
     def largest_touched(self) -> int:
-        """As `largest_free`, among pages that were granted before."""
+        """Bytes of the longest range of whole free pages that were granted before."""
         self._settle()
         known = int(self._starts.searchsorted(U8.type(self.high_water), "left"))
         if not known:
@@ -103,12 +103,14 @@ class Allocator:
         self.free_bytes += sum([length for _, length in extents])
 
     def _pages(self, first: int = 0, last: int | None = None) -> npt.NDArray[np.int64]:
-        """Per free extent, the bytes of its whole pages; negative where a page edge is missed."""
+        """Return per free extent the bytes of its whole pages; negative if it contains no page
+        boundary."""
         starts = (self._starts[first:last] + _LOW) & ~_LOW
         return ((self._ends[first:last] & ~_LOW) - starts).view(np.int64)
 
     def _inside(self, start: int, end: int, nbytes: int) -> tuple[int, int] | None:
-        """A free extent (its index, and where to begin) that has the bytes within start..end."""
+        """Return a free extent (its index, and the start) that has the bytes within start..end, or
+        None."""
         first = max(0, _place(self._starts, start, "right") - 1)
         last = _place(self._starts, end, "left")
         for index in range(first, min(last, first + 4)):
@@ -137,7 +139,7 @@ class Allocator:
         return start
 
     def _settle(self) -> None:
-        """Merge in what came back since space was last asked for."""
+        """Merge extents that were freed since the last allocation."""
         if not self._returned:
             return
         if len(self._returned) <= _FEW < len(self._starts) // 64:
@@ -174,12 +176,13 @@ class Allocator:
 
 
 def _place(column: Bytes, value: int, side: Literal["left", "right"]) -> int:
-    """As a number of the column's own kind: a plain one would make a column of floats first."""
+    """Return where to insert a value. It is searched as U8, because numpy would convert the column
+    to floats for a plain int."""
     return int(column.searchsorted(U8.type(value), side))
 
 
 def _with(column: Bytes, at: int, value: int) -> Bytes:
-    """A tenth of the cost of `np.insert`."""
+    """Return the column with a value inserted, at a tenth of the cost of `np.insert`."""
     longer = np.empty(len(column) + 1, U8)
     longer[:at], longer[at], longer[at + 1 :] = column[:at], value, column[at:]
     return longer

@@ -40,7 +40,8 @@ from dataplane.wire.tables import Owner, PoolHandle
 PART_BYTES = 64 << 20
 """A larger read is split into parts of one request each, so that other reads get their turn."""
 POOL_PART_BYTES = MAX_HELD_BYTES
-"""Between pools: they copy this in a millisecond, and the exchange for a part takes three."""
+"""The size of parts between pools: a pool copies this in a millisecond, and the exchange for a part
+takes three."""
 LEAST_PART_BYTES = 8 << 20
 """A read over TCP has at least two parts if each is larger than this. Each part has a connection of
 its own, so that with more cores the copy of one core is not the limit. On loopback with 2 cores, 1
@@ -50,7 +51,7 @@ JOB_BYTES = 256 << 10
 """A read counts as at least this, which bounds the number of jobs (1,024) as well."""
 START_S = 30.0
 GRACE_S = 2.0
-"""For a worker to stop a job when asked; then it is killed."""
+"""How long a worker may take to stop a job before it is killed."""
 RESTART_S = (0.05, 5.0)
 STABLE_S = 60.0
 
@@ -89,7 +90,7 @@ class BulkEngine:
         self._configure = Configure(owner, key, list(transports), pem, list(pools))
         self._identity = identity
         self.left_out = ""
-        """why no other engine was tried; said where `missing` is"""
+        """why no other engine was tried, for `missing`"""
         self._pin = pin
         self._unpin = unpin
         self._traffic = Traffic()
@@ -244,7 +245,7 @@ class BulkEngine:
             return future.result()
 
     async def _usable_link(self, deadline: float) -> WorkerLink:
-        """Waits for the worker where it is being started again."""
+        """Return the link to the worker. Wait while the worker is being restarted."""
         while not self._stopping:
             if self._link is not None and self._link.usable:
                 return self._link
@@ -280,7 +281,7 @@ class BulkEngine:
         self._changed.set()
 
     async def _keep(self) -> None:
-        """Starts the worker again whenever it ended; slower and slower if it keeps crashing."""
+        """Restart the worker whenever it has exited, with longer pauses if it keeps crashing."""
         loop = asyncio.get_running_loop()
         pause, since = RESTART_S[0], loop.time()
         while True:
@@ -300,7 +301,7 @@ class BulkEngine:
 
 @asynccontextmanager
 async def _room(limit: ResourceLimiter, nbytes: int, deadline: float) -> AsyncIterator[None]:
-    """The limiter's room, or DeadlineExceeded."""
+    """Wait for room in the limiter. Raise DeadlineExceeded at the deadline."""
     try:
         async with asyncio.timeout_at(deadline):
             await limit.acquire(nbytes)
@@ -317,7 +318,7 @@ async def _room(limit: ResourceLimiter, nbytes: int, deadline: float) -> AsyncIt
 
 
 async def _stop_job(link: WorkerLink, job: int, future: asyncio.Future[ReadOutcome]) -> None:
-    """Returns when nothing of the job writes any more."""
+    """Stop a job. Return when nothing of it writes any more."""
     link.cancel(job)
     done, _ = await asyncio.wait({future}, timeout=GRACE_S)
     if not done:
@@ -326,7 +327,8 @@ async def _stop_job(link: WorkerLink, job: int, future: asyncio.Future[ReadOutco
 
 
 async def _uninterrupted(work: Any) -> None:
-    """Awaits to the end even if the waiting task is cancelled again: destinations are at stake."""
+    """Await `work` to its end, even if the waiting task is cancelled again: the job may still
+    write."""
     task = asyncio.ensure_future(work)
     while not task.done():
         try:

@@ -37,13 +37,13 @@ from dataplane.wire.messages import Body, Failed, Notice, Reply, Request
 log = logging.getLogger(__name__)
 
 GRACE_S = 1.0
-"""How long after a call's deadline the peer's own answer is still awaited, unless its process is
-stopped: longer than it needs to say that the time is up."""
+"""How long a call waits after its deadline for the peer's own reply, unless the peer's process is
+stopped."""
 LOOK_S = 10.0
-"""After so long, and then less and less often, a call looks whether the peer runs at all. What a
-call waits for the peer says itself (`Notice`)."""
+"""The first pause after which a waiting call checks that the peer runs; later pauses are longer.
+The peer itself says what a call waits for (`Notice`)."""
 REPEATS = 8
-"""How often one call is sent again, each time on a connection that was made for it."""
+"""How often one call is retried, each time on a new connection."""
 _CREDENTIALS = struct.Struct("3i")
 
 _RECEIVE_BYTES = 64 << 10
@@ -51,7 +51,7 @@ _IDLE_CONNECTIONS = 16
 _AT_ONCE = int(socket.MSG_DONTWAIT)
 
 Opener = Callable[[float], socket.socket]
-"""Connects within so many seconds. TimeoutError, and what `connect` of a socket raises."""
+"""Connects within this many seconds. Raises TimeoutError, and what `connect` of a socket raises."""
 
 
 B = TypeVar("B", bound=Body)
@@ -93,11 +93,11 @@ class Connection:
         self.peer = peer
         self.left = False
         self.later = 0
-        """The request that was sent with the one that is awaited; 0 if there is none."""
+        """The number of the request that was sent with the awaited one; 0 if there is none."""
         self.early: Reply | None = None
-        """The reply to it, if that came first."""
+        """The reply to `later`, if it arrived first."""
         self.frame_sent = False
-        """The frame of this call may have left this process to its last byte."""
+        """Whether the whole frame of this call may have left this process."""
         self.unread: list[Request] = []
         """requests whose callers have left, which the peer may not have read yet"""
         self._begun = b""
@@ -120,7 +120,7 @@ class Connection:
 
     @property
     def is_whole(self) -> bool:
-        """Open, and nobody has left it."""
+        """Whether the connection is open and its caller has not left it."""
         return not self.left and self.is_open
 
     def ended(self) -> bool:
@@ -130,8 +130,8 @@ class Connection:
         return bool(poll.poll(0))
 
     def leave(self) -> None:
-        """Nobody waits for the answer any more. The peer sees the end and cancels the call; an
-        answer that is on its way already is read by the housekeeper, who undoes what it gives."""
+        """Stop waiting for the reply. The peer sees the end and cancels the call. The housekeeper
+        reads a reply that is already in flight, and undoes what it grants."""
         self.left = True
         try:
             self.sock.shutdown(socket.SHUT_WR)
@@ -139,7 +139,7 @@ class Connection:
             self.sock.close()
 
     def shut(self) -> None:
-        """Wake the call that waits here. It finds what has arrived, or the end."""
+        """Wake the call that waits here. It finds the bytes that have arrived, or the end."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 
@@ -322,7 +322,8 @@ class Connection:
             self.close()
 
     def _farewell(self) -> DataplaneError:
-        """Why the peer closed the connection, which it may have said while nobody waited here."""
+        """Return why the peer closed the connection. It may have said so while no call waited
+        here."""
         with contextlib.suppress(OSError, DataplaneError):
             while True:
                 self.take()
@@ -331,7 +332,7 @@ class Connection:
 
 
 def answer(reply: Reply, rid: int) -> Body:
-    """The body of the reply to request `rid`."""
+    """Return the body of the reply to request `rid`."""
     if reply.rid != rid:
         raise _unexpected(reply, rid)
     return reply.body
@@ -345,7 +346,7 @@ def _unexpected(reply: Reply, rid: int) -> ProtocolError:
 
 
 def unwrap(body: Body) -> Body:
-    """The body, unless it is an error: that is raised as its own type."""
+    """Return the body. Raise it if it is an error."""
     if isinstance(body, Failed):
         raise from_wire(body.code, body.message, body.details)
     return body
@@ -405,10 +406,10 @@ class Connections:
         """all, whether idle or borrowed by a call"""
         self._closed: str | None = None
         self.orphaned: Callable[[Connection], None] = Connection.close
-        """takes connections that were left with a call under way"""
+        """receives connections that were left with a call in flight"""
 
     def idle(self) -> Connection | None:
-        """The connection used last, which keeps a lone caller's one-way frames in order."""
+        """Return the connection used last, which keeps a lone caller's one-way frames in order."""
         if self._closed is not None:
             raise ClientClosed(self._closed)
         try:
@@ -417,7 +418,7 @@ class Connections:
             return None
 
     def opened(self, connection: Connection) -> Connection:
-        """Borrow a new connection. ClientClosed if the client was closed meanwhile."""
+        """Borrow a new connection. Raise ClientClosed if the client was closed meanwhile."""
         self._open.add(connection)
         if self._closed is not None:  # else end_calls() finds it
             self._open.discard(connection)
@@ -444,8 +445,8 @@ class Connections:
             self.orphaned(connection)
 
     def end_calls(self, why: str) -> None:
-        """Let no call begin, and end the calls of other threads and loops that wait. The peer sees
-        the end of their connections, and takes them back."""
+        """Refuse new calls, and end the waiting calls of other threads and loops. The peer sees the
+        end of their connections and undoes the calls."""
         self._closed = why
         for connection in list(self._open):
             connection.shut()

@@ -43,14 +43,14 @@ from dataplane.wire.messages import (
 log = logging.getLogger(__name__)
 
 GATHER_S = 0.2
-"""Releases are collected this long, so that a loop over batches sends few messages."""
+"""Releases are collected for this long, so that a loop over batches sends few messages."""
 POOLS_S = 0.002
-"""... and meanwhile pools that are read in place are asked so often whether that is done."""
+"""How often pools that are read in place are polled meanwhile."""
 _SEND_S = 5.0
 _CLOSE_S = 2.0
-"""How long a client that closes waits for its peer, and a process that exits for all clients."""
+"""How long a client that closes waits for its peer, and an exiting process for all its clients."""
 _LEAST_S = 0.5
-"""... and so long at least for the last message."""
+"""The least time of these for the last message."""
 
 COLLECTED = (
     "this client was garbage-collected: keep a reference to the plane that connect() returned"
@@ -67,9 +67,9 @@ class Housekeeper:
         self._anchor: Connection | None = anchor
         """None after it broke, until another one is open."""
         self._ended = False
-        """This client has closed, or its peer or session has ended: nothing more is sent."""
+        """Whether the client has closed, or its peer or session has ended: nothing more is sent."""
         self._untold: list[Request] = []
-        """what the peer has not said yet that it heard"""
+        """messages that the peer has not confirmed yet"""
         self._sending = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
@@ -110,8 +110,8 @@ class Housekeeper:
             self._drop_anchor()
 
     def _gather(self) -> None:
-        """What was read in place in a pool is let go by the next call, as soon as that is done: who
-        puts there finds room, or goes to the host."""
+        """Release what was read in place in a pool as soon as the reads are done, so that puts find
+        space there."""
         pools, until = self.session.pools, time.monotonic() + GATHER_S
         step_s = POOLS_S if pools is not None and pools.in_place else GATHER_S
         while (left_s := until - time.monotonic()) > 0 and not self._closing.wait(
@@ -120,8 +120,8 @@ class Housekeeper:
             self.session.settle_pools(step_s)
 
     def _look(self) -> None:
-        """Whether the peer is there, while nobody calls it: the arena of one that died is let go,
-        so that its memory can go to the next."""
+        """Check that the peer runs while no call does. The arena of a dead peer is unmapped, so
+        that the next peer can have the memory."""
         with self._sending:
             if self._anchor is not None and self._anchor.ended():
                 self._anchor.close()
@@ -142,8 +142,8 @@ class Housekeeper:
             self._undoing.release()
 
     def _undone(self, limit_s: float = 0.0) -> list[Body]:
-        """What takes back the answers that came when nobody waited for them any more. A connection
-        that the peer has not ended within `limit_s`, for all of them, is looked at again later."""
+        """Return the messages that undo replies to abandoned calls. A connection that the peer has
+        not ended within `limit_s`, for all of them, is checked again later."""
         due: list[Body] = []
         until = time.monotonic() + limit_s
         for connection in self.session.orphans():
@@ -163,12 +163,13 @@ class Housekeeper:
         return due
 
     def _parting(self) -> list[Body]:
-        """What no call took along."""
+        """Return the due messages that no call has taken along."""
         due, pins = self.session.parting()
         return [*due, Unpin(pins)] if pins else due
 
     def _over(self) -> bool:
-        """After close() the anchor stays only for views that are still alive."""
+        """Return whether the session is over. After close() the anchor stays only while views are
+        alive."""
         return self._closing.is_set() and not self.session.pins
 
     def tell(self, bodies: list[Body], limit_s: float = _SEND_S) -> None:
@@ -207,7 +208,8 @@ class Housekeeper:
                     self._anchor = None
 
     def _tell_all(self, anchor: Connection, limit_s: float) -> None:
-        """The peer carries out once what it is told twice."""
+        """Send all messages that are not confirmed. The peer carries out a repeated message
+        once."""
         deadline = Deadline(limit_s)
         for request in self._untold:
             anchor.send(encode(request), deadline)
@@ -235,9 +237,9 @@ class Housekeeper:
             return None
 
     def close(self, why: str, exiting: bool = False) -> None:
-        """End the session in order; live views stay readable, their pins go when they do. Calls
-        under way end as well, but for those of a process that does: its daemon threads go silently.
-        """
+        """End the session in order. Live views stay readable, and their pins end with them. Calls
+        in flight end as well, except those of an exiting process, whose daemon threads just
+        stop."""
         session = self.session
         if session.closed is not None:
             return
@@ -254,8 +256,9 @@ class Housekeeper:
         self._drop_anchor()
 
     def desert(self) -> None:
-        """The last reference to the plane died. Runs inside the collector, so it takes no lock:
-        the thread closes; without one nothing was ever held, and only sockets remain."""
+        """Close after the last reference to the plane died. Runs inside the collector, so it takes
+        no lock: the thread closes. Without a thread nothing was ever held, and only sockets
+        remain."""
         self._deserted = True
         if self._thread is not None:
             self.session.bell.ring()
@@ -265,8 +268,8 @@ class Housekeeper:
             self._anchor.close()
 
     def _hand_back(self) -> None:
-        """What no call has in hand. Room that another thread, or a copy, may still write into
-        comes back when this process is proved gone."""
+        """Return the grants and leases that no call uses. Space that another thread or a copy may
+        still write to is returned when this process is proved dead."""
         session, until = self.session, time.monotonic() + _CLOSE_S
         session.settle_pools(_CLOSE_S)
         due = self._parting()
@@ -301,7 +304,7 @@ class Housekeeper:
             self.session.pools.close()
 
     def poison(self) -> None:
-        """In a forked child: close the copies of the sockets, silently."""
+        """Close the copies of the sockets in a forked child, without a message to the peer."""
         self._sending, self._undoing = threading.Lock(), threading.Lock()
         self._thread = None
         self._closing.set()
@@ -310,7 +313,7 @@ class Housekeeper:
 
 
 def undo(body: Body) -> list[Body]:
-    """The messages that give back what an answer gave."""
+    """Return the messages that give back what a reply granted."""
     due: list[Body] = []
     if isinstance(body, Claimed):
         due.append(Finish(body.lease, "release" if body.plan is None else "leave"))
@@ -326,12 +329,12 @@ def undo(body: Body) -> list[Body]:
 
 
 def own_sessions() -> set[int]:
-    """The ids of the open sessions of this process."""
+    """Return the ids of the open sessions of this process."""
     return {keeper.session.id for keeper in list(_living) if keeper.session.closed is None}
 
 
 def close_all() -> None:
-    """At exit, every client leaves in order."""
+    """Close every client of this process in order, at exit."""
     started = time.monotonic()
     for keeper in list(_living):
         if time.monotonic() - started > _CLOSE_S:

@@ -54,8 +54,8 @@ SHARD_FULL_S = 1.0
 """After the shard refused small values, puts do not offer it any for this many seconds."""
 MAX_WARNED = 64
 MAX_ORPHANS = 64
-"""Connections of calls that were given up, and that a peer which does not run has not ended. What
-more of them were answered comes back with the end of the session."""
+"""The most connections of abandoned calls that a stopped peer has not ended. What later ones were
+granted is returned at the end of the session."""
 
 T = TypeVar("T")
 
@@ -73,16 +73,16 @@ class Bell:
     def __init__(self) -> None:
         self._rings: SimpleQueue[None] = SimpleQueue()  # its put is reentrant
         self.rung = False
-        """and not heard yet"""
+        """and the housekeeper has not looked yet"""
 
     def ring(self) -> None:
-        """Something is there to be seen to. Write it down first."""
+        """Wake the housekeeper. Record its work first."""
         if not self.rung:
             self.rung = True
             self._rings.put(None)
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Sleep until it rings; False after `timeout_s`."""
+        """Sleep until the bell rings. Return False after `timeout_s`."""
         try:
             self._rings.get(timeout=timeout_s)
         except Empty:
@@ -90,7 +90,8 @@ class Bell:
         return True
 
     def heard(self) -> None:
-        """It may ring again. To be said before one looks, so that nothing is overlooked."""
+        """Let the bell ring again. Call this before looking for work, so that none is
+        overlooked."""
         self.rung = False
 
 
@@ -111,7 +112,7 @@ class Session:
         self.peer = welcome.peer
         self.incarnation = welcome.incarnation
         self.owner = Owner(welcome.address, welcome.incarnation)
-        """as which messages name the peer"""
+        """the peer, as messages name it"""
         self.max_rows = welcome.max_rows
         self.share_bytes = done.share_bytes
         self.welcome, self.found = welcome, done
@@ -120,7 +121,7 @@ class Session:
         self.reads = reads
         self.writes = writes
         self.pools = pools
-        """memories of the peer beside its arena, where it has some and this client opens them"""
+        """pools of the peer that this client opens, if there are any"""
         sizes = [pool.nbytes for pool in welcome.pools]
         self._pool_bases = list(accumulate(sizes, initial=welcome.arena_bytes))[:-1]
         self.slabs = [
@@ -141,13 +142,13 @@ class Session:
         self.bell = Bell()
         """wakes the housekeeper"""
         self.tend: Callable[[], None] = lambda: None
-        """starts the housekeeper; called where there is something to keep house for"""
+        """starts the housekeeper, if there is work for it"""
         self.settle: Callable[[float], None] = lambda until: None
         """returns to the peer what it granted to abandoned calls; waits at most until this time"""
         self.close_arena: Callable[[], object] = lambda: None
         """closes the arena's descriptor, which is open for `writes`"""
         self.direct = DirectCopies(reads, self._call_housekeeper)
-        """what copies from the arena to tensors elsewhere, with no other memory in between"""
+        """copies from the arena directly to tensors on devices"""
         self._lock = threading.Lock()
         self._last_op = 0
         self.unanswered: set[int] = set()
@@ -158,9 +159,11 @@ class Session:
         numbers of pins whose last view is gone. SimpleQueue.put is reentrant, so the collector may
         call it anywhere"""
         self.untold: SimpleQueue[Request] = SimpleQueue()
-        """one-way requests that did not leave this process: the peer is told under their numbers"""
+        """one-way requests that did not leave this process; they are sent again under their
+        numbers"""
         self._warned: set[tuple[str, str]] = set()
-        """causes that were logged: by stage how a batch was forgotten, and unknown tags"""
+        """causes that were logged: by stage how a batch was dropped without an end, and unknown
+        tags"""
         self._unpin: Callable[[list[int]], None] = self.due.put
         if pools is not None and pools.in_place:  # whose streams may still read
             self._unpin = pools.ends
@@ -195,14 +198,15 @@ class Session:
         return Request(rid, self.id, op, floor, deadline_ms, body)  # type: ignore[arg-type]
 
     def answered(self, request: Request) -> None:
-        """It has its answer, or will never be repeated. Callable from a finalizer, so it takes no
-        lock."""
+        """Note that a request has its reply, or will never be repeated. Callable from a finalizer,
+        so it takes no lock."""
         self.unanswered.discard(request.op)
 
     def given_up(self, connection: Connection | None, requests: Sequence[Request]) -> None:
-        """Nobody waits for the answers to these. The peer may not have read them yet where they
-        left on an orphan: it would refuse them, and keep what they name, if a later request told it
-        that they will not be repeated. So they count as unanswered until the orphan has ended."""
+        """Note that no caller waits for the replies to these requests. On an orphan the peer may
+        not have read them yet: if a later request said that they will not be repeated, the peer
+        would refuse them and keep what they name. So they count as unanswered until the orphan has
+        ended."""
         if connection is not None and connection.left and connection.is_open:
             connection.unread += requests
         else:
@@ -210,8 +214,8 @@ class Session:
                 self.answered(request)
 
     def mint_keys(self, n: int) -> bytes:
-        """n new row keys (KEY records). Up to 256 of them are a run, which shards store as one; the
-        keys that this leaves out are never used."""
+        """Return n new row keys (KEY records). Up to 256 of them are a run, which shards store as
+        one. Keys that are skipped for that are never used."""
         with self._lock:
             first = self._minted
             if first % RUN_KEYS + n > RUN_KEYS:
@@ -222,7 +226,8 @@ class Session:
     # what ended without a call
 
     def pinned(self, *pins: int) -> Pin:
-        """One object for the pins of an answer: when its last view dies, they are released."""
+        """Return one object for the pins of a reply. When its last view dies, the pins are
+        released."""
         held = [p for p in pins if p]
         if not held:
             return self.reads.pin(0)
@@ -233,8 +238,8 @@ class Session:
         return pin
 
     def keep(self, extents: Sequence[Extent]) -> None:
-        """Granted space that is not written: for the next write, or back to the peer. What was
-        written stays mapped, for as long as the peer is there."""
+        """Keep granted space for the next write, or return it to the peer later. Written space
+        stays mapped while the peer runs."""
         if not extents:
             return
         self.tend()
@@ -245,19 +250,19 @@ class Session:
             self.give_back(self.slabs[memory].keep(some))
 
     def give_back(self, extents: Sequence[Extent]) -> None:
-        """Ahead of the next call. Callable from a finalizer, so it takes no lock."""
+        """Return extents with the next call. Callable from a finalizer, so it takes no lock."""
         if extents:
             self.due.put(GiveBack(np.array(extents, EXTENT).tobytes()))
             self.bell.ring()
 
     def idle_grants(self, idle_s: float = IDLE_S) -> list[GiveBack]:
-        """What goes back of all memories, where no put has used any of one for so long."""
+        """Return the messages for grants that no put has used for this long, in all memories."""
         idle = [slabs.take_idle(idle_s) for slabs in self.slabs]
         return [GiveBack(np.array(slabs, EXTENT).tobytes()) for slabs in idle if slabs]
 
     def keep_when_finished(self, extents: Sequence[Extent], copies: object) -> None:
-        """Granted extents of a copy that failed go back once nothing writes into them. copies: what
-        keeps the sources."""
+        """Return granted extents of a failed copy once nothing writes to them. copies: keeps the
+        sources alive."""
         assert self.pools is not None
         self.pools.ends([], extents, copies)
         self._call_housekeeper()
@@ -267,7 +272,7 @@ class Session:
         self.bell.ring()
 
     def settle_pools(self, timeout_s: float | None = None) -> None:
-        """What waited for copies of pools is due, if they are done. For the housekeeper."""
+        """Mark as due what waited for copies of pools that are done. For the housekeeper."""
         self.direct.settle()
         if self.pools is None or not self.pools.ending:
             return
@@ -281,8 +286,8 @@ class Session:
         self.tend()
 
     def abandon(self, lease: Abandoned, unwritten: Sequence[Extent]) -> None:
-        """A lease ends without ack: its rows go back, and what was written for it. Callable from
-        a finalizer, so it takes no lock and writes no log."""
+        """End a lease without an ack: return its rows and the extents that were written for it.
+        Callable from a finalizer, so it takes no lock and writes no log."""
         self.due.put(lease)
         self.give_back(unwritten)
         self.bell.ring()
@@ -295,35 +300,35 @@ class Session:
         self._call_housekeeper()
 
     def look_later(self, connection: Connection) -> None:
-        """The peer has not ended this orphan yet."""
+        """Keep an orphan that the peer has not ended yet."""
         if self._orphans.qsize() < MAX_ORPHANS:
             self._orphans.put(connection)
         else:
             self.end_orphan(connection)
 
     def end_orphan(self, connection: Connection) -> None:
-        """The peer has read and ended this orphan, or nobody waits for that."""
+        """Close an orphan, which the peer has ended or the client gives up."""
         connection.close()
         for request in connection.unread:
             self.answered(request)
 
     @property
     def orphaned(self) -> bool:
-        """Whether there are connections whose call was given up."""
+        """Return whether there are connections of abandoned calls."""
         return not self._orphans.empty()
 
     def orphans(self) -> list[Connection]:
-        """Connections whose call was given up: their answers are to be undone."""
+        """Drain the connections of abandoned calls, whose replies are to be undone."""
         return _drain(self._orphans)
 
     def undelivered(self) -> list[Request]:
-        """One-way requests that did not leave this process with their call."""
+        """Drain the one-way requests that did not leave this process with their call."""
         return _drain(self.untold)
 
     def parting(self) -> tuple[list[Body], list[int]]:
-        """What is due: one-way messages for abandoned leases and for extents that go back, and pins
-        whose last view is gone. The caller tells the peer of these pins, or calls `not_told`. A
-        batch that was forgotten is logged, once per stage and cause."""
+        """Drain what is due: one-way messages for abandoned leases and for extents to return, and
+        pins whose last view is gone. The caller tells the peer of these pins, or calls `not_told`.
+        A batch that was dropped without an end is logged, once per stage and cause."""
         due: list[Body] = []
         pins: list[int] = []
         for one in _drain(self.due):
@@ -341,13 +346,13 @@ class Session:
         return due, pins
 
     def warn_once(self, cause: tuple[str, str], text: str) -> None:
-        """Log it, unless something of this cause was logged before."""
+        """Log a text, unless one of this cause was logged before."""
         if cause not in self._warned and len(self._warned) < MAX_WARNED:
             self._warned.add(cause)
             log.warning("%s", text)
 
     def warn_of_tags(self, partition: str, unknown: Mapping[str, Sequence[str]]) -> None:
-        """A filter names tags that no row has ever had: each is logged once."""
+        """Log each tag of a filter that no row has ever had, once."""
         for tag, others in unknown.items():
             known = few(list(map(repr, others)), len(others)) or "none"
             self.warn_once(
@@ -357,12 +362,13 @@ class Session:
             )
 
     def tell_again(self, request: Request) -> None:
-        """What was to go ahead of a call may not have left with it."""
+        """Send a one-way request again, which may not have left this process with its call."""
         self.untold.put(request)
         self._call_housekeeper()
 
     def not_told(self, pins: list[int]) -> None:
-        """Or perhaps not: the peer lets go of what it is told twice once."""
+        """Release pins with a later call, because the peer may not know of it. It releases a pin
+        once, however often it is told."""
         if pins:
             with self._lock:
                 self._pins += len(pins)
@@ -371,12 +377,12 @@ class Session:
 
     @property
     def pins(self) -> int:
-        """Pins that this client holds."""
+        """The number of pins that this client holds."""
         return self._pins
 
     def peer_is_gone(self) -> None:
-        """The peer died, and its arena is nobody's: of that only what is under live views stays
-        mapped, so that its memory can go to the next peer."""
+        """Handle the death of the peer: unmap its arena except for live views, so that the next
+        peer can have the memory."""
         self.peer_died = True
         self.idle_grants(0)
         self.direct.close()
@@ -385,8 +391,8 @@ class Session:
         self.close_arena()
 
     def poison(self) -> None:
-        """In a forked child: nothing of the parent's session may be used. Its granted
-        extents are not even mapped here, and its locks may be held for ever."""
+        """Make the session unusable in a forked child. The granted extents are not mapped there,
+        and its locks may be held for ever."""
         self._lock = threading.Lock()
         self.slabs = [Slabs(0) for _ in self.slabs]
         self.known_keys, self.tally, self.spans = KnownKeys(), Tally(), None
@@ -460,7 +466,7 @@ class Abandoned(NamedTuple):
 
 
 _NOBODY = "", 0
-"""Has what is of partitions that have ended."""
+"""The holder of leases and permits of partitions that have ended."""
 
 
 class Holdings:
@@ -472,7 +478,7 @@ class Holdings:
         self._taken: dict[int, tuple[str, int]] = {}
         self._hands: dict[tuple[str, int], int] = {}
         self._ahead = set[int]()
-        """of them, those that were claimed ahead, and that no caller has got yet"""
+        """leases that were claimed ahead, and that no caller has got yet"""
 
     def add(self, number: int, partition: str, ahead: bool = False) -> None:
         hand = partition, caller()
@@ -496,7 +502,8 @@ class Holdings:
             return hand[0]
 
     def end(self, partition: str) -> None:
-        """A partition has ended: nobody waits for what is of it, but the peer still has it."""
+        """Note that a partition has ended: nobody waits for its leases or permits, but the peer
+        still has them."""
         with self._lock:
             for number, hand in self._taken.items():
                 if hand[0] == partition:
@@ -505,7 +512,7 @@ class Holdings:
                 del self._hands[hand]
 
     def hand_over(self, number: int) -> None:
-        """A caller gets what was claimed ahead."""
+        """Assign a lease that was claimed ahead to the caller."""
         self._ahead.discard(number)
 
     def clear(self) -> list[tuple[int, bool]]:
@@ -517,7 +524,8 @@ class Holdings:
             return taken
 
     def mine(self, partition: str, but: int | None = None) -> bool:
-        """Whether who calls has some of this partition. but: one that does not count."""
+        """Return whether the calling thread or task has a lease or permit of this partition. but:
+        the number of one that does not count."""
         if not self._hands:
             return False
         hand = partition, caller()
@@ -525,7 +533,7 @@ class Holdings:
 
 
 def caller() -> int:
-    """The thread or task that calls, as a number."""
+    """Return a number for the calling thread or task."""
     # `current_task` raises where no loop runs, as in most threads: that costs more than asking
     task = None if asyncio._get_running_loop() is None else asyncio.current_task()
     return threading.get_ident() if task is None else id(task)
@@ -559,7 +567,7 @@ class KnownKeys:
                 self._noted_bytes -= len(self._noted.popleft()[1])
 
     def knows(self, generation: int, key: bytes) -> bool:
-        """Whether this key was noted. An empty one never is."""
+        """Return whether this key was noted. An empty key never is."""
         if not key:
             return False
         with self._lock:
@@ -574,12 +582,12 @@ class KnownKeys:
 
 
 def split_keys(column: bytes) -> Iterable[bytes]:
-    """The keys of a column of KEY records."""
+    """Return the keys of a column of KEY records."""
     return chain.from_iterable(_KEYS.iter_unpack(column))
 
 
 def _let_go(unpin: Callable[[list[int]], None], bell: Bell, pins: list[int]) -> None:
-    """The views of these pins are gone."""
+    """Release the pins whose views are gone."""
     unpin(pins)
     bell.ring()
 

@@ -104,16 +104,16 @@ class State:
         self.note: Note | None = None
         self.index = KeyIndex()
         self.blocks: dict[int, Block] = {}
-        """by number, in the order in which they came"""
+        """by number, in the order in which they were put"""
         self.groups: dict[bytes, Group] = {}
         self.fields: dict[str, bool] = {}
         self.progress: set[str] = set()
         """names of what stages gave back of rows; of rows that are no more too, while there is room
         for them"""
         self._chunks: dict[Owner, dict[int, Chunk]] = {}
-        """those in arenas that rows use; the shard has one reference for each"""
+        """chunks in arenas that rows use; the shard has one reference for each"""
         self._dead_bytes: dict[Owner, int] = {}
-        """of these chunks: values that no row has any more"""
+        """bytes of these chunks whose rows no longer use them"""
         self.tag_names: set[str] = set()
         self.stages: dict[str, Stage] = {}
         self.leases = Leases()
@@ -122,20 +122,20 @@ class State:
         self.tombstones = Tombstones()
         self.sealed = False
         self.short_groups = 0
-        """that the seal dropped, because they had fewer rows than groups have"""
+        """groups that the seal dropped, because they had fewer rows than groups have"""
         self.closed_groups = 0
         self.losses = LostNames()
         self.producers = Producers()
         self.released: dict[Owner, list[int]] = {}
-        """references that went, for their owners to be told"""
+        """released references, which their owners have yet to be told"""
         self.peers: set[str] = set()
-        """where values have been: peers that own some, or have read some"""
+        """peers that own values, or have read some"""
         self.inline_bytes = 0
-        """small values that live here"""
+        """bytes of inline values"""
         self.used_bytes = 0
-        """what the rows take that are here, without those"""
+        """memory that the rows take, without inline values"""
         self.last_number = 0
-        """that a block or group has got; at every copy they have the same"""
+        """the last number of a block or group; every copy has the same one"""
         self.images: BeforeImages | None = None
         """of a running snapshot"""
         for name, fields in definition.stages.items():
@@ -175,7 +175,7 @@ class State:
             self.note(of, since)
 
     def knows(self, change: Change | None) -> bool:
-        """Whether the change was applied, or settled."""
+        """Return whether the change was applied or settled."""
         return change is not None and change in self.answers
 
     def remember(self, change: Change | None, answer: Body) -> None:
@@ -307,7 +307,7 @@ class State:
             self._count_rows(arrived.known, (-1,) * len(arrived.known))
 
     def _count_values(self, before: Pieces, after: Pieces) -> None:
-        """The values of a block change. What no row uses any more is released."""
+        """Count the change of a block's values. Release chunks that no row uses any more."""
         old, new = before.chunks, after.chunks
         had, has = before.shape.used, after.shape.used
         many = len(old)
@@ -353,7 +353,7 @@ class State:
         self._name(chunk)
 
     def _release(self, chunk: Chunk) -> None:
-        """Collect a reference that went."""
+        """Collect a released reference."""
         self.released.setdefault(chunk.owner, []).append(chunk.number)
 
     def _name(self, chunk: Chunk) -> None:
@@ -418,13 +418,13 @@ class State:
         return [self.groups[key] for key in keys if key]
 
     def chunk(self, owner: Owner, number: int) -> Chunk | None:
-        """The chunk that rows use under this name."""
+        """Return the chunk with this owner and number, or None if no row uses it."""
         mine = self._chunks.get(owner)
         return None if mine is None else mine.get(number)
 
     @property
     def chunks(self) -> list[Chunk]:
-        """Those in arenas that rows use."""
+        """The chunks in arenas that rows use."""
         return [chunk for mine in self._chunks.values() for chunk in mine.values()]
 
     def chunks_at(self, owner: Owner) -> list[Chunk]:
@@ -452,7 +452,7 @@ class State:
                     self.change(block, block.values.without(rows, [field]))
 
     def _in_chunks(self, chunks: Sequence[Chunk]) -> Iterator[tuple[Block, dict[str, int]]]:
-        """Each block whose rows use some of these chunks, with the rows, by field."""
+        """Yield each block whose rows use some of these chunks, with the rows, by field."""
         if chunks:
             for block in list(self.blocks.values()):
                 if fields := block.values.inside(chunks):
@@ -781,7 +781,7 @@ class State:
         return bits & holding(where, tags)
 
     def test_group(self, where: Where, group: Group, bits: int) -> int:
-        """Whether the filter holds for all its rows."""
+        """Return `bits` if the filter holds for all rows of the group, else 0."""
         if not group.live:
             return 0
         holds = all(self.test(where, b, b.live) == b.live for b in group.blocks)

@@ -49,7 +49,7 @@ class PullCredit(msgspec.Struct, frozen=True):
     fields: list[str] | None = None
 
     def pulled(self, values: OutgoingValues) -> int:
-        """The bytes that it pulls for these."""
+        """Return the bytes that the claim's peer pulls for these values."""
         return values.pulled(self.address)
 
 
@@ -84,7 +84,7 @@ class _Offer(msgspec.Struct, eq=False):
 
     @property
     def rows(self) -> Rows:
-        """The same, row by row; those of a block together."""
+        """The rows of these units; those of a block together."""
         parts: Picked = []
         for unit, bits in self.units:
             if isinstance(unit, Group):
@@ -162,8 +162,9 @@ def take(
 
 
 def _note_reader(state: State, rows: Rows, credit: PullCredit) -> None:
-    """The claim's peer now pulls these rows, so they are local to it for the next stage. Do
-    nothing if it pulls only small fields: a reward stage must not replace one that reads images."""
+    """Note that the claim's peer now pulls these rows, so they are local to it for the next stage.
+    Do nothing if it pulls only small fields: a reward stage must not replace one that reads
+    images."""
     state.peers.add(credit.address)
     if len(state.peers) > 1:
         fields = None if credit.fields is None else frozenset(credit.fields)
@@ -254,9 +255,9 @@ def _hosts(stage: Stage, unit: Block | Group) -> set[str]:
 
 
 def _by_budget(state: State, queue: ReadyQueue, want: Want, most: int) -> _Offer:
-    """As many units from the front as fit the sum of a tag, at most so many, and at least one: a
-    unit heavier than every budget would be in the way for ever. InvalidRows where a unit among them
-    has a row without weight."""
+    """Return as many units from the front as fit the sum of a tag, at most `most`, and at least
+    one: a unit heavier than every budget would otherwise block the queue for ever. Raise
+    InvalidRows if one of the units has a row without weight."""
     assert want.budget_tag is not None
     units: Picked = []
     total: int | Fraction = 0
@@ -282,14 +283,14 @@ def _by_budget(state: State, queue: ReadyQueue, want: Want, most: int) -> _Offer
 
 
 def _is_short(queue: ReadyQueue, want: Want, credit: PullCredit) -> bool:
-    """Whether it is known that a queue has too little for a budget."""
+    """Return whether it is known that a queue has too little for a budget."""
     claimed = want.budget_tag, want.budget, credit
     known = any([(one.tag, one.budget, one.grant) == claimed for one in queue.shorts])
     return known and not 0 < want.count <= queue.count
 
 
 def _share(credit: PullCredit, values: OutgoingValues) -> float:
-    """The part that values take of what one grant can be."""
+    """Return the share of the largest possible grant that these values take."""
     pulled = credit.pulled(values) / credit.most_bytes if credit.most_bytes else 0.0
     return max(pulled, values.nbytes / GRANTED_BYTES)
 
@@ -314,8 +315,8 @@ def _note_short(queue: ReadyQueue, want: Want, credit: PullCredit, values: Outgo
 def _cut(
     state: State, stage: Stage, want: Want, offer: _Offer, least: int, credit: PullCredit
 ) -> tuple[_Offer, int]:
-    """As many as one message tells of, and the claim's peer can have pulled; and which credit that
-    peer would have needed for more. FrameTooLarge where a message is too little."""
+    """Return the units that fit into one message and that the claim's peer can pull, and the credit
+    that more units would need. Raise FrameTooLarge if `least` units do not fit into a message."""
 
     def values(count: int) -> OutgoingValues:
         return rows_out.claimed(state, offer.first(count).rows, credit.fields, stage.name)

@@ -56,7 +56,8 @@ repeat, and would fill the memory."""
 
 @lru_cache(4_096)
 def _shared(value: _Same) -> _Same:
-    """The one that has been kept before: chunks of many messages have the same owner and layout."""
+    """Return an equal value that was kept before: chunks of many messages have the same owner and
+    layout."""
     return value
 
 
@@ -80,7 +81,7 @@ class RowsIn(msgspec.Struct, eq=False):
     count: int
 
     def only(self, rows: Sequence[int]) -> RowsIn:
-        """The same for some of the rows."""
+        """Return the rows at these indexes."""
         return RowsIn(
             some_of(self.keys, rows),
             None if self.names is None else [self.names[i] for i in rows],
@@ -172,7 +173,7 @@ class ValuesIn(msgspec.Struct, frozen=True, eq=False):
 
 
 class MessageForm(msgspec.Struct, frozen=True):
-    """What messages have in common that differ only in their chunks: the names of the fields, the
+    """The common part of messages that differ only in their chunks: the names of the fields, the
     pieces, how many rows each chunk has, and how many the message has."""
 
     fields: tuple[str, ...]
@@ -240,7 +241,7 @@ _shared_shape = lru_cache(1_024)(shape_in)
 
 
 def check_sizes(values: wire.Values, most_chunks: int = MAX_CHUNKS_PER_MESSAGE) -> None:
-    """LimitExceeded where a message describes more than it may."""
+    """Raise LimitExceeded if a message describes more than it may."""
     if max(map(len, _lists(values))) > MAX_FIELDS and (  # no other limit is lower
         len(values.fields) > MAX_FIELDS
         or len(values.chunks) > most_chunks
@@ -258,7 +259,7 @@ def check_sizes(values: wire.Values, most_chunks: int = MAX_CHUNKS_PER_MESSAGE) 
 
 
 def too_many(values: wire.Values, most_chunks: int) -> LimitExceeded:
-    """Which part of a message is too large."""
+    """Return the error that names which part of a message is too large."""
     sizes = [
         ("fields", len(values.fields), MAX_FIELDS),
         ("chunks", len(values.chunks), most_chunks),
@@ -307,7 +308,7 @@ def _check_fields(fields: Sequence[str]) -> None:
 
 
 def _chunks_in(values: wire.Values, known: Known) -> tuple[list[Chunk], list[Chunk]]:
-    """The chunks of a message, and those of them that the shard has already."""
+    """Return the chunks of a message, and those of them that the shard has already."""
     owners = [_shared(owner) for owner in values.owners]
     layouts = [_shared(layout) for layout in values.layouts]
     there = [None if owner == INLINE else known.get(owner, _NOTHING) for owner in owners]
@@ -343,7 +344,7 @@ def _chunks_in(values: wire.Values, known: Known) -> tuple[list[Chunk], list[Chu
 
 
 def _check_same(found: Chunk, one: wire.Chunk, layout: bytes) -> None:
-    """ProtocolError unless a message describes a chunk as the shard has it."""
+    """Raise ProtocolError unless a message describes a chunk as the shard has it."""
     has = found.rows, found.nbytes, found.layout, found.inline
     if has != (one.rows, one.nbytes, layout, one.inline):
         raise mixed_releases(
@@ -355,8 +356,8 @@ def _check_same(found: Chunk, one: wire.Chunk, layout: bytes) -> None:
 
 
 def _check_distinct(chunks: Iterable[Chunk]) -> None:
-    """ProtocolError if a message has a chunk twice. Chunks of different owners may have the same
-    number."""
+    """Raise ProtocolError if a message has a chunk twice. Chunks of different owners may have the
+    same number."""
     names = Counter([(one.owner, one.number) for one in chunks if one.number])
     (owner, number), times = names.most_common(1)[0]
     if times > 1:
@@ -367,7 +368,7 @@ def _check_distinct(chunks: Iterable[Chunk]) -> None:
 
 
 def _invalid(one: wire.Chunk, values: wire.Values) -> ProtocolError:
-    """What is wrong with the description of a chunk."""
+    """Return the error that says what is wrong with the description of a chunk."""
     if not 0 <= one.owner < len(values.owners):
         return mixed_releases(
             f"invalid owner index {one.owner} for chunk {one.number}: the message lists "
@@ -385,7 +386,7 @@ def _invalid(one: wire.Chunk, values: wire.Values) -> ProtocolError:
 
 
 def _columns_in(fields: tuple[str, ...], columns: tuple[int, ...]) -> tuple[str, ...]:
-    """The field that each column of a piece is."""
+    """Return the field of each column of a piece."""
     if wrong := [field for field in columns if not -1 <= field < len(fields)]:
         raise mixed_releases(
             f"invalid field index {wrong[0]} in a piece: the message has "

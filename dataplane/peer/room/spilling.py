@@ -21,9 +21,9 @@ from dataplane.wire.packed import Array
 log = logging.getLogger(__name__)
 
 MAX_SPILLED_BYTES = 64 << 20
-"""What is written at once, and no more than an eighth of the arena."""
+"""The most bytes written at once, and at most an eighth of the arena."""
 PAUSE_S = 0.2
-"""Before the next try, when nothing could go."""
+"""The pause before the next try if nothing could be spilled."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -40,7 +40,7 @@ class Spilling:
         self.written_bytes = 0
         self.read_bytes = 0
         self.exhausted = False
-        """The last try found nothing that may go, or nowhere to go."""
+        """Whether the last try found no chunk that may be spilled, or no space in the file."""
         self._trouble: OSError | None = None
         self._work: asyncio.Task[None] | None = None
         room.on_wait.append(self.wake)
@@ -84,7 +84,7 @@ class Spilling:
                     await asyncio.sleep(PAUSE_S)
 
     async def _spill(self) -> bool:
-        """Whether room came of it."""
+        """Spill once. Return whether that freed space."""
         space = self.host.space
         move = space.choose_spill(min(MAX_SPILLED_BYTES, space.size_bytes // 8))
         if move is None:
@@ -108,7 +108,7 @@ class Spilling:
         return freed > 0
 
     async def _clear(self) -> None:
-        """What was freed in the file goes back to the disk, and the copies of it to the arena."""
+        """Return freed extents of the file to the disk, and release the copies of freed chunks."""
         starts, ends = self.spill.take_left()
         if self.spill.spilled_bytes:
             await self.host.threads.run(self.file.clear, starts, ends)
@@ -120,7 +120,8 @@ class Spilling:
         self.room.pump()
 
     def _beyond(self) -> tuple[type[BackPressure], str]:
-        """What becomes of a put that waited in vain, and how it is here."""
+        """Return the error for a put that waited for space without success, and the state of the
+        spill file."""
         spill, trouble = self.spill, self._trouble
         full = trouble is not None and trouble.errno in _FULL
         says = f"{sized(spill.spilled_bytes)} of {sized(spill.size_bytes)} are spilled to "

@@ -63,16 +63,16 @@ from dataplane.wire.tables import Owner
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 32_768
-"""Calls that wait at one peer."""
+"""The most calls that wait at one peer."""
 MAX_PAST = 16_384
-"""Calls that are over and known by number; the oldest are forgotten."""
+"""The most ended calls that are remembered by number; the oldest are forgotten."""
 LOOK_SHARE = 50.0
 """Back off: wait LOOK_SHARE times the duration of the last search before searching again."""
 YIELD_S = TURN_S + 1.0
 """After a producer was seen to wait, no rows are kept for older claims for this long. A producer
 that waits at a shard asks again before that."""
 SHOWN_SLOW = 3
-"""Groups of which `admit` says what they wait for."""
+"""The most groups of which `admit` says what they wait for."""
 ADMISSION = None
 """In place of a stage's name, which may be any text: who waits there waits to open groups."""
 
@@ -87,7 +87,7 @@ Form = tuple[str, str, str | None]
 
 @dataclass(slots=True)
 class _Stage:
-    """Who waits for rows of one stage, or to open groups."""
+    """The calls that wait for rows of one stage, or to open groups."""
 
     key: Key
     entry: Entry
@@ -118,7 +118,7 @@ class WaitingCalls:
         self.partitions.on_drop = self._dropped
 
     def __len__(self) -> int:
-        """Claims that wait here, and calls of admit."""
+        """The number of claims and calls of `admit` that wait here."""
         return len(self._answers)
 
     # claims come
@@ -159,8 +159,8 @@ class WaitingCalls:
     def _at_once(
         self, stage: _Stage, queue: ClaimQueue, claim: WaitingClaim
     ) -> Claimed | DataplaneError | None:
-        """Meet a claim before which there is no other one, as most, without a place in the queue.
-        None: it waits."""
+        """Serve a claim that no other claim is ahead of, without a place in the queue. Return None
+        if it must wait."""
         if self.host.silent or claim.number in self._answers:
             return None
         try:
@@ -236,7 +236,7 @@ class WaitingCalls:
         return answer
 
     def _repeated(self, entry: Entry, body: Claim) -> Claimed | None:
-        """The answer to a claim that has a lease already."""
+        """Return the reply to a claim that has a lease already."""
         leases = entry.store.leases
         if body.plan is not None and (member := leases.member_of_claim(body.number)) is not None:
             return plans.part(member)
@@ -283,7 +283,7 @@ class WaitingCalls:
         self.run_effects(entry)
 
     def _end(self, stage: _Stage, number: int, why: DataplaneError | None = None) -> None:
-        """It waits no more."""
+        """Remove a call from the queue."""
         if (call := stage.queue.get(number)) is not None:
             self._waited(stage, call)
         stage.queue.withdraw(number)
@@ -354,7 +354,8 @@ class WaitingCalls:
         return found
 
     def _serve(self, stage: _Stage, number: int = 0) -> Body | DataplaneError | None:
-        """Meet what can be met. What becomes of call `number` is returned, others are told."""
+        """Serve the calls that can be served. Return the reply to call `number`; the others get
+        theirs."""
         if not len(stage.queue) or self.host.silent:  # what it did now its heir would not know
             return None
         mine: Body | DataplaneError | None = None
@@ -391,8 +392,8 @@ class WaitingCalls:
         return found
 
     def _failed(self, stage: _Stage) -> None:
-        """Serving the calls that wait failed, which the command before that has no part in: serve
-        the stage again soon."""
+        """Serve the stage again soon after serving its waiting calls failed. The command before
+        that is not affected."""
         partition, _, name = stage.key
         who = "admit" if name is ADMISSION else f"claims of stage {name!r}"
         what = f"partition {partition!r}: serving waiting {who}"
@@ -646,7 +647,7 @@ def _met(entry: Entry, body: Wait | Losses) -> Body | DataplaneError | None:
 
 
 def _over(entry: Entry) -> bool:
-    """Whether the partition is sealed and no stage has outstanding rows."""
+    """Return whether the partition is sealed and no stage has outstanding rows."""
     stages = entry.store.stages
     return (
         entry.store.sealed

@@ -49,7 +49,8 @@ DEVICE_SHARES = (0.70, 0.30, 0.0)
 STAGED = "host arena"
 """The plain way from device to device: to the owner's host arena, and from there as all values."""
 FIRST_S = 5.0
-"""How long a first pull waits to know the way: the plain one takes room in both arenas."""
+"""How long a first pull waits for the check of the transports. The plain path takes space in both
+arenas."""
 NEIGHBOURS = -1
 """The holder under which other peers' workers read the devices here."""
 
@@ -268,8 +269,8 @@ class DevicePools(Pools):
         return local, pins
 
     async def _from_device(self, number: int, owner: Owner, remote: Array, nbytes: Array) -> Array:
-        """Copies of those that are on a device there, generation 0 for what is to come another
-        way."""
+        """Copy the chunks that are on a device there. Return 0 for each chunk that must be copied
+        another way."""
         way = STAGED
         try:
             source = await self._remote_of(owner)
@@ -328,7 +329,8 @@ class DevicePools(Pools):
     # serving others
 
     def _pin(self, chunks: Array) -> tuple[int, Array]:
-        """For a worker that reads here: hold what is on a device, say where; the rest is gone."""
+        """Pin the chunks that are on a device, for a worker that reads here. The other chunks count
+        as gone."""
         memory = self._memory
         there = memory.alive(chunks)
         there[there] = memory.on_device(chunks[there]) > 0

@@ -314,8 +314,8 @@ def is_interval(column: object) -> bool:
 
 
 def _check_columnar(column: Any) -> None:
-    """InvalidValue for an Arrow, Polars or pandas object of which numpy would lose something: in an
-    array nulls become NaN, times lose their zone, and a table its names and dtypes."""
+    """Raise InvalidValue for an Arrow, Polars or pandas object that would lose something in NumPy:
+    nulls in an array become NaN, times lose their zone, and a table loses its names and dtypes."""
     if hasattr(column, "column_names") or hasattr(column, "columns"):
         raise InvalidValue(
             f"storing {kind_of(column)} would lose the names and types of its columns: pass each "

@@ -37,7 +37,7 @@ class Ragged(NamedTuple):
 
     @property
     def axis(self) -> int:
-        """Of a row, the axis of its own length."""
+        """The axis of a row along which rows have their own lengths."""
         return len(self.head)
 
     @property
@@ -47,7 +47,7 @@ class Ragged(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of all rows side by side along the axis."""
+        """The shape of all rows side by side along the axis."""
         return (*self.head, sum(self.lengths), *self.tail)
 
 
@@ -69,8 +69,8 @@ def ragged_of(
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """How rows are filled up: with `value`, at their right or left, to the longest, or to `length`,
-    or to the next multiple of `multiple` behind the longest. InvalidCall for anything else."""
+    """How rows are padded: with `value`, at their right or left, to the longest row, to `length`,
+    or to the next multiple of `multiple`. Raises InvalidCall for anything else."""
 
     value: Any = 0
     side: Side = "right"
@@ -92,7 +92,8 @@ class Padding:
             object.__setattr__(self, name, number)
 
     def width(self, field: str, lengths: Sequence[int]) -> int:
-        """How long each row becomes. InvalidValue for one that is longer than `length`."""
+        """Return the length of each padded row. Raise InvalidValue if a row is longer than
+        `length`."""
         longest = max(lengths, default=0)
         if self.length is not None:
             if longest > self.length:
@@ -115,7 +116,7 @@ class Padding:
         return zero and self.side == "right" and self.length is None and self.multiple is None
 
     def spans(self, lengths: Sequence[int], width: int) -> list[slice]:
-        """Where the values of each row lie in its padded form."""
+        """Return where the values of each row are in its padded form."""
         if self.side == "left":
             return [slice(width - length, width) for length in lengths]
         return list(map(slice, lengths))

@@ -44,7 +44,7 @@ CHUNK_BYTES = 1 << 20
 SHARED_COLUMN_BYTES = 8 << 10
 """Columns of a unit up to this size share a chunk."""
 UNGROUPED_ROWS = 32
-"""Rows without a group are cut into units of at most so many rows."""
+"""Rows without a group are cut into units of at most this many rows."""
 BLOCK_ROWS = 256
 """Rows without a group that share an inline chunk."""
 INLINE_BLOCK_BYTES = 8 << 10
@@ -92,7 +92,8 @@ class NewChunk(msgspec.Struct, eq=False):
     number: int | None = None
 
     def land(self) -> None:
-        """It does not go with the message any more: the bytes of an inline chunk need space."""
+        """Store the chunk in the arena instead of the message, so an inline chunk needs space from
+        now on."""
         self.is_inline, self.beside = False, b""
 
     def image(self) -> list[Buffer]:
@@ -150,7 +151,7 @@ class Unit(msgspec.Struct, eq=False):
 
 
 def room_of(chunks: Iterable[NewChunk]) -> int:
-    """What these chunks take in the arena."""
+    """Return the bytes that these chunks take in the arena."""
     return sum(map(_space, chunks))
 
 
@@ -301,7 +302,7 @@ def _smallest(
 def _cuts(
     columns: Sequence[ValueColumn], first: int, last: int, unit_bytes: int
 ) -> list[tuple[int, int]]:
-    """How rows without a group are cut: every 32 rows, or earlier where they are large."""
+    """Return how rows without a group are cut: every 32 rows, or earlier if they are large."""
     cuts: list[tuple[int, int]] = []
     start = first
     while start < last:
@@ -348,8 +349,8 @@ class _Planner:
             _add(unit, groups, repeat(rows), on_device)
 
     def _apart(self, unit: Unit, column: ValueColumn) -> list[int] | None:
-        """Give large values of this column chunks of their own. Returns the rows of the column that
-        are left; None where there is no large value."""
+        """Give large values of this column chunks of their own. Return the rows of the column that
+        are left, or None if no value is large."""
         large = [row for row in range(column.count) if column.size_of(row) >= DEDUP_BYTES]
         if not large:
             return None
@@ -376,7 +377,8 @@ class _Planner:
         return found
 
     def _digest(self, chunk: NewChunk) -> bytes:
-        """Of its bytes and its layout. The same memory is hashed once."""
+        """Return the digest of the bytes and the layout of a chunk. The same memory is hashed
+        once."""
         (column,) = chunk.columns
         buffers = column.buffers()
         memory = _memory(buffers[0]) if len(buffers) == 1 else None
@@ -411,7 +413,7 @@ def _add(
 
 
 def _add_cut(unit: Unit, column: ValueColumn, rows: Sequence[int], on_device: bool) -> None:
-    """As many chunks as a column of these rows needs."""
+    """Add the chunks that a column of these rows needs."""
     ends, nbytes = [0], 0
     for row in range(column.count):
         size = column.size_of(row)
@@ -442,7 +444,8 @@ def chunk_of(columns: Sequence[ValueColumn], on_device: bool = False) -> NewChun
 
 
 def pieces_of(units: Sequence[Unit]) -> list[NewPiece]:
-    """The pieces of neighbouring units. The small columns of a block become one inline chunk."""
+    """Return the pieces of neighbouring units. The small columns of a block become one inline
+    chunk."""
     pieces: list[NewPiece] = []
     begin, nbytes = units[0], 0
     for number, unit in enumerate(units, 1):
@@ -484,7 +487,8 @@ def _of_rows(chunk: NewChunk, rows: Sequence[int]) -> NewChunk:
 
 
 def select(pieces: Iterable[NewPiece], rows: Sequence[int]) -> list[NewPiece]:
-    """What of these pieces belongs to `rows`, which ascend: they are numbered from 0 on."""
+    """Return the parts of these pieces that belong to `rows`, which ascend. They are renumbered
+    from 0."""
     selected = []
     for piece in pieces:
         mine = piece.rows

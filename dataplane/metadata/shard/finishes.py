@@ -32,7 +32,7 @@ REASONS = {
     "abandon": Reason.DIED,
     "expire": Reason.EXPIRED,
 }
-"""How the rows of a lease leave it, by the outcome of what ended it."""
+"""How the rows of a lease leave it, by the outcome of the call that ended it."""
 BACK = ("release", "abandon", "expire")
 """Outcomes after which rows are ready again."""
 OUTCOMES = (*REASONS, "keep")
@@ -161,7 +161,7 @@ def finish(state: State, lease: Lease, asked_for: Finish) -> dict[str, int]:
 
 
 def _added(pieces: Pieces, parts: Sequence[Part]) -> list[tuple[Part, Pieces]]:
-    """What each part gets of a message."""
+    """Return what each part gets of a message."""
     every = range(pieces.count)
     if len(parts) == 1 and parts[0].at == parts[0].rows == every == range(parts[0].block.count):
         return [(parts[0], pieces)]  # all rows of a block, in their order

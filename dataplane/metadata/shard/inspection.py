@@ -182,8 +182,8 @@ def _near_fields(state: State, lacking: Mapping[str, int]) -> dict[str, str]:
 
 
 def _near_group(group: Group, begun: list[Group]) -> Name:
-    """Another open group, that has rows and whose name this one of none may be a misspelling of, ""
-    where there is none."""
+    """Return another open group that has rows, of which this group without rows may be a
+    misspelling; "" if there is none."""
     if group.seen:
         return ""
     others = [one.name for one in begun]
@@ -241,7 +241,7 @@ def is_idle(asked_s: float | None) -> bool:
 
 
 def idle(state: State, now: float, ready: Mapping[str, int] | None = None) -> list[Idle]:
-    """Those of `unleased` that no client claims from."""
+    """Return those of `unleased` that no client claims from."""
     return [one for one in unleased(state, now, ready) if is_idle(one[2])]
 
 
@@ -260,8 +260,8 @@ def unleased(state: State, now: float, ready: Mapping[str, int] | None = None) -
 
 
 def lacks(state: State, blocks: Sequence[Block]) -> Counter[tuple[str, str]]:
-    """How many rows of these blocks lack a field that a stage needs: (stage, field) → rows. Blocks
-    that are no longer in the store have none."""
+    """Return how many rows of these blocks lack a field that a stage needs: (stage, field) → rows.
+    Blocks that are no longer in the store have none."""
     found = Counter[tuple[str, str]]()
     for name, stage in state.stages.items():
         if stage.rows.counts[PENDING]:
@@ -317,8 +317,8 @@ def key_there(state: State, name: Name) -> Done | DataplaneError | None:
 
 
 def around_key(state: State, name: Name, now: float) -> dict[str, Any]:
-    """What a shard knows about a key that a call waits for: parts of `reasons.Facts` by name,
-    and `near`: a similar key of a row, or ""."""
+    """Return what a shard knows about a key that a call waits for: parts of `reasons.Facts` by
+    name, and `near`: a similar key of a row, or ""."""
     blocks = itertools.islice(reversed(state.blocks.values()), MAX_COMPARED)
     keys = [one for block in blocks for one in block.names or ()]
     alike = next((one for one in keys if str(one) == str(name)), None)  # 7 and "7"

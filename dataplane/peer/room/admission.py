@@ -94,9 +94,9 @@ class Room:
         self.on_wait: list[Callable[[], None]] = []
         """called when somebody begins to wait"""
         self.beyond: Callable[[], tuple[type[BackPressure], str]] = lambda: (BackPressure, "")
-        """what ends a wait in vain, and what is to be said of where else values may go"""
+        """the error that ends a wait without success, and where else values may be stored"""
         self.waited = [0] * len(Admission)
-        """how many had to wait, by class"""
+        """number of calls that had to wait, by class"""
         self.waited_s = [0.0] * len(Admission)
         self.refused = [0] * len(Admission)
         """waits that ended in BackPressure"""
@@ -213,7 +213,7 @@ class Room:
         chunk numbers.
 
         Nothing is kept if it fails. write: returns a mask of values that were freed before they
-        arrived, or None. Those get generation 0.
+        arrived, or None. Those get number 0.
         """
         space = self.space
         try:
@@ -466,9 +466,9 @@ class Room:
         return max(0, self.space.pullable_bytes - self._promised_bytes)
 
     def promise(self, claim: int, nbytes: int) -> bool:
-        """Whether this claim may pull this many bytes, all of them or none. They count until
-        `back` is called. A claim that waits for space holds its rows but no space, so no two
-        claims wait for each other."""
+        """Return whether this claim may pull this many bytes, all of them or none. They count until
+        `back` is called. A claim that waits for space holds its rows but no space, so no two claims
+        wait for each other."""
         if nbytes > self.credit_bytes():
             return False
         self._promised[claim] = nbytes
@@ -482,7 +482,7 @@ class Room:
             self._look_at_claims()
 
     def _look_at_claims(self) -> None:
-        """Those who have waited longest get theirs."""
+        """Give credit to the claims that have waited longest."""
         for claim, starved in self._claims.items():
             if not starved.turn.done() and self.promise(claim, starved.nbytes):
                 starved.turn.set_result(None)
@@ -502,7 +502,7 @@ class Room:
             self._waited(Reason.PULL, holder, began, by, stage)
 
     def why(self, needed_bytes: int) -> Why:
-        """Why a claim waits for space, and the figures."""
+        """Return why a claim waits for space, with figures."""
         stats, may = self.space.stats(), self.credit_bytes()
         pinned = stats["pinned_bytes"]
         return (

@@ -57,7 +57,8 @@ class ValueReplicas:
         self.pulls = pulls
         self.room = room
         self._coming: dict[tuple[int, Owner], bool] = {}
-        """copies in progress that nothing waits for; whether more are missing since each began"""
+        """copies in progress that nothing waits for, and whether more values are missing since each
+        began"""
 
     # at the peer whose shard has the rows
 

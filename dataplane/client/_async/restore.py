@@ -52,9 +52,9 @@ async def _restore(session: Session, path: Path, deadline: Deadline, bar: Bar) -
     there = sorted({*names} & {*census.partitions})
     if there:
         raise PartitionConflict(
-            f"run {session.plane!r} already has {counted(len(there), 'partition')} with the "
-            "same name "
-            f"as one in this checkpoint, for example {there[0]!r}: drop them from the run, or "
+            f"run {session.plane!r} already has {counted(len(there), 'partition')} with the same "
+            f"name as in this checkpoint, for example {there[0]!r}. If the process of an earlier "
+            "restore was killed, they are its incomplete partitions. Drop them from the run, or "
             "restore into another run",
             partitions=there,
         )

@@ -96,8 +96,9 @@ class Store:
         stages = {"alone": [_TOKEN]}
         # Two copies, because a sampler's state must survive the host of the process that fetched.
         self._registry = self.plane.partition(REGISTRY, stages=stages, free="drop", replicas=2)
-        self._known: dict[str, tuple[int, dataplane.Partition]] = {}
-        self._keys: dict[int, str] = {}
+        with self._lock:
+            self._known: dict[str, tuple[int, dataplane.Partition]] = {}
+            self._keys: dict[int, str] = {}
 
     def end(self) -> None:
         """Free all rows of all partitions, and the registry."""

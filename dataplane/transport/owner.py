@@ -96,7 +96,7 @@ class _Inbound:
     evicted: bool = False
 
 
-class RangeServer:
+class ChunkServer:
     """Accepts connections on a listening socket and serves pulls until the socket is closed."""
 
     def __init__(
@@ -122,7 +122,7 @@ class RangeServer:
 
     def __repr__(self) -> str:
         busy = sum(inbound.busy for inbound in list(self._inbound))
-        return f"<RangeServer {len(self._inbound)} connections, {busy} busy>"
+        return f"<ChunkServer {len(self._inbound)} connections, {busy} busy>"
 
     def start(self) -> None:
         threading.Thread(target=self._accept, name="bulk-accept", daemon=True).start()

@@ -36,7 +36,7 @@ from dataplane.transport.bulk_frames import (
     encode,
 )
 from dataplane.transport.joining import Joining, answer_of
-from dataplane.transport.owner import RangeServer
+from dataplane.transport.owner import ChunkServer
 from dataplane.transport.secure_stream import door, reading_context
 from dataplane.transport.stream import BulkStream, split_address
 from dataplane.transport.tickets import check_certificate, nonce_of, watched_mac
@@ -84,7 +84,7 @@ def leave_witness(listener: socket.socket, first: Configure, keeps_not: Sequence
             os.close(descriptor)
         if _outlives(peer, worker, listener):
             stream_of = door(first.tls) if first.tls else BulkStream
-            RangeServer(listener, first.owner, first.key, {}, stream_of, ended=True).start()
+            ChunkServer(listener, first.owner, first.key, {}, stream_of, ended=True).start()
             time.sleep(LINGER_S)
     finally:
         os._exit(0)

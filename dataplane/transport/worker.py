@@ -42,7 +42,7 @@ from dataplane.transport.bulk_frames import (
     ToWorker,
 )
 from dataplane.transport.control import ControlChannel, PinDesk
-from dataplane.transport.owner import RangeServer, Service
+from dataplane.transport.owner import ChunkServer, Service
 from dataplane.transport.reader import Reads
 from dataplane.transport.reading import Reading
 from dataplane.transport.registry import TCP, load
@@ -171,7 +171,7 @@ def run(control_fd: int, arena_fd: int, arena_bytes: int, listen_fd: int) -> Non
         reads[name] = Reads(transport, card, first.key, tls_only=bool(first.tls))
         services[name] = Service(transport, card, region, desk, first.key)
     stream_of = door(first.tls) if first.tls else BulkStream
-    RangeServer(listener, first.owner, first.key, services, stream_of).start()
+    ChunkServer(listener, first.owner, first.key, services, stream_of).start()
     with contextlib.suppress(ConnectionError):  # the peer is gone: so is this, in a moment
         control.send(Ready(os.getpid(), missing))
     Worker(control, region, desk, reads).serve()

@@ -372,6 +372,6 @@ def test_a_bell_wakes_once_for_all_that_happens_until_it_is_heard() -> None:
     assert bell.wait(0.0) and not bell.wait(0.0)
     bell.ring()  # the woken one is about to look
     assert not bell.wait(0.0)
-    bell.heard()
+    bell.reset()
     bell.ring()
     assert bell.wait(0.0)

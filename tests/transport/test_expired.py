@@ -22,7 +22,7 @@ from dataplane.transport.bulk_frames import (
 )
 from dataplane.transport.connections import Connections
 from dataplane.transport.control import PinDesk
-from dataplane.transport.owner import RangeServer, Service
+from dataplane.transport.owner import ChunkServer, Service
 from dataplane.transport.reading import Reading
 from dataplane.transport.seam import (
     ReadRequest,
@@ -111,7 +111,7 @@ class Served:
             transport.name: Service(transport, transport.register(region), region, self.desk, KEY)
             for transport in (TcpTransport(OWNER), Engine(OWNER))
         }
-        RangeServer(listener, OWNER, KEY, services, stream_of).start()
+        ChunkServer(listener, OWNER, KEY, services, stream_of).start()
         self.listener = listener
 
     def ask(self, transport: str) -> BulkStream:

@@ -238,10 +238,10 @@ class Prefetch(Generic[B]):
 async def further(session: Session, deadline: Deadline) -> Connection:
     """Open one more connection. If the caller is cancelled, later calls use it, unless the peer
     does not answer within a second more: the end of the event loop waits for the thread."""
-    loop, begun, given_up = asyncio.get_running_loop(), list[Connection](), threading.Event()
+    loop, begun, cancelled = asyncio.get_running_loop(), list[Connection](), threading.Event()
 
     def connected() -> Connection:
-        if given_up.is_set():  # before a thread was free
+        if cancelled.is_set():  # before a thread was free
             raise DeadlineExceeded("the call was cancelled while it waited for a connection")
         return handshake.further(session, deadline, begun.append)
 
@@ -259,7 +259,7 @@ async def further(session: Session, deadline: Deadline) -> Connection:
                 for connection in begun:
                     connection.shut()
 
-        given_up.set()
+        cancelled.set()
         opening.add_done_callback(keep)
         loop.call_later(handshake.LEAST_S, end)
         raise

@@ -176,7 +176,7 @@ class Call(msgspec.Struct, eq=False):
                 request = msgspec.structs.replace(self.again, deadline_ms=deadline_ms, unpin=[])
         self.request, self.rid = request, request.rid
         if not along and not session.due.empty():
-            due, request.unpin = session.parting()
+            due, request.unpin = session.drain_due()
             self.ahead = [session.request(body, one_way=True) for body in due]
         try:
             frame = encode(request)
@@ -235,7 +235,7 @@ class Call(msgspec.Struct, eq=False):
         unheard = isinstance(exc, DataplaneError) and exc.details.pop(UNHEARD, False)
         if connection.frame_sent and (not unheard or self.repeats or self.again is not None):
             self.in_flight = True
-        self._give_up(session, connection)
+        self._abandon(session, connection)
 
     def leave(self, session: Session) -> None:
         """Abandon the reply to a call that was sent with the one before it. The housekeeper returns
@@ -243,9 +243,9 @@ class Call(msgspec.Struct, eq=False):
         if self.sent is not None:
             connection, self.sent = self.sent, None
             connection.leave()
-            self._give_up(session, connection)
+            self._abandon(session, connection)
 
-    def _give_up(self, session: Session, connection: Connection) -> None:
+    def _abandon(self, session: Session, connection: Connection) -> None:
         sent_whole = connection.frame_sent and connection.is_whole
         request, then = self.request, self.then
         over = list(self.ahead) if self.in_flight else []
@@ -253,12 +253,12 @@ class Call(msgspec.Struct, eq=False):
             self.again = request
         elif request is not None:
             over.append(request)
-        session.given_up(connection if self.in_flight else None, over)
+        session.abandon_replies(connection if self.in_flight else None, over)
         if not self.in_flight:
             for one in self.ahead:
-                session.tell_again(one)
+                session.resend(one)
         if request is not None and not sent_whole:
-            session.not_told(request.unpin)
+            session.requeue_pins(request.unpin)
         if then is None:
             session.connections.failed(connection)
             return
@@ -266,7 +266,7 @@ class Call(msgspec.Struct, eq=False):
         if sent_whole:
             then.sent = connection
         else:
-            then._give_up(session, connection)
+            then._abandon(session, connection)
 
 
 # the partition of a call

@@ -624,14 +624,14 @@ class Lease:
         elif self._abandoned:
             deadline.check("release")
             self._abandoned, session = False, self.handle.session
-            untold = session.leases.discard(self.id) is not None
+            was_due = session.leases.discard(self.id) is not None
             call = Call(Finish(self.id, "release"), deadline)
             try:
                 send(session, call)
             except LeaseExpired:
                 pass  # the peer had released it already
             except BaseException:
-                if untold and not call.in_flight:
+                if was_due and not call.in_flight:
                     session.leases.add(self.id, self.handle.name)
                     session.abandon(Abandoned(self.id, self.handle.name, self.stage, 0), [])
                 raise

@@ -68,7 +68,7 @@ class Housekeeper:
         """None after it broke, until another one is open."""
         self._ended = False
         """Whether the client has closed, or its peer or session has ended: nothing more is sent."""
-        self._untold: list[Request] = []
+        self._unsent: list[Request] = []
         """messages that the peer has not confirmed yet"""
         self._sending = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -98,7 +98,7 @@ class Housekeeper:
             woken = session.bell.wait(GATHER_S if soon else IDLE_S)
             if woken and not self._deserted:
                 self._gather()
-            session.bell.heard()
+            session.bell.reset()
             if self._deserted and session.closed is None:
                 self.close(COLLECTED)
             session.settle_pools()
@@ -164,7 +164,7 @@ class Housekeeper:
 
     def _parting(self) -> list[Body]:
         """Return the due messages that no call has taken along."""
-        due, pins = self.session.parting()
+        due, pins = self.session.drain_due()
         return [*due, Unpin(pins)] if pins else due
 
     def _over(self) -> bool:
@@ -177,11 +177,11 @@ class Housekeeper:
         are sent again on a new anchor; if none can be opened now, a later call sends them. Nothing
         is sent to a peer that has ended."""
         with self._sending:
-            for request in self.session.undelivered():
-                self._untold.append(msgspec.structs.replace(request, rid=request.op))
-            self._untold += [self.session.request(body, parting=True) for body in bodies]
+            for request in self.session.drain_unsent():
+                self._unsent.append(msgspec.structs.replace(request, rid=request.op))
+            self._unsent += [self.session.request(body, parting=True) for body in bodies]
             for _ in range(1 + REPEATS):
-                if not self._untold or self._ended:
+                if not self._unsent or self._ended:
                     return
                 if self._anchor is None:
                     self._anchor = self._another(limit_s)
@@ -211,18 +211,18 @@ class Housekeeper:
         """Send all messages that are not confirmed. The peer carries out a repeated message
         once."""
         deadline = Deadline(limit_s)
-        for request in self._untold:
+        for request in self._unsent:
             anchor.send(encode(request), deadline)
-        while (reply := anchor.receive(deadline)).rid != self._untold[-1].rid:
+        while (reply := anchor.receive(deadline)).rid != self._unsent[-1].rid:
             if isinstance(reply.body, Failed):
                 log.info(
                     "peer %r rejected a one-way message: %s",
                     self.session.peer,
                     reply.body.message,
                 )
-        for request in self._untold:
+        for request in self._unsent:
             self.session.answered(request)
-        self._untold.clear()
+        self._unsent.clear()
 
     def _another(self, limit_s: float) -> Connection | None:
         """Open another anchor. None if the peer has ended or cannot be reached now."""

@@ -89,7 +89,7 @@ class Bell:
             return False
         return True
 
-    def heard(self) -> None:
+    def reset(self) -> None:
         """Let the bell ring again. Call this before looking for work, so that none is
         overlooked."""
         self.rung = False
@@ -158,7 +158,7 @@ class Session:
         """what the peer is to be told beside the next call: leases and extents that go back, and
         numbers of pins whose last view is gone. SimpleQueue.put is reentrant, so the collector may
         call it anywhere"""
-        self.untold: SimpleQueue[Request] = SimpleQueue()
+        self.unsent: SimpleQueue[Request] = SimpleQueue()
         """one-way requests that did not leave this process; they are sent again under their
         numbers"""
         self._warned: set[tuple[str, str]] = set()
@@ -202,7 +202,7 @@ class Session:
         so it takes no lock."""
         self.unanswered.discard(request.op)
 
-    def given_up(self, connection: Connection | None, requests: Sequence[Request]) -> None:
+    def abandon_replies(self, connection: Connection | None, requests: Sequence[Request]) -> None:
         """Note that no caller waits for the replies to these requests. On an orphan the peer may
         not have read them yet: if a later request said that they will not be repeated, the peer
         would refuse them and keep what they name. So they count as unanswered until the orphan has
@@ -223,7 +223,7 @@ class Session:
             self._minted = first + n
         return mint_many(self.id, first, n)
 
-    # what ended without a call
+    # leases and pins that end without a call
 
     def pinned(self, *pins: int) -> Pin:
         """Return one object for the pins of a reply. When its last view dies, the pins are
@@ -321,14 +321,15 @@ class Session:
         """Drain the connections of abandoned calls, whose replies are to be undone."""
         return _drain(self._orphans)
 
-    def undelivered(self) -> list[Request]:
-        """Drain the one-way requests that did not leave this process with their call."""
-        return _drain(self.untold)
+    def drain_unsent(self) -> list[Request]:
+        """Drain the one-way requests that may not have left this process with their call."""
+        return _drain(self.unsent)
 
-    def parting(self) -> tuple[list[Body], list[int]]:
+    def drain_due(self) -> tuple[list[Body], list[int]]:
         """Drain what is due: one-way messages for abandoned leases and for extents to return, and
-        pins whose last view is gone. The caller tells the peer of these pins, or calls `not_told`.
-        A batch that was dropped without an end is logged, once per stage and cause."""
+        pins whose last view is gone. The caller tells the peer of these pins, or calls
+        `requeue_pins`. A batch that was dropped without an end is logged, once per stage and
+        cause."""
         due: list[Body] = []
         pins: list[int] = []
         for one in _drain(self.due):
@@ -361,14 +362,14 @@ class Session:
                 f"(existing tags: {known}). Logged once per tag",
             )
 
-    def tell_again(self, request: Request) -> None:
+    def resend(self, request: Request) -> None:
         """Send a one-way request again, which may not have left this process with its call."""
-        self.untold.put(request)
+        self.unsent.put(request)
         self._call_housekeeper()
 
-    def not_told(self, pins: list[int]) -> None:
-        """Release pins with a later call, because the peer may not know of it. It releases a pin
-        once, however often it is told."""
+    def requeue_pins(self, pins: list[int]) -> None:
+        """Release these pins with a later call, because the peer may not have got them. The peer
+        releases a pin once, however often a request names it."""
         if pins:
             with self._lock:
                 self._pins += len(pins)

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 BATCH_BYTES = 16 << 20
 """The most bytes copied at once, and at most an eighth of the arena. They have to arrive while a
 primary waits for its backup (`log_sender.ATTEMPT_S`), even on a link with a few MB/s left."""
-MAX_RANGES = 4096
+MAX_CHUNKS = 4096
 """The most chunks copied at once, here or at a backup."""
 PATIENCE_S = 4.0
 """How long a change waits for space for replicas before it fails. Its caller repeats it as another
@@ -120,8 +120,8 @@ class ValueReplicas:
     async def copy_to_backup(self, entry: Entry, chunks: Array, nbytes: Array) -> None:
         """Have the backup copy these values before it receives rows that reference them.
         Otherwise all other records of this peer would wait behind the copies."""
-        for at in range(0, len(chunks), MAX_RANGES):
-            part = slice(at, at + MAX_RANGES)
+        for at in range(0, len(chunks), MAX_CHUNKS):
+            part = slice(at, at + MAX_CHUNKS)
             await self.have_copied(entry, chunks[part].tobytes(), nbytes[part].tobytes())
 
     async def have_copied(self, entry: Entry, chunks: bytes = b"", sizes: bytes = b"") -> None:
@@ -246,7 +246,7 @@ class ValueReplicas:
         one reference each. Raise BackPressure if no space is freed in time.
         """
         limit = min(BATCH_BYTES, self.host.space.size_bytes // 8)
-        most = max(1, int(np.searchsorted(np.cumsum(nbytes[:MAX_RANGES]), limit, "right")))
+        most = max(1, int(np.searchsorted(np.cumsum(nbytes[:MAX_CHUNKS]), limit, "right")))
         chunks, nbytes = chunks[:most], nbytes[:most]
         units = [padded(nbytes[i : i + 1].astype(U8)) for i in range(len(nbytes))]
         left_s = max(0.0, call_context.get().until - self.host.now())

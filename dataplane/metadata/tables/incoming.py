@@ -47,7 +47,6 @@ Known = Mapping[Owner, Mapping[int, Chunk]]
 """The chunks that a shard has, by owner and number."""
 _NOTHING: Mapping[int, Chunk] = {}
 _listed = attrgetter("fields", "given", "at")
-_lists = attrgetter("fields", "chunks", "pieces", "layouts", "owners")
 SHARED_BYTES, SHARED_CHUNKS, SHARED_ROWS = 1_024, 64, 1_024
 """A form is small if it has at most SHARED_ROWS rows, SHARED_CHUNKS chunks and as many pieces, and
 if its field names and the lists in its pieces have at most SHARED_BYTES items. Larger forms rarely
@@ -242,7 +241,7 @@ _shared_shape = lru_cache(1_024)(shape_in)
 
 def check_sizes(values: wire.Values, most_chunks: int = MAX_CHUNKS_PER_MESSAGE) -> None:
     """Raise LimitExceeded if a message describes more than it may."""
-    if max(map(len, _lists(values))) > MAX_FIELDS and (  # no other limit is lower
+    if (
         len(values.fields) > MAX_FIELDS
         or len(values.chunks) > most_chunks
         or len(values.pieces) > MAX_PIECES_PER_MESSAGE

@@ -154,7 +154,8 @@ class Device(ABC):
     def carry_out(self, copies: Iterable[Copy], look: Callable[[], object] = lambda: None) -> None:
         """Queue all copies and wait until they are complete. Calls `look` while waiting, which may
         raise to stop waiting. If this method raises, copies may still be in progress."""
-        streams, marks = set[int](), list[Event]()
+        streams: set[int] = set()
+        marks: list[Event] = []
         for copy in copies:
             self.copy(*copy)
             streams.add(copy[3])

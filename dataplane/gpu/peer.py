@@ -246,7 +246,8 @@ class DevicePools(Pools):
         if not number:
             return await super().bring(owner, remote, nbytes, holder)
         copies = memory.devices[number - 1].space.copies
-        local, pins = copies.lookup(owner.incarnation, remote), list[int]()
+        local = copies.lookup(owner.incarnation, remote)
+        pins: list[int] = []
         try:
             here = local != 0
             self.pulls.hits += int(np.count_nonzero(here))

@@ -77,7 +77,8 @@ class PulledCopies:
         An existing copy stays, and the reference of the new one is released, unless the new one
         has a later generation.
         """
-        known, unneeded = self._copies.setdefault(incarnation, {}), list[int]()
+        known = self._copies.setdefault(incarnation, {})
+        unneeded: list[int] = []
         places = self._chunks.places(local)
         names = zip(remote.tolist(), local.tolist(), strict=True)
         for (name, held), (_, nbytes) in zip(names, places, strict=True):
@@ -98,7 +99,8 @@ class PulledCopies:
     def evict(self, nbytes: int) -> int:
         """Evict at least `nbytes` of unpinned copies, if there are that many. Return the freed
         bytes. A copy found pinned counts as used now."""
-        unpinned, pinned = list[Copy](), list[int]()
+        unpinned: list[Copy] = []
+        pinned: list[int] = []
         counts = self._chunks.counts_of(slice(None))
         for local, copy in self._recency.items():
             if nbytes <= 0:

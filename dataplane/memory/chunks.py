@@ -91,7 +91,8 @@ class Chunks:
     def hold(self, chunks: Numbers, counts: Counts = 1) -> list[Extent]:
         """Add references; a chunk may be listed several times. Return its extent for each, padding
         included. Raises RowsGone, and changes nothing, if any is dead."""
-        refs, offsets, lengths, places = self._refs, self._offset, self._length, list[Extent]()
+        refs, offsets, lengths = self._refs, self._offset, self._length
+        places: list[Extent] = []
         for index, count in zip(self._living(chunks), _each(counts), strict=False):
             refs[index] += count
             places.append((offsets[index], lengths[index]))

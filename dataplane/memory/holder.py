@@ -78,7 +78,8 @@ class Holder:
         extents would be left.
         """
         starts, ends = self._starts, self._ends
-        found, more = list[tuple[int, int, int]](), 0
+        more = 0
+        found: list[tuple[int, int, int]] = []
         for start, end in _merged(extents):
             at = bisect_right(starts, start) - 1
             if at < 0 or end > ends[at]:

@@ -122,7 +122,8 @@ class Space:
         into the extents succeeds. If none fits: (0, empty). Raises ValueTooLarge if one never
         can.
         """
-        done, extents = 0, list[Extent]()
+        done = 0
+        extents: list[Extent] = []
         if units:
             ends, marks = self._lengths(admission, units)
             self._evict_into(admission, page_up(int(ends[-1])))
@@ -138,7 +139,8 @@ class Space:
     def grant(self, holder: int, admission: int, nbytes: int) -> Records:
         """Reserve one extent of at most `nbytes` in advance. Reserve none unless half of the
         class's quota stays free."""
-        nbytes, extents = page_up(nbytes), list[Extent]()
+        nbytes = page_up(nbytes)
+        extents: list[Extent] = []
         room = self.shares.room(admission) - self.shares.caps[admission] // 2
         if 0 < nbytes <= room:
             if nbytes > self.long_bytes:
@@ -400,7 +402,8 @@ class Space:
     def _padded(self, extents: Sequence[Extent]) -> list[Extent]:
         """Return extents that a client named, padded. Raises ProtocolError for one outside the
         arena."""
-        padded, base, size = list[Extent](), self.base, self.size_bytes
+        base, size = self.base, self.size_bytes
+        padded: list[Extent] = []
         for start, length in extents:
             if not base <= start < base + size or length > size or start % ALIGNMENT_BYTES:
                 raise mixed_releases(
@@ -441,7 +444,8 @@ class Space:
         allocator, room = self._allocator, page_down(self.shares.room(admission))
         done = int(ends[marks].searchsorted(U8.type(room), "right")) - 1
         last = int(marks[done])
-        taken, at = list[tuple[int, Extent]](), 0
+        at = 0
+        taken: list[tuple[int, Extent]] = []
         while at < last and len(taken) < MAX_EXTENTS:
             rest, first = int(ends[last] - ends[at]), int(ends[at + 1] - ends[at])
             for reach in self._reaches(rest, first):
@@ -458,7 +462,8 @@ class Space:
         if at == last:
             return done, [extent for _, extent in taken]
         done = int(marks.searchsorted(at, "right")) - 1
-        end, extents = int(ends[marks[done]]), list[Extent]()
+        end = int(ends[marks[done]])
+        extents: list[Extent] = []
         for first, (start, length) in taken:
             kept = min(length, page_up(max(0, end - int(ends[first]))))
             if kept:

@@ -158,7 +158,8 @@ def _context(side: int) -> ssl.SSLContext:
 
 def _runs(vectors: Array) -> Iterator[list[memoryview]]:
     """The memory of the vectors, in order: in groups of up to RUN_BYTES, or one larger one."""
-    run, nbytes = list[memoryview](), 0
+    nbytes = 0
+    run: list[memoryview] = []
     for base, length in vectors.tolist():
         if run and nbytes + length > RUN_BYTES:
             yield run

@@ -181,7 +181,8 @@ def _region(first: Configure, arena: mmap.mmap | None, arena_fd: int, arena_byte
     """The arena, or the pools, which follow each other up to `arena_bytes`."""
     if arena is not None:
         return Region(np.frombuffer(arena, np.uint8).ctypes.data, arena_bytes, fd=arena_fd)
-    start, pools = arena_bytes - sum(pool.nbytes for pool in first.pools), list[PlacedPool]()
+    start = arena_bytes - sum(pool.nbytes for pool in first.pools)
+    pools: list[PlacedPool] = []
     for pool in first.pools:
         pools.append(PlacedPool(start, pool))
         start += pool.nbytes

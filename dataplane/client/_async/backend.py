@@ -238,7 +238,8 @@ class Prefetch(Generic[B]):
 async def further(session: Session, deadline: Deadline) -> Connection:
     """Open one more connection. If the caller is cancelled, later calls use it, unless the peer
     does not answer within a second more: the end of the event loop waits for the thread."""
-    loop, begun, cancelled = asyncio.get_running_loop(), list[Connection](), threading.Event()
+    loop, cancelled = asyncio.get_running_loop(), threading.Event()
+    begun: list[Connection] = []
 
     def connected() -> Connection:
         if cancelled.is_set():  # before a thread was free

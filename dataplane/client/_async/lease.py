@@ -328,7 +328,8 @@ class Lease:
             await self._ack(at, deadline, then)
         else:
             order = self._order(rows, at) if given or values else None
-            body, parts = self._finish_of(outcome, at, take_tags(given, order)), list[Added]()
+            body = self._finish_of(outcome, at, take_tags(given, order))
+            parts: list[Added] = []
             if values:
                 many, groups = self.n if rows is None else len(rows), self._groups_of(at)
                 what, listed = "values passed to release", None if order is None else order.tolist()
@@ -446,7 +447,9 @@ class Lease:
         """Send one message as `send` describes it, and note what became of it. If it may have taken
         effect, it stays in doubt. If it did not leave this process, values of an ack stay for the
         next ack, and the space of others goes back."""
-        session, chunks, offsets = self.handle.session, list[NewChunk](), list[int]()
+        session = self.handle.session
+        chunks: list[NewChunk] = []
+        offsets: list[int] = []
         call = Call(body, deadline, then=then, keeps=body.outcome != "keep")
         try:
             if parts:
@@ -599,7 +602,8 @@ class Lease:
         """Take and return the space of added values that no message has named, when the lease
         ends. If a finalizer does the same in another thread, each value goes to one of the two,
         because `pop` is atomic."""
-        added, doubt = list[Added](), self._doubt
+        doubt = self._doubt
+        added: list[Added] = []
         with contextlib.suppress(IndexError):
             while True:
                 added.append(self._added.pop())

@@ -197,7 +197,8 @@ async def fetch_rows(
 ) -> tuple[TableReader, Index]:
     """Fetch rows, with several messages if their small values exceed the size of one. Return also
     their positions in the plan, in ascending order: rows that are gone are left out."""
-    session, done = part.handle.session, list[Fetched]()
+    session = part.handle.session
+    done: list[Fetched] = []
     at = 0
     try:
         while at < len(positions) or not done:

@@ -34,7 +34,8 @@ async def events(session: Session, since: float | None, timeout: float | None) -
     """Return the events of all peers. Asks one peer after another, page by page."""
     deadline = Deadline(timeout)
     since = 0.0 if since is None else arguments.moment(since, "since")
-    pages, silent = (await _pages(session, "", since, deadline)), list[str]()
+    pages = await _pages(session, "", since, deadline)
+    silent: list[str] = []
     for address in pages[0].members:
         if address == pages[0].address:
             continue
@@ -48,7 +49,8 @@ async def events(session: Session, since: float | None, timeout: float | None) -
 async def _pages(
     session: Session, address: str, since: float, deadline: Deadline
 ) -> list[EventsDone]:
-    pages, after = list[EventsDone](), 0
+    after = 0
+    pages: list[EventsDone] = []
     while len(pages) < MAX_PAGES:
         page = await ask(session, Events(address, since, after), EventsDone, deadline)
         pages.append(page)

@@ -147,7 +147,8 @@ class _Checkpoint:
 
     async def _survey(self, handle: Handle) -> SurveyDone:
         """Return all pages of the survey as one, with the counts of the first page."""
-        pages, cursor = list[SurveyDone](), 0
+        cursor = 0
+        pages: list[SurveyDone] = []
         while cursor or not pages:
             body = Survey(handle.name, handle.generation, cursor)
             pages.append(await ask(self.session, body, SurveyDone, self._limit()))

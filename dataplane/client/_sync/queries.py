@@ -37,7 +37,8 @@ def events(session: Session, since: float | None, timeout: float | None) -> list
     """Return the events of all peers. Asks one peer after another, page by page."""
     deadline = Deadline(timeout)
     since = 0.0 if since is None else arguments.moment(since, "since")
-    pages, silent = (_pages(session, "", since, deadline)), list[str]()
+    pages = _pages(session, "", since, deadline)
+    silent: list[str] = []
     for address in pages[0].members:
         if address == pages[0].address:
             continue
@@ -49,7 +50,8 @@ def events(session: Session, since: float | None, timeout: float | None) -> list
 
 
 def _pages(session: Session, address: str, since: float, deadline: Deadline) -> list[EventsDone]:
-    pages, after = list[EventsDone](), 0
+    after = 0
+    pages: list[EventsDone] = []
     while len(pages) < MAX_PAGES:
         page = ask(session, Events(address, since, after), EventsDone, deadline)
         pages.append(page)

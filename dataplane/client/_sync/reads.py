@@ -108,7 +108,8 @@ def _read_parts(
     deadline: Deadline,
 ) -> TableReader:
     """Read the rows of each part (None: all rows), with one message per page."""
-    session, pages = handle.session, list[ReadDone]()
+    session = handle.session
+    pages: list[ReadDone] = []
     generation = attach(handle, deadline)
     wanted, filtered = arguments.optional_texts(fields, "fields"), arguments.filter_of(where)
     ask_for = Read(handle.name, generation, None, filtered, wanted, session.max_rows)

@@ -148,7 +148,8 @@ class _Checkpoint:
 
     def _survey(self, handle: Handle) -> SurveyDone:
         """Return all pages of the survey as one, with the counts of the first page."""
-        pages, cursor = list[SurveyDone](), 0
+        cursor = 0
+        pages: list[SurveyDone] = []
         while cursor or not pages:
             body = Survey(handle.name, handle.generation, cursor)
             pages.append(ask(self.session, body, SurveyDone, self._limit()))

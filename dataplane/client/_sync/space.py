@@ -173,7 +173,8 @@ def room_for(
                 offset += chunk.space
             return len(units), chunks, 0
         session.give_back(slabs.take_idle(0))  # perhaps somebody waits for it, or this call will
-    asked, seen = list[bytes](), set[NewChunk]()
+    asked: list[bytes] = []
+    seen: set[NewChunk] = set()
     for unit in units:
         first = [chunk for chunk in unit if chunk not in seen]
         asked.append(np.array([chunk.nbytes for chunk in first], U8).tobytes())

@@ -35,7 +35,9 @@ def write(
     file: SummedFile, partition: str, saved: SaveDone, closed_groups: int, arena: Memory
 ) -> None:
     """Append a reply of the peer, whose chunks are in the arena (uint8) or in the reply."""
-    table, chunks, images = saved.table, list[Chunk](), list[Memory | bytes]()
+    table = saved.table
+    chunks: list[Chunk] = []
+    images: list[Memory | bytes] = []
     places = column(table.places, EXTENT, len(table.values.chunks)).tolist()
     for chunk, (at, _) in zip(table.values.chunks, places, strict=True):
         image = arena[at : at + chunk.nbytes] if chunk.number else chunk.inline

@@ -199,7 +199,7 @@ class TableShape:
         """Return where the values of a field are, in the order of the rows."""
         runs = self._runs.get(field)
         if runs is None:
-            placed = list[tuple[int, ChunkRun]]()
+            placed: list[tuple[int, ChunkRun]] = []
             for one in self._pieces:
                 if field in one.fields:
                     chunk, at = self._used[one.chunk], one.fields.index(field)
@@ -237,7 +237,8 @@ def _runs_of(piece: Piece[int]) -> Iterator[tuple[int, int, int]]:
 
 def _without_gaps(placed: list[tuple[int, ChunkRun]], count: int) -> list[ChunkRun]:
     """Return these runs in order, with further runs for the rows that none of them has."""
-    runs, end = list[ChunkRun](), 0
+    end = 0
+    runs: list[ChunkRun] = []
     for row, run in sorted(placed):
         if row > end:
             runs.append((-1, 0, 0, row - end))

@@ -230,8 +230,9 @@ def to_tensordict(
 
     check_device(device)
     form.check(list(columns))
-    offsets, found = offsets or Offsets(), dict[str, Any]()
-    masks = dict[str, tuple[str, Any]]()
+    offsets = offsets or Offsets()
+    found: dict[str, Any] = {}
+    masks: dict[str, tuple[str, Any]] = {}
     for name, column in columns.items():
         asked, padding, mask = form.of(name)
         if not n:

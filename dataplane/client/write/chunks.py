@@ -226,7 +226,8 @@ def plan(
         cuts = [(first, last)]
         if group is None and (rows > UNGROUPED_ROWS or others or sum(sizes) > unit_bytes):
             cuts = _cuts(everything, first, last, unit_bytes)
-        found, rest, nbytes = list[ValueColumn](), columns, 0
+        rest, nbytes = columns, 0
+        found: list[ValueColumn] = []
         if inline:
             found, rest, nbytes = _smallest(columns, sizes, rows)
         small = small if found == small else found
@@ -285,7 +286,7 @@ def _smallest(
     nbytes, left = sum(sizes), min(INLINE_BLOCK_BYTES, INLINE_ROW_BYTES * rows)
     if nbytes + sum(map(len, map(_lengths, columns))) + _UP * len(sizes) <= left:
         return [*columns], [], nbytes  # all of them, as most often for a single row
-    chosen = set[int]()
+    chosen: set[int] = set()
     nbytes = 0
     for at in sorted(range(len(sizes)), key=sizes.__getitem__):
         size = sizes[at]
@@ -555,8 +556,11 @@ def values_of(owner: Owner, pieces: Sequence[NewPiece], base: int = 0) -> Values
     """Return what a message says of these pieces: each chunk once, in the order of the pieces.
     owner: the peer of this host. base: the row of the write that is the first one of the
     message."""
-    numbers, layout_of, owners = dict[NewChunk, int](), dict[bytes, int](), dict[bool, int]()
-    chunks, uses = list[Chunk](), list[_Use]()
+    numbers: dict[NewChunk, int] = {}
+    layout_of: dict[bytes, int] = {}
+    owners: dict[bool, int] = {}
+    chunks: list[Chunk] = []
+    uses: list[_Use] = []
     for piece in pieces:
         one = piece.chunk
         number = numbers.get(one)

@@ -634,7 +634,8 @@ def _of_vectors(name: str, arrays: Sequence[Array]) -> ValueColumn | None:
     """Return a column of arrays of one dimension and one dtype, as most columns have; None for
     others."""
     spec, form, is_raw = _vectors(arrays[0].dtype)
-    count, forms = len(arrays), list[Any](map(_form, arrays))
+    count = len(arrays)
+    forms: list[Any] = list(map(_form, arrays))
     if forms.count(form) < count:
         return None
     source = list(arrays if is_raw else map(raw, arrays))

@@ -147,7 +147,8 @@ class DeviceColumn(ColumnView):
     def on_host(self) -> ColumnView:
         """The same column with a private copy of what is on a device. DeviceMissing where the
         device fails."""
-        runs, touched = list[RowSpan](), {}
+        touched = {}
+        runs: list[RowSpan] = []
         for column, first, last in self.runs:
             if isinstance(column, DeviceChunkColumn):
                 memory = column.device_memory(first, last)

@@ -54,7 +54,8 @@ def survey(state: State, cursor: int) -> SurveyDone:
     units: list[tuple[int, Group | Block]] = [(g.number, g) for g in state.groups.values()]
     units += [(block.number, block) for block in state.blocks.values() if not block.group]
     units.sort(key=lambda one: one[0])
-    groups, rows = list[bytes](), list[bytes]()
+    groups: list[bytes] = []
+    rows: list[bytes] = []
     left, more = MAX_UNITS_PER_SURVEY, 0
     for number, unit in units[bisect_left(units, cursor, key=lambda one: one[0]) :]:
         many = 1 if isinstance(unit, Group) else unit.live.bit_count()
@@ -82,7 +83,7 @@ def save(state: State, groups: bytes, rows: bytes, nbytes: int) -> SaveDone:
         found = [part for part in state.find(key).parts if not part[0].group]
         units.append((None, found))
     many = size = pieces = 0
-    chunks = set[Chunk]()
+    chunks: set[Chunk] = set()
     for taken, (_, parts) in enumerate(units):
         many += sum([bits.bit_count() for _, bits in parts])
         for block, bits in parts:

@@ -158,7 +158,7 @@ def missing(look: Look, now: float) -> dict[str, Any]:
 def _lacking(stage: Stage, pending: Sequence[tuple[Block, int]]) -> Counter[str]:
     """Return, per field of a stage, how many of its pending rows lack it. A field that all of them
     have has no entry."""
-    found = Counter[str]()
+    found: Counter[str] = Counter()
     for field in stage.fields:
         need = [field]
         lack = [(rows & ~block.values.having(need)).bit_count() for block, rows in pending]
@@ -262,7 +262,7 @@ def unleased(state: State, now: float, ready: Mapping[str, int] | None = None) -
 def lacks(state: State, blocks: Sequence[Block]) -> Counter[tuple[str, str]]:
     """Return how many rows of these blocks lack a field that a stage needs: (stage, field) → rows.
     Blocks that are no longer in the store have none."""
-    found = Counter[tuple[str, str]]()
+    found: Counter[tuple[str, str]] = Counter()
     for name, stage in state.stages.items():
         if stage.rows.counts[PENDING]:
             pending = [(b, rows) for b in blocks if b.live and (rows := stage.pending(b))]

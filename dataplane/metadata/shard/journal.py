@@ -345,8 +345,9 @@ def _ready(store: Store, record: Ready, now: float) -> None:
 def _held(store: Store, record: Held, now: float) -> None:
     stage = store.stage(record.stage)
     _new_lease(store, record.lease)
-    gone = dict[int, Block]()
-    parts, left = list[tuple[Block, int]](), list[int]()
+    gone: dict[int, Block] = {}
+    parts: list[tuple[Block, int]] = []
+    left: list[int] = []
     for number, raw, unfinished in record.parts:
         block = store.blocks.get(number) or gone.setdefault(
             number, Block(number, (), MAX_BLOCK_ROWS, 0, b"", pieces_of(MAX_BLOCK_ROWS))
@@ -421,7 +422,7 @@ def _block(store: Store, number: int) -> Block:
 def _each_once(rows: Rows) -> Rows:
     """ProtocolError where a row is among them twice."""
     if len(rows.parts) > 1:
-        seen = Counter[int]()
+        seen: Counter[int] = Counter()
         for block, bits in rows.parts:
             if seen[block.number] & bits:
                 raise _Mismatch(
@@ -573,7 +574,8 @@ def _group_told(group: Group, stages: int) -> OneGroup:
 
 def _some_blocks(of: Sequence[Block], images: BeforeImages, many: int) -> Iterator[list[Block]]:
     """Yield the blocks of each record, as they were when the snapshot started."""
-    some, rows, nbytes = list[Block](), 0, 0
+    rows, nbytes = 0, 0
+    some: list[Block] = []
     for block in of:
         image = images.block(block)
         size = image.nbytes + sum([len(one.inline) for one in image.values.chunks])
@@ -600,7 +602,8 @@ def _values_told(blocks: Sequence[Block], images: BeforeImages) -> Iterator[Give
     """Yield the values of these blocks, with what stages stored when they released rows: several
     records if one would be too large for a message or describe too many chunks. A copy of the store
     has an inline chunk once for each record that describes it."""
-    some, pieces, nbytes = dict[int, Pieces](), 0, 0
+    pieces, nbytes = 0, 0
+    some: dict[int, Pieces] = {}
     for block in blocks:
         for parts in _pieces(block.values.parts, MAX_CHUNKS_PER_MESSAGE):
             mine = pieces_of(block.count, parts)

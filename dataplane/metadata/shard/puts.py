@@ -308,13 +308,15 @@ def _check_new_rows(state: State, rows: RowsIn, new: Sequence[int], buried: bool
 def _there(rows: RowsIn, known: Sequence[Block | None], brought: Mapping[str, int]) -> list[int]:
     """Places of rows that have every field which the message brings for them. FieldExists for one
     that has only some: another put has set those. brought: rows of the message, by field."""
-    there, partly = [], list[tuple[int, str]]()
+    there = []
+    partly: list[tuple[int, str]] = []
     has_it: dict[tuple[int, str], int] = {}
     digits = {name: f"{bits:0{len(known)}b}"[::-1] for name, bits in brought.items()}
     for place, block in enumerate(known):
         if block is None:
             continue
-        row, came, has = block.row(rows.keys[place]), 0, list[str]()
+        row, came = block.row(rows.keys[place]), 0
+        has: list[str] = []
         for name, given in digits.items():
             if given[place] == "1":
                 came += 1

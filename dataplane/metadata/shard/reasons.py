@@ -401,7 +401,8 @@ def _kept(one: StoredRows) -> str:
     said += "on this host"
     if one.until_dropped:
         return f"{said}, which stay until they are dropped"
-    clauses, idle = list[str](), idle_stages(one)
+    idle = idle_stages(one)
+    clauses: list[str] = []
     for stage, rows, asked_s in one.ready:
         ready = f"{counted(rows, 'row is', 'rows are')} ready for stage {stage!r}"
         clauses.append(_nobody_claims(stage, rows, asked_s) if stage in idle else ready)

@@ -258,7 +258,8 @@ class Units:
         `ReadyQueue`."""
         name = msgspec.msgpack.encode((where, kept))
         if name not in self._filtered:
-            test, groups = self._test, dict[Group, bool]()
+            test = self._test
+            groups: dict[Group, bool] = {}
 
             def matches(unit: Unit, bits: int) -> int:
                 return free(unit, bits if where is None else test(where, unit, bits), groups)

@@ -635,11 +635,11 @@ class State:
     ) -> int:
         """Remove distinct rows. Remember dropped ones, and freed ones with names from the user.
         Return the approximate bytes of dropped values."""
-        by_block = dict[int, int]()
+        by_block: dict[int, int] = {}
         for block, bits in parts:
             by_block[block.number] = by_block.get(block.number, 0) | bits
         groups: dict[bytes, Group] = {}
-        buried = list[bytes]()
+        buried: list[bytes] = []
         values = [(self.blocks[n].values, bits) for n, bits in by_block.items()] if dropped else []
         for number, bits in by_block.items():
             block = self.blocks[number]

@@ -236,7 +236,8 @@ def _hosts(stage: Stage, unit: Block | Group) -> set[str]:
     stage's fields count if it names some, and inline values are local to nobody. The rows of a
     block are local to the same peers."""
     blocks = [unit] if isinstance(unit, Block) else unit.blocks
-    owned, reader, read = Counter[str](), blocks[0].reader, 0
+    reader, read = blocks[0].reader, 0
+    owned: Counter[str] = Counter()
     for block in blocks:
         for part in block.values.parts:
             owner = part.chunk.owner

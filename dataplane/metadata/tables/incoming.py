@@ -311,7 +311,8 @@ def _chunks_in(values: wire.Values, known: Known) -> tuple[list[Chunk], list[Chu
     owners = [_shared(owner) for owner in values.owners]
     layouts = [_shared(layout) for layout in values.layouts]
     there = [None if owner == INLINE else known.get(owner, _NOTHING) for owner in owners]
-    chunks, before = list[Chunk](), list[Chunk]()
+    chunks: list[Chunk] = []
+    before: list[Chunk] = []
     many_owners, many_layouts, most_rows = len(owners), len(layouts), MAX_ROWS_PER_MESSAGE
     for one in values.chunks:
         at, number, rows, nbytes, form = one.owner, one.number, one.rows, one.nbytes, one.layout

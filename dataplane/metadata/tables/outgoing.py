@@ -114,7 +114,9 @@ def _skeleton(parts: Parts, wanted: tuple[str, ...] | None) -> _Skeleton:
     numbers: dict[str, int] = {} if wanted is None else {f: n for n, f in enumerate(wanted)}
     columns: dict[tuple[str, ...], tuple[int, ...]] = {}
     used: dict[int, int] = {}
-    pieces, by, nbytes = list[wire.Piece](), list[str](), 0
+    nbytes = 0
+    pieces: list[wire.Piece] = []
+    by: list[str] = []
     base = before = 0
     for shape, bits in parts:
         rows = None if bits == all_of(shape.count) else rows_of(bits)

@@ -163,7 +163,8 @@ class Paths:
         sampled = await self.sampling.ask(source.owner.peer, number != ARENA)
         names = [name for name in self.runs if number != ARENA or name == sampled.transport]
         plain = [TCP] if measures and number == ARENA else []
-        rounds, trials = ROUNDS if measures else 1, dict[str, Trial]()
+        rounds = ROUNDS if measures else 1
+        trials: dict[str, Trial] = {}
         for name in [*names, *plain]:
             way = self.engine, source, name, number
             trial = await self.sampling.tried(sampled, *way, rounds)

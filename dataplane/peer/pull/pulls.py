@@ -131,7 +131,8 @@ class Pulls:
         RowsLost.
         """
         space = self.host.space
-        local, pins = np.zeros(len(remote), U8), list[int]()
+        local = np.zeros(len(remote), U8)
+        pins: list[int] = []
         rest = np.arange(len(remote))
         try:
             while True:

@@ -132,7 +132,8 @@ class Directory:
     async def learn(self, sessions: Iterable[int]) -> None:
         """Ask the peers of these clients for names that are not known here. Without a reply they
         stay unnamed."""
-        now, asked = self.host.now(), dict[Owner, list[int]]()
+        now = self.host.now()
+        asked: dict[Owner, list[int]] = {}
         for session in sessions:
             known, owner = self._clients.get(session), self._owner(session)
             if owner not in (None, self.host.owner) and (known is None or now > known.until):

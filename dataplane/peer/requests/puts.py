@@ -185,7 +185,9 @@ class Grants:
         if all(inline):
             return Committed(values)
         self._check_owners(owners)
-        extents, shared, many, has_digests = list[Extent](), list[Chunk](), len(owners), False
+        many, has_digests = len(owners), False
+        extents: list[Extent] = []
+        shared: list[Chunk] = []
         for one in values.chunks:
             at, nbytes, offset = one.owner, one.nbytes, one.offset
             if at < 0 or at >= many:

@@ -92,7 +92,8 @@ class Reading:
         each chunk that is in an arena."""
         space = self.host.space
         assert not space.any_away(local, holder)
-        places, inline = list[int](), named.inline
+        inline = named.inline
+        places: list[int] = []
         pin, found = space.keep(holder, local)
         spots = iter(found)
         for one in table.values.chunks:
@@ -112,7 +113,8 @@ class Reading:
     async def _pull(self, table: Table, named: _Named, holder: int, reader: int) -> Resolved:
         """Replace chunks that are remote or away by local copies. The copies are pinned as they
         arrive."""
-        local, pins, owners = named.numbers.copy(), list[int](), table.values.owners
+        local, owners = named.numbers.copy(), table.values.owners
+        pins: list[int] = []
         nbytes = np.array([one.nbytes for one in named.chunks], U8)
 
         async def of_one(owner: Owner) -> None:

@@ -171,7 +171,7 @@ class Waits:
     def give_back(self, session: Session, permits: list[int]) -> list[asyncio.Future[None]]:
         """Return permits that no client will use. The futures are done when their shards
         confirm."""
-        told = list[asyncio.Future[None]]()
+        told: list[asyncio.Future[None]] = []
         for number in permits:
             held = session.permits.pop(number, None)
             if held is not None:

@@ -332,7 +332,8 @@ class Room:
         return nbytes
 
     async def _stored(self, entry: Entry, nbytes: int) -> StoredRows:
-        store, lacks = entry.store, Counter[tuple[str, str]]()
+        store = entry.store
+        lacks: Counter[tuple[str, str]] = Counter()
         async for some in _in_pieces(list(store.blocks.values())):
             lacks += inspection.lacks(store, some)
         now = self._host.now()
@@ -350,7 +351,7 @@ class Room:
     def _full(self, waiter: Waiter, why: str) -> BackPressure:
         host, stats, now = self._host, self.space.stats(), self._host.now()
         kept, more = list(self._kept[0]), self._kept[1]
-        silent = list[tuple[str, int]]()
+        silent: list[tuple[str, int]] = []
         for owner, activity in self._activities.items():
             if activity is not None:
                 kept += activity.kept
@@ -422,7 +423,8 @@ class Room:
             (REASONS[p.admission], "", p.holder, p.since) for q in self._lines.values() for p in q
         ]
         waiting += [(Reason.PULL, c.stage, c.holder, c.since) for c in self._claims.values()]
-        now, by, found = self._host.now(), self._most_by() if waiting else "", list[EventRecord]()
+        now, by = self._host.now(), self._most_by() if waiting else ""
+        found: list[EventRecord] = []
         for reason, stage, holder, since in waiting:
             record = EventRecord(Kind.ROOM_WAIT, now, reason, stage=stage, worker=holder, by=by)
             record.seconds = max(0.0, now - since)

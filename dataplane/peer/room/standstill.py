@@ -36,7 +36,8 @@ TELL_EVERY_S = 2.0
 
 def is_alive(answers: Iterable[Activity]) -> bool:
     """Whether some of these hosts, as far as they answered, can free rows by themselves."""
-    filled, busy = set[str](), set[str]()
+    filled: set[str] = set()
+    busy: set[str] = set()
     for answer in answers:
         filled |= set(answer.filled)
         busy |= set(answer.busy)

@@ -543,7 +543,7 @@ class WaitingCalls:
         told = store.permits.stats(store) | {"before": stage.queue.before(one.number)}
         # The partition has its limits from the first call that was granted.
         told["slots"] = (one.asked.max_lag + 1) * one.asked.per_version
-        holders = Counter[int]()
+        holders: Counter[int] = Counter()
         for permit in store.permits.given.values():
             holders[permit.holder] += permit.left
         who, me = {self.host.who(h): n for h, n in (+holders).items()}, one.asked.label

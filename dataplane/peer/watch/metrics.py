@@ -238,7 +238,7 @@ class Meters:
 
 def _bytes_of_rows(values: tables.Values) -> int:
     """About how many bytes of its chunks are of its rows: each row of a chunk counts alike."""
-    rows = Counter[int]()
+    rows: Counter[int] = Counter()
     for piece in values.pieces:
         rows[piece.chunk] += int.from_bytes(piece.given).bit_count()
     chunks = enumerate(values.chunks)
@@ -252,7 +252,7 @@ def serves(peer: Peer) -> bool:
 
 def families_of(peer: Peer, meters: Meters) -> list[Metric]:
     """Return the current metrics. Call it on the peer's loop."""
-    now = dict[str, float | Values]()
+    now: dict[str, float | Values] = {}
     for part in (_calls(meters), _memory(peer), _shards(peer), _roster(peer), _moved(peer)):
         now |= part
     return [*meters.registry.collect(), *_families(now)]

@@ -9,8 +9,7 @@ import pytest
 
 from dataplane.errors import RowsGone
 from dataplane.metadata.shard import rows_out
-from dataplane.metadata.shard.blocks import Block
-from dataplane.metadata.shard.index import KeyIndex
+from dataplane.metadata.shard.blocks import Block, KeyIndex
 from dataplane.metadata.tables.bits import all_of
 from dataplane.metadata.tables.keys import (
     KeyRun,

@@ -1,4 +1,4 @@
-"""Blocks and groups: the rows of one put in one group, stored together.
+"""Blocks and groups: the rows of one put in one group, stored together, and their index by key.
 
 A row is one bit of its block, as long as the block exists. Rows are removed from a block and
 never added. Nothing here references its users (a block names its group by key), so the garbage
@@ -7,7 +7,9 @@ collector need not track these objects.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import msgspec
@@ -15,12 +17,15 @@ import msgspec
 from dataplane.metadata.tables.bits import first_of, rows_of
 from dataplane.metadata.tables.keys import (
     KEY_BYTES,
+    PREFIX_BYTES,
     PROGRESS,
     KeyRun,
+    Keys,
     format_minted,
     format_minted_many,
     is_minted,
     records_of,
+    run_in,
 )
 from dataplane.metadata.tables.pieces import Pieces
 from dataplane.metadata.tables.tags import Tags
@@ -34,6 +39,7 @@ UNKNOWN_SIZE = -1
 UNLIMITED = 1 << 40
 MAX_GROUP_ROWS = (1 << 31) - 1
 """What a group may be told to have."""
+_start = attrgetter("keys.start")
 _unpack_names = msgspec.msgpack.Decoder(list[Name]).decode
 
 
@@ -256,3 +262,107 @@ def packed(names: Sequence[Name] | None) -> bytes | None:
     if names is None or all(map(is_minted, names)):
         return None
     return msgspec.msgpack.encode(names)
+
+
+class KeyIndex:
+    """Blocks by the keys of their live rows.
+
+    A block whose keys are a run has one entry, among the blocks of the same prefix. Any other
+    block has one entry per row. Runs of one prefix never overlap: where freed keys are used again,
+    their rows are indexed one by one. So a prefix has at most 256 runs, whatever keys a peer sends.
+    """
+
+    __slots__ = ("_rows", "_runs", "_singles")
+
+    def __init__(self) -> None:
+        self._rows = 0
+        self._runs: dict[bytes, list[Block]] = {}
+        """by prefix, the lowest run first"""
+        self._singles: dict[bytes, Block] = {}
+
+    def __len__(self) -> int:
+        """The number of rows."""
+        return self._rows
+
+    def __contains__(self, key: bytes) -> bool:
+        return self.get(key) is not None
+
+    def get(self, key: bytes) -> Block | None:
+        """The block that has a live row with this key."""
+        if (block := self._singles.get(key)) is not None:
+            return block
+        blocks = self._runs.get(key[:PREFIX_BYTES])
+        if blocks is not None and (at := _upto(blocks, key[PREFIX_BYTES])):
+            block = blocks[at - 1]
+            if block.live >> block.keys.index(key) & 1:
+                return block
+        return None
+
+    def blocks_of(self, keys: Keys) -> list[Block | None] | None:
+        """The block of each key; None for a key without a row. None if no key has a row."""
+        if isinstance(keys, KeyRun):
+            apart = _fits(self._runs.get(keys.prefix, ()), keys)
+        else:
+            apart = self._runs.keys().isdisjoint([key[:PREFIX_BYTES] for key in keys])
+        if apart and (not self._singles or self._singles.keys().isdisjoint(keys)):
+            return None
+        found = [self.get(key) for key in keys]
+        return found if any([block is not None for block in found]) else None
+
+    def kept(self, keys: Keys, minted: bool) -> KeyRun | tuple[bytes, ...]:
+        """The keys of new rows as their block stores them: a run if they are minted, consecutive,
+        and overlap no other run."""
+        run = None
+        if minted:
+            run = keys if isinstance(keys, KeyRun) else run_in(b"".join(keys))
+        if run is None:
+            return tuple(keys)
+        blocks = self._runs.get(run.prefix)
+        if blocks is None:
+            return run
+        if not _fits(blocks, run):
+            return tuple(keys)
+        prefix: bytes = blocks[0].keys.prefix  # type: ignore[union-attr]
+        return KeyRun(prefix, run.start, run.count)  # one prefix for all of them
+
+    def add(self, block: Block) -> None:
+        """Add the live rows of a block whose keys come from `kept`. The index has none of them."""
+        self._rows += block.live.bit_count()
+        keys = block.keys
+        if isinstance(keys, KeyRun):
+            blocks = self._runs.setdefault(keys.prefix, [])
+            blocks.insert(_upto(blocks, keys.start), block)
+        else:
+            self._singles.update(dict.fromkeys([keys[row] for row in rows_of(block.live)], block))
+
+    def remove(self, block: Block, bits: int) -> None:
+        """Remove rows of a block. The caller then clears them in `block.live`."""
+        self._rows -= bits.bit_count()
+        keys = block.keys
+        if not isinstance(keys, KeyRun):
+            for row in rows_of(bits):
+                del self._singles[keys[row]]
+            self._singles = self._singles or {}  # an emptied dict keeps its size
+        elif bits == block.live:
+            blocks = self._runs[keys.prefix]
+            del blocks[_upto(blocks, keys.start) - 1]
+            if not blocks:
+                del self._runs[keys.prefix]
+                self._runs = self._runs or {}
+
+
+def _fits(blocks: Sequence[Block], run: KeyRun) -> bool:
+    """Return whether a run overlaps none of these."""
+    if not blocks or _start(blocks[-1]) + blocks[-1].count <= run.start:
+        return True  # the usual case: keys come in order
+    at = _upto(blocks, run.start)
+    if at and _start(blocks[at - 1]) + blocks[at - 1].count > run.start:
+        return False
+    return at == len(blocks) or run.start + run.count <= _start(blocks[at])
+
+
+def _upto(blocks: Sequence[Block], last: int) -> int:
+    """Return how many of these runs start at or below this last byte of a key."""
+    if blocks and _start(blocks[-1]) <= last:  # the usual case: keys come in order
+        return len(blocks)
+    return bisect_right(blocks, last, key=_start)

@@ -21,9 +21,9 @@ from dataplane.metadata.shard.blocks import (
     UNKNOWN_SIZE,
     Block,
     Group,
+    KeyIndex,
     Rows,
 )
-from dataplane.metadata.shard.index import KeyIndex
 from dataplane.metadata.shard.puts import PUT, PutPlan, enter_rows, new_parts
 from dataplane.metadata.shard.rows_out import table_of, tags_held, values_of
 from dataplane.metadata.shard.state import State

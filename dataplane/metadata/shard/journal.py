@@ -32,9 +32,9 @@ from dataplane.metadata.shard.blocks import (
     UNKNOWN_SIZE,
     Block,
     Group,
+    KeyIndex,
     Rows,
 )
-from dataplane.metadata.shard.index import KeyIndex
 from dataplane.metadata.shard.leases import Lease, Member, Plan
 from dataplane.metadata.shard.permits import DONE, Permit
 from dataplane.metadata.shard.rows_out import tags_held

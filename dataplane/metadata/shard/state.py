@@ -28,13 +28,13 @@ from dataplane.metadata.shard.blocks import (
     SPLIT,
     Block,
     Group,
+    KeyIndex,
     Rows,
     Standing,
     packed,
     progress_field,
     progress_in,
 )
-from dataplane.metadata.shard.index import KeyIndex
 from dataplane.metadata.shard.leases import Lease, Leases, Part
 from dataplane.metadata.shard.permits import Permits
 from dataplane.metadata.shard.stages import Stage

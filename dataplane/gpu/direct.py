@@ -22,7 +22,7 @@ import numpy.typing as npt
 from dataplane.errors import DeviceMissing
 from dataplane.gpu import registry
 from dataplane.gpu.device import Device, Event
-from dataplane.memory.mapping import ReadMap
+from dataplane.memory.arena import ReadMap
 
 log = logging.getLogger(__name__)
 

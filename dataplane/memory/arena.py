@@ -1,7 +1,11 @@
-"""The host arena: one sealed memory file, owned by the peer and passed to clients by descriptor.
+"""The host arena: a sealed memory file that the peer owns and passes to clients by descriptor.
 
-It exists as long as a process maps it, and leaves nothing on a file system, whichever process is
-killed. Untouched pages use no memory. A view outlives its peer, and keeps the pages of the whole
+A client maps it twice: for reading, and to write the extents that it was granted. Only these are
+ever made writable, and views never use that mapping. numpy's chain of bases leads from each view to
+the pin that protects its bytes, and to the mapping.
+
+The file exists as long as a process maps it, and leaves nothing on a file system, whichever process
+is killed. Untouched pages use no memory. A view outlives its peer, and keeps the pages of the whole
 arena: a starting peer therefore looks for arenas that dead peers left.
 
 System calls on mapped memory use ctypes, which lets other threads run meanwhile. Python's `mmap`
@@ -20,11 +24,17 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
+import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from dataplane.errors import PeerLost, mixed_releases
 from dataplane.memory import prefault
 
 log = logging.getLogger(__name__)
@@ -59,6 +69,11 @@ _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 MAP_UNIT_BYTES = mmap.PAGESIZE
 """Mappings begin and end at multiples of this; it may be larger than the arena's own pages."""
+MAX_OPEN_RUNS = 1 << 14
+"""The most runs of writable pages in one mapping. The kernel counts each run, and each gap, as a
+mapping; a process may have 65,530 (`vm.max_map_count`)."""
+
+ByteArray = npt.NDArray[np.uint8]
 
 
 class Arena:
@@ -74,8 +89,8 @@ class Arena:
         self.ro_fd = ro_fd
         self._map = mmap.mmap(rw_fd, size_bytes)
         self.address = int(np.frombuffer(self._map, np.uint8).__array_interface__["data"][0])
-        """Where the peer's own mapping begins."""
-        want_huge_pages(self.address, size_bytes)
+        """the start of the peer's own mapping"""
+        _want_huge_pages(self.address, size_bytes)
         self.view = memoryview(self._map)
 
     @classmethod
@@ -122,63 +137,7 @@ class Arena:
             self.view.release()
             self._map.close()
         except BufferError:
-            pass  # somebody still looks into it; it ends with that view
-
-
-def map_to_read(fd: int, length: int) -> int:
-    """Map the arena for reading. Return the address of a shared mapping."""
-    return _shared(fd, length, mmap.PROT_READ)
-
-
-def map_to_write(fd: int, length: int) -> int:
-    """Map the arena for writing. Return the address of a shared mapping that is inaccessible
-    until `let_write`. Forks do not inherit it."""
-    address = _shared(fd, length, _PROT_NONE)
-    if _libc.madvise(address, length, _MADV_DONTFORK):
-        error = _os_error("cannot hide a mapping of the arena from forked children")
-        _libc.munmap(address, length)
-        raise error
-    return address
-
-
-def let_write(address: int, length: int) -> None:
-    """Make a part of such a mapping writable. What is writable already stays so."""
-    if _libc.mprotect(address, length, mmap.PROT_READ | mmap.PROT_WRITE):
-        raise _os_error(f"cannot make {length} bytes of the arena writable")
-
-
-def _shared(fd: int, length: int, access: int) -> int:
-    address: int = _libc.mmap(None, length, access, mmap.MAP_SHARED, fd, 0)
-    if address == _FAILED:
-        raise _os_error(f"cannot map {length} bytes of the arena")
-    want_huge_pages(address, length)
-    return address
-
-
-def want_huge_pages(address: int, length: int) -> None:
-    """Ask for huge pages for a shared mapping. The kernel grants them if its `shmem_enabled` is
-    `advise`; otherwise nothing changes."""
-    _libc.madvise(address, length, _MADV_HUGEPAGE)
-
-
-def unmap(address: int, length: int, pid: int) -> None:
-    """Unmap a mapping that process `pid` made. A fork of it has none there, or its own."""
-    if os.getpid() == pid:
-        _libc.munmap(address, length)
-
-
-def populate(address: int, length: int) -> bool:
-    """Allocate the pages for writing. Return False if this kernel cannot; nothing was done then."""
-    if not length or _libc.madvise(address, length, _MADV_POPULATE_WRITE) == 0:
-        return True
-    if ctypes.get_errno() in (errno.EINVAL, errno.ENOSYS):
-        return False
-    raise _os_error(f"cannot prefault {length} bytes of the arena")
-
-
-def _os_error(what: str) -> OSError:
-    code = ctypes.get_errno()
-    return OSError(code, f"{what}: {os.strerror(code)}")
+            pass  # a slice still exists; the mapping ends with it
 
 
 def arena_beside(size_bytes: int, name: str, least_bytes: int) -> Arena:
@@ -211,7 +170,8 @@ def still_mapped_bytes(name: str, proc: Path = Path("/proc")) -> int:
 
 
 def _mapped(process: Path, marks: str) -> dict[str, int]:
-    """Device and inode -> bytes that one process has in memory, of files with this mark."""
+    """Return how many bytes of files with this mark a process has in memory, by device and
+    inode."""
     try:
         # Reading maps takes ten times as long, and holds up the process if it has many mappings.
         if _SHARES_NOTHING.search((process / "status").read_bytes()):
@@ -229,3 +189,220 @@ def _mapped(process: Path, marks: str) -> dict[str, int]:
         elif file is not None and (size := _RESIDENT.match(line)):
             found[file] = found.get(file, 0) + 1024 * int(size[1])
     return found
+
+
+class _Mapping:
+    """A shared mapping of the arena that ends with the last reference to it. Not at exit: views may
+    outlive that.
+
+    writable: nothing of it can be accessed until `_let_write`, and forks do not inherit it.
+    """
+
+    __slots__ = ("__weakref__", "address", "length")
+
+    def __init__(self, fd: int, length: int, *, writable: bool) -> None:
+        access = _PROT_NONE if writable else mmap.PROT_READ
+        address: int = _libc.mmap(None, length, access, mmap.MAP_SHARED, fd, 0)
+        if address == _FAILED:
+            raise _os_error(f"cannot map {length} bytes of the arena")
+        self.address, self.length = address, length
+        end = weakref.finalize(self, _unmap, address, length, os.getpid())
+        end.atexit = False
+        _want_huge_pages(address, length)
+        if writable and _libc.madvise(address, length, _MADV_DONTFORK):
+            raise _os_error("cannot hide a mapping of the arena from forked children")
+
+    def array_interface(self, *, read_only: bool) -> dict[str, Any]:
+        """Describe all of it by numpy's array interface, version 3."""
+        return {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (self.length,),
+            "data": (self.address, read_only),
+        }
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """For writers. Readers get an array from a pin."""
+        return self.array_interface(read_only=False)
+
+
+class Pin:
+    """What the peer pins for one reply. It is released when the last view of that reply is gone.
+
+    `np.asarray(pin)` is the arena as read-only uint8, whose base is the pin:
+    `np.ndarray(shape, dtype, buffer=base, offset=offset)` makes views that keep it. A pin is no
+    buffer, so numpy refuses to make views writable.
+    """
+
+    __slots__ = ("__weakref__", "_gone", "_mapping", "number")
+
+    def __init__(
+        self, mapping: _Mapping | None, number: int, gone: Callable[[], object] | None
+    ) -> None:
+        self.number = number
+        self._mapping = mapping
+        self._gone = gone
+
+    def __del__(self) -> None:
+        if self._gone is not None and not sys.is_finalizing():
+            self._gone()
+
+    def __repr__(self) -> str:
+        return f"<Pin {self.number}>"
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        if self._mapping is None:
+            raise _no_arena()
+        return self._mapping.array_interface(read_only=True)
+
+
+class ReadMap:
+    """The whole arena, readable. `fd` belongs to the caller."""
+
+    def __init__(self, fd: int, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self._mapping: _Mapping | None = _Mapping(fd, size_bytes, writable=False)
+
+    def __repr__(self) -> str:
+        return f"<ReadMap {self.size_bytes} B>"
+
+    def pin(self, number: int, gone: Callable[[], object] | None = None) -> Pin:
+        """The pin of a reply; 0 if the peer pinned nothing. gone: called once the last view of
+        the reply is gone, from any thread or by the garbage collector, but not when the process
+        exits."""
+        return Pin(self._mapping, number, gone)
+
+    def close(self) -> None:
+        """Release the arena. It stays mapped as long as views exist."""
+        self._mapping = None
+
+
+class _WriteMap:
+    """The whole arena, of which only open pages can be accessed. Arrays from it keep it mapped."""
+
+    __slots__ = ("address", "bytes", "open", "present", "runs")
+
+    def __init__(self, fd: int, size_bytes: int) -> None:
+        mapping = _Mapping(fd, size_bytes, writable=True)
+        self.address, self.bytes = mapping.address, np.asarray(mapping)
+        self.open = bytearray(-(-size_bytes // MAP_UNIT_BYTES))
+        """1 for each page that may be written"""
+        self.present = bytearray(len(self.open))
+        """1 for each page that was populated once; asking the kernel again costs 20 us per MiB"""
+        self.runs = 0
+        """of open pages"""
+
+
+class WriteMaps:
+    """Granted extents, which stay writable: the peer tends to grant the same ones again, and a page
+    that this process has written before causes no fault.
+
+    Thread-safe. `fd` is the arena's writable descriptor. It belongs to the caller and must stay
+    open while this object is used.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._size_bytes = os.fstat(fd).st_size
+        self._lock = threading.Lock()
+        self._current: _WriteMap | None = None
+
+    def __repr__(self) -> str:
+        pages = 0 if self._current is None else self._current.open.count(1)
+        return f"<WriteMaps {len(self)} runs, {pages * MAP_UNIT_BYTES} B>"
+
+    def __len__(self) -> int:
+        """The number of runs of writable pages."""
+        return 0 if self._current is None else self._current.runs
+
+    def view(self, offset: int, length: int) -> ByteArray:
+        """The writable bytes of a granted extent, or of a part. They stay mapped while held."""
+        return self._opened(offset, length)[0].bytes[offset : offset + length]
+
+    def populate(self, offset: int, length: int) -> bool:
+        """Allocate the pages of a granted extent before it is written, from any thread, without
+        the interpreter lock. Return False if the kernel cannot, which only costs speed."""
+        writable, first, last = self._opened(offset, length)
+        if writable.present.find(0, first, last) >= 0:
+            address = writable.address + first * MAP_UNIT_BYTES
+            if not _populate(address, (last - first) * MAP_UNIT_BYTES):
+                return False
+            writable.present[first:last] = b"\1" * (last - first)
+        return True
+
+    def close(self) -> None:
+        """Release the arena. Mappings of arrays that are still held stay. Later calls raise
+        PeerLost."""
+        with self._lock:
+            self._fd, self._current = -1, None
+
+    def _opened(self, offset: int, length: int) -> tuple[_WriteMap, int, int]:
+        """Open these bytes. Return the mapping that has them, their first page, and the page after
+        their last."""
+        if offset < 0 or length < 0 or offset + length > self._size_bytes:
+            raise mixed_releases(
+                f"{length} bytes at offset {offset} are outside the arena of {self._size_bytes} "
+                "bytes"
+            )
+        first, last = offset // MAP_UNIT_BYTES, -(-(offset + length) // MAP_UNIT_BYTES)
+        with self._lock:
+            if self._fd < 0:
+                raise _no_arena()
+            current = self._current
+            if current is None or current.open.find(0, first, last) >= 0:
+                if current is None or current.runs == MAX_OPEN_RUNS:
+                    self._current = current = _WriteMap(self._fd, self._size_bytes)
+                _open(current, first, last)
+        return current, first, last
+
+
+def _open(writable: _WriteMap, first: int, last: int) -> None:
+    """Make pages writable. Some may be already."""
+    around = slice(max(first - 1, 0), last + 1)
+    before = _runs(writable.open[around])
+    address = writable.address + first * MAP_UNIT_BYTES
+    length = (last - first) * MAP_UNIT_BYTES
+    if _libc.mprotect(address, length, mmap.PROT_READ | mmap.PROT_WRITE):
+        raise _os_error(f"cannot make {length} bytes of the arena writable")
+    writable.open[first:last] = b"\1" * (last - first)
+    writable.runs += _runs(writable.open[around]) - before
+
+
+def _runs(pages: bytearray) -> int:
+    """Return the number of runs of 1."""
+    return pages.startswith(b"\1") + pages.count(b"\0\1")
+
+
+def _no_arena() -> PeerLost:
+    return PeerLost(
+        "cannot map the peer's arena, because the peer has exited: connect again with "
+        "dataplane.connect()"
+    )
+
+
+def _want_huge_pages(address: int, length: int) -> None:
+    """Ask for huge pages for a shared mapping. The kernel grants them if its `shmem_enabled` is
+    `advise`; otherwise nothing changes."""
+    _libc.madvise(address, length, _MADV_HUGEPAGE)
+
+
+def _unmap(address: int, length: int, pid: int) -> None:
+    """Unmap a mapping that process `pid` made. A fork of it has none there, or its own."""
+    if os.getpid() == pid:
+        _libc.munmap(address, length)
+
+
+def _populate(address: int, length: int) -> bool:
+    """Allocate the pages for writing. Return False if this kernel cannot; nothing was done then."""
+    if not length or _libc.madvise(address, length, _MADV_POPULATE_WRITE) == 0:
+        return True
+    if ctypes.get_errno() in (errno.EINVAL, errno.ENOSYS):
+        return False
+    raise _os_error(f"cannot prefault {length} bytes of the arena")
+
+
+def _os_error(what: str) -> OSError:
+    code = ctypes.get_errno()
+    return OSError(code, f"{what}: {os.strerror(code)}")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dataplane.client.write.copying import MAX_THREADS, Copy, carry_out, populate
-from dataplane.memory.mapping import WriteMaps
+from dataplane.memory.arena import WriteMaps
 
 MIB = 1 << 20
 

@@ -14,7 +14,7 @@ from dataplane.client._sync.plan_part import SOUGHT, Fetching, Part, fetch
 from dataplane.client.balancing import Layout
 from dataplane.client.session.telemetry import Tally
 from dataplane.errors import FrameTooLarge, RowsGone, Unavailable
-from dataplane.memory.mapping import Pin
+from dataplane.memory.arena import Pin
 from dataplane.metadata.tables.keys import hash_names
 from dataplane.wire.messages import (
     Claim,

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from dataplane.errors import PeerLost, ProtocolError
-from dataplane.memory import mapping
-from dataplane.memory.arena import Arena
-from dataplane.memory.mapping import ReadMap, WriteMaps
+from dataplane.memory import arena as arena_module
+from dataplane.memory.arena import Arena, ReadMap, WriteMaps
 
 PAGE = 4096
 
@@ -110,15 +109,15 @@ def test_only_the_pages_of_granted_extents_can_be_touched(arena: Arena) -> None:
         writes.view(8 * PAGE, PAGE)
 
 
-def test_stretches_that_touch_are_one(arena: Arena) -> None:
+def test_runs_of_pages_that_touch_are_one(arena: Arena) -> None:
     can, writes = mapped_bytes("rw"), WriteMaps(arena.rw_fd)
-    for first, count, stretches in (
+    for first, count, runs in (
         *((4, 4, 1), (5, 1, 1), (8, 1, 1), (2, 2, 1)),
         *((20, 1, 2), (22, 1, 3), (0, 1, 4), (0, 24, 1), (63, 1, 2)),
     ):
         writes.view(first * PAGE, count * PAGE)
-        assert len(writes) == stretches
-    assert repr(writes) == f"<WriteMaps 2 stretches, {25 * PAGE} B>"
+        assert len(writes) == runs
+    assert repr(writes) == f"<WriteMaps 2 runs, {25 * PAGE} B>"
     assert mapped_bytes("rw") == can + 25 * PAGE
 
 
@@ -135,10 +134,10 @@ def test_a_page_that_was_written_costs_no_fault_when_others_are_opened(arena: Ar
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < len(views)
 
 
-def test_too_many_stretches_begin_a_new_mapping_but_not_under_an_array(
+def test_too_many_runs_begin_a_new_mapping_but_not_under_an_array(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mapping, "MAX_STRETCHES", 2)
+    monkeypatch.setattr(arena_module, "MAX_OPEN_RUNS", 2)
     before = mapped_bytes()
     writes = WriteMaps(arena.rw_fd)
     held = writes.view(0, 4)

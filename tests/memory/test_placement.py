@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.errors import LimitExceeded
-from dataplane.memory.placement import placed
+from dataplane.memory.extents import placed
 from dataplane.wire.packed import EXTENT
 from tests.placing import fitting, place
 
@@ -17,7 +17,7 @@ def extents(*pieces: tuple[int, int]) -> np.ndarray:
     return np.array(list(pieces), EXTENT)
 
 
-def test_ranges_follow_each_other_at_multiples_of_64() -> None:
+def test_chunks_follow_each_other_at_multiples_of_64() -> None:
     assert place([1, 64, 65, 0, 100], extents((8192, 4096))).tolist() == [
         8192,
         8256,

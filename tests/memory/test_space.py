@@ -7,7 +7,7 @@ import pytest
 
 from dataplane.errors import LimitExceeded, ProtocolError, RowsGone, ValueTooLarge
 from dataplane.memory.admission import Admission
-from dataplane.memory.placement import placed
+from dataplane.memory.extents import placed
 from dataplane.memory.space import PULLER, Space
 from dataplane.wire.limits import MAX_EXTENTS_PER_SESSION
 from dataplane.wire.packed import EXTENT, U8
@@ -34,30 +34,30 @@ def write(space: Space, holder: int, *values: int, admission: int = OPEN) -> np.
     assert count == 1
     offsets, left = placed(list(values), extents.tolist())
     column = written(np.array(offsets), sizes(*values))
-    ranges = space.commit(holder, column.tolist(), admission)
+    chunks = space.commit(holder, column.tolist(), admission)
     space.give_back(holder, np.array(left, EXTENT))
-    return ranges
+    return chunks
 
 
 def test_a_whole_round_returns_every_byte() -> None:
     space = Space(64 * PAGE)
-    ranges = write(space, ALICE, 5000, 100, 70_000)
+    chunks = write(space, ALICE, 5000, 100, 70_000)
     stats = space.stats()
     assert stats["used_bytes"] == 5056 + 128 + 70_016
     assert stats["granted_bytes"] == 0
     assert stats["free_bytes"] == 64 * PAGE - stats["used_bytes"]
     assert stats["chunks"] == 3
-    assert space.chunks.extents(ranges)["offset"].tolist() == [0, 5056, 5184]
-    assert space.release(ranges) == stats["used_bytes"]
+    assert space.chunks.extents(chunks)["offset"].tolist() == [0, 5056, 5184]
+    assert space.release(chunks) == stats["used_bytes"]
     assert space.stats()["largest_free_bytes"] == 64 * PAGE
-    assert space.release(ranges) == 0
+    assert space.release(chunks) == 0
 
 
 def test_dropping_seven_of_eight_rows_frees_seven_eighths() -> None:
     space = Space(64 * PAGE)
-    ranges = write(space, ALICE, *[8192] * 8)
+    chunks = write(space, ALICE, *[8192] * 8)
     before = space.stats()["used_bytes"]
-    space.release(ranges[1:])
+    space.release(chunks[1:])
     assert space.stats()["used_bytes"] * 8 == before
 
 
@@ -107,10 +107,10 @@ def test_a_class_borrows_what_is_free_but_never_what_a_higher_one_is_guaranteed(
     assert room() == [0, 0, 0]
 
 
-def test_extents_of_a_fragmented_arena_still_hold_the_ranges_in_order() -> None:
+def test_extents_of_a_fragmented_arena_still_hold_the_chunks_in_order() -> None:
     space = Space(64 * PAGE, shares=(1.0, 0.0, 0.0))
-    ranges = write(space, ALICE, *[PAGE] * 64)
-    space.release(ranges[[1, 2, 3, 10, 11, 20, 40, 41]])
+    chunks = write(space, ALICE, *[PAGE] * 64)
+    space.release(chunks[[1, 2, 3, 10, 11, 20, 40, 41]])
     units = [sizes(2 * PAGE), sizes(PAGE, 2 * PAGE, 100), sizes(PAGE), sizes(PAGE, PAGE)]
     count, extents = space.reserve(BOB, OPEN, units)
     assert count == 3
@@ -121,8 +121,8 @@ def test_extents_of_a_fragmented_arena_still_hold_the_ranges_in_order() -> None:
 
 def test_a_unit_that_finds_no_place_leaves_nothing_behind() -> None:
     space = Space(64 * PAGE, shares=(1.0, 0.0, 0.0))
-    ranges = write(space, ALICE, *[PAGE] * 64)
-    space.release(ranges[::2])
+    chunks = write(space, ALICE, *[PAGE] * 64)
+    space.release(chunks[::2])
     before = space.stats()
     assert space.reserve(BOB, OPEN, [sizes(PAGE, 2 * PAGE)])[0] == 0
     assert space.reserve(BOB, OPEN, [sizes(*[PAGE] * 33)])[0] == 0
@@ -130,7 +130,7 @@ def test_a_unit_that_finds_no_place_leaves_nothing_behind() -> None:
     assert space.reserve(BOB, OPEN, [sizes(*[PAGE] * 32)])[0] == 1
 
 
-def test_units_without_ranges_need_no_space() -> None:
+def test_units_without_chunks_need_no_space() -> None:
     space = Space(4 * PAGE)
     assert space.reserve(ALICE, OPEN, [])[0] == 0
     assert space.reserve(ALICE, OPEN, [sizes(), sizes()])[0] == 2
@@ -184,8 +184,8 @@ def test_a_commit_outside_the_grants_takes_nothing(
 
 def test_an_empty_value_still_has_a_place_of_its_own() -> None:
     space = Space(64 * PAGE)
-    ranges = write(space, ALICE, 0, 0)
-    assert space.chunks.extents(ranges)["offset"].tolist() == [0, 64]
+    chunks = write(space, ALICE, 0, 0)
+    assert space.chunks.extents(chunks)["offset"].tolist() == [0, 64]
     assert space.stats()["used_bytes"] == 128
 
 
@@ -212,32 +212,32 @@ def test_touching_extents_of_one_holder_may_be_given_back_as_one() -> None:
 
 def test_a_pin_keeps_bytes_until_it_goes_and_goes_once() -> None:
     space = Space(64 * PAGE)
-    ranges = write(space, ALICE, PAGE, PAGE)
-    first, second = space.pin(BOB, ranges[[0, 0, 1]]), space.pin(BOB, ranges[:1])
+    chunks = write(space, ALICE, PAGE, PAGE)
+    first, second = space.pin(BOB, chunks[[0, 0, 1]]), space.pin(BOB, chunks[:1])
     assert second != first != 0
-    assert space.release(ranges) == 0
+    assert space.release(chunks) == 0
     assert space.stats()["pinned_bytes"] == 2 * PAGE
     assert space.unpin(BOB, [first, first, 99]) == PAGE
     assert space.unpin(BOB, [first]) == 0
     assert list(space.pinned(BOB)) == [second]
     assert space.unpin(ALICE, [second]) == 0
     assert space.unpin(BOB, [second]) == PAGE
-    assert space.pin(BOB, ranges[:0]) == 0
+    assert space.pin(BOB, chunks[:0]) == 0
     with pytest.raises(RowsGone):
-        space.pin(BOB, ranges)
+        space.pin(BOB, chunks)
 
 
 def test_a_lost_holder_keeps_what_it_had_until_its_processes_are_gone() -> None:
     space = Space(64 * PAGE)
-    ranges = write(space, BOB, PAGE)
+    chunks = write(space, BOB, PAGE)
     space.reserve(ALICE, OPEN, [sizes(3 * PAGE)])
-    space.pin(ALICE, ranges)
-    space.release(ranges)
+    space.pin(ALICE, chunks)
+    space.release(chunks)
     space.disown(ALICE)
     stats = space.stats()
     assert stats["quarantined_bytes"] == 4 * PAGE
     assert stats["granted_bytes"] == 3 * PAGE
-    assert space.alive(ranges).all()
+    assert space.alive(chunks).all()
     assert space.holders() == [(ALICE, 3 * PAGE, PAGE)]
     assert space.forget(ALICE) == 4 * PAGE
     assert space.forget(ALICE) == 0
@@ -246,7 +246,7 @@ def test_a_lost_holder_keeps_what_it_had_until_its_processes_are_gone() -> None:
     space.give_back(ALICE, np.array([(0, PAGE)], EXTENT))
 
 
-def test_shared_ranges_live_as_long_as_any_row_that_names_them() -> None:
+def test_shared_chunks_live_as_long_as_any_row_that_names_them() -> None:
     space = Space(64 * PAGE)
     image = write(space, ALICE, 10 * PAGE)
     space.hold(image[[0] * 7])
@@ -265,9 +265,9 @@ def test_stats_say_what_waste_the_metadata_knows_of() -> None:
 def test_a_long_put_goes_to_pages_that_were_used_before_though_in_pieces() -> None:
     space = Space(256 << 20, shares=(1.0, 0.0, 0.0))
     hole, rows = 40 << 20, [sizes(1 << 20)] * 60
-    for ranges in [write(space, ALICE, hole), write(space, BOB, PAGE), write(space, ALICE, hole)]:
-        if space.chunks.extents(ranges)["length"][0] == hole:
-            space.release(ranges)
+    for chunks in [write(space, ALICE, hole), write(space, BOB, PAGE), write(space, ALICE, hole)]:
+        if space.chunks.extents(chunks)["length"][0] == hole:
+            space.release(chunks)
     touched = space.high_water
     count, extents = space.reserve(ALICE, OPEN, rows)
     assert (count, len(extents), space.high_water) == (60, 2, touched)
@@ -277,9 +277,9 @@ def test_a_long_put_goes_to_pages_that_were_used_before_though_in_pieces() -> No
 
 def test_a_value_longer_than_any_stretch_used_before_stays_whole() -> None:
     space = Space(256 << 20, shares=(1.0, 0.0, 0.0))
-    ranges = write(space, ALICE, 40 << 20)
+    chunks = write(space, ALICE, 40 << 20)
     write(space, BOB, PAGE)
-    space.release(ranges)
+    space.release(chunks)
     count, extents = space.reserve(ALICE, OPEN, [sizes(60 << 20), sizes(1 << 20)])
     assert (count, extents["length"].tolist()) == (2, [60 << 20, 1 << 20])
 

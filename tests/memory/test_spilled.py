@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from dataplane.memory.admission import Admission
-from dataplane.memory.placement import placed
+from dataplane.memory.extents import placed
 from dataplane.memory.space import Space
 from dataplane.memory.spill import DISK, Move, Spilled, SpillFile
 from dataplane.wire.packed import EXTENT, U8
@@ -33,9 +33,9 @@ def put(space: Space, *sizes: int, admission: Admission = Admission.OPEN) -> np.
     """Return as many chunks of these sizes as there is space for."""
     count, extents = space.reserve(WRITER, admission, [np.array([size], U8) for size in sizes])
     offsets, left = placed(list(sizes[:count]), extents.tolist())
-    ranges = space.commit(WRITER, list(zip(offsets, sizes[:count], strict=True)), admission)
+    chunks = space.commit(WRITER, list(zip(offsets, sizes[:count], strict=True)), admission)
     space.give_back(WRITER, np.array(left, EXTENT))
-    return ranges
+    return chunks
 
 
 def spill(space: Space, nbytes: int) -> int:
@@ -48,14 +48,14 @@ def test_the_oldest_go_first_and_none_that_is_read() -> None:
     first, second, third = (put(space, 2 * PAGE) for _ in range(3))
     pin = space.pin(READER, first)
     assert spill(space, PAGE) == 2 * PAGE
-    ranges = np.concatenate([first, second, third])
-    assert space.spilled(ranges).tolist() == [False, True, False]
+    chunks = np.concatenate([first, second, third])
+    assert space.spilled(chunks).tolist() == [False, True, False]
     space.unpin(READER, [pin])
     assert spill(space, PAGE) == 2 * PAGE
-    assert space.spilled(ranges).tolist() == [True, True, False]
+    assert space.spilled(chunks).tolist() == [True, True, False]
     stats = space.stats()
     assert stats["used_bytes"] == 2 * PAGE and stats["spilled_bytes"] == 4 * PAGE
-    assert space.alive(ranges).all()
+    assert space.alive(chunks).all()
 
 
 def test_what_is_read_or_freed_on_its_way_does_not_go() -> None:
@@ -73,15 +73,15 @@ def test_what_is_read_or_freed_on_its_way_does_not_go() -> None:
     assert int((ends - starts).sum()) == 2 * PAGE
 
 
-def test_copies_do_not_go_and_those_of_dead_ranges_are_dropped() -> None:
+def test_copies_do_not_go_and_those_of_dead_chunks_are_dropped() -> None:
     space = spilling()
-    ranges = put(space, PAGE)
+    chunks = put(space, PAGE)
     copy = put(space, PAGE, admission=Admission.PULL)
     assert spill(space, 10 * PAGE) == PAGE
-    space.copies.insert(DISK, ranges, copy)
+    space.copies.insert(DISK, chunks, copy)
     assert space.choose_spill(10 * PAGE) is None
     assert space.copies.drop_dead(DISK) == 0
-    space.release(ranges)
+    space.release(chunks)
     assert space.copies.drop_dead(DISK) == PAGE
     assert space.stats()["used_bytes"] == space.stats()["spilled_bytes"] == 0
 
@@ -127,12 +127,12 @@ class SpillMachine(RuleBasedStateMachine):
 
     @rule(sizes=st.lists(st.integers(1, 3 * PAGE), min_size=1, max_size=5))
     def put(self, sizes: list[int]) -> None:
-        ranges = put(self.space, *sizes)
+        chunks = put(self.space, *sizes)
         for name, start in zip(
-            ranges.tolist(), self.space.chunks.extents(ranges)["offset"].tolist(), strict=True
+            chunks.tolist(), self.space.chunks.extents(chunks)["offset"].tolist(), strict=True
         ):
             self.count += 1
-            size = sizes[ranges.tolist().index(name)]
+            size = sizes[chunks.tolist().index(name)]
             self.content[name] = bytes([self.count % 255 + 1]) * size
             self.arena[start : start + size] = self.content[name]
 
@@ -190,8 +190,8 @@ class SpillMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_range_has_its_bytes(self) -> None:
-        ranges = self.column(sorted(self.content))
-        out, extents = self.space.spilled(ranges), self.space.chunks.extents(ranges)
+        chunks = self.column(sorted(self.content))
+        out, extents = self.space.spilled(chunks), self.space.chunks.extents(chunks)
         for name, spilled, start in zip(
             sorted(self.content), out.tolist(), extents["offset"].tolist(), strict=True
         ):
@@ -201,9 +201,9 @@ class SpillMachine(RuleBasedStateMachine):
     @invariant()
     def every_byte_is_counted(self) -> None:
         stats = self.space.stats()
-        ranges = self.column(sorted(self.content))
-        lengths = self.space.chunks.extents(ranges)["length"]
-        out = self.space.spilled(ranges)
+        chunks = self.column(sorted(self.content))
+        lengths = self.space.chunks.extents(chunks)["length"]
+        out = self.space.spilled(chunks)
         assert stats["spilled_bytes"] == int(lengths[out].sum()) <= 16 * PAGE
         assert stats["used_bytes"] == int(lengths[~out].sum())
         assert stats["used_bytes"] + stats["free_bytes"] == 24 * PAGE

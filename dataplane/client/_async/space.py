@@ -34,7 +34,7 @@ from dataplane.client.write.chunks import (
 from dataplane.client.write.columns import prepare
 from dataplane.client.write.copying import copy_chunks, is_stored
 from dataplane.errors import ShardFull
-from dataplane.memory.placement import placed
+from dataplane.memory.extents import placed
 from dataplane.wire.limits import MAX_CHUNKS_PER_MESSAGE
 from dataplane.wire.messages import Reserve, Reserved
 from dataplane.wire.packed import EXTENT, U8, column

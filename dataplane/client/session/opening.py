@@ -41,7 +41,7 @@ from dataplane.launch import processes, rundir, settings
 from dataplane.launch.embedded import attach
 from dataplane.launch.ending import Client, FreshStart
 from dataplane.launch.rundir import LivingPeer
-from dataplane.memory.mapping import ReadMap, WriteMaps
+from dataplane.memory.arena import ReadMap, WriteMaps
 from dataplane.wire.arrays import shown
 from dataplane.wire.frames import encode
 from dataplane.wire.messages import HelloDone, Stats, StatsDone, Welcome

@@ -27,8 +27,8 @@ from dataplane.client.session.slabs import IDLE_S, POOL_AHEAD, Slabs
 from dataplane.client.session.telemetry import Tally, spans_of
 from dataplane.errors import ClientClosed, PeerLost, counted, few
 from dataplane.gpu.direct import DirectCopies
+from dataplane.memory.arena import Pin, ReadMap, WriteMaps
 from dataplane.memory.extents import Extent
-from dataplane.memory.mapping import Pin, ReadMap, WriteMaps
 from dataplane.metadata.tables.keys import RUN_KEYS, mint_many
 from dataplane.wire.messages import (
     Body,

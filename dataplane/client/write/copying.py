@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.client.write.chunks import NewChunk, spaces_of
+from dataplane.memory.arena import ByteArray, WriteMaps
 from dataplane.memory.extents import Extent
-from dataplane.memory.mapping import ByteArray, WriteMaps
 from dataplane.wire.objects import Buffer
 
 Copy = tuple[npt.NDArray[Any], npt.NDArray[Any]]

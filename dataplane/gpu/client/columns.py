@@ -21,7 +21,7 @@ from dataplane.client.read.table import TableReader
 from dataplane.client.read.tensors import TensorIndex, TensorRows, cut, place
 from dataplane.errors import DeviceMissing, InvalidValue, ValueCorrupt, joined, mixed_releases
 from dataplane.gpu.direct import DirectCopies, Landing, Runs
-from dataplane.memory.mapping import Pin
+from dataplane.memory.arena import Pin
 from dataplane.wire.arrays import Array, dtype_name
 from dataplane.wire.tables import Table
 

@@ -16,7 +16,7 @@ from dataplane.client.write.chunks import NewChunk, Unit
 from dataplane.client.write.columns import ValueColumn, checked_name, lengths_of, spec_of
 from dataplane.errors import InvalidCall, InvalidRows, counted
 from dataplane.gpu.device import Copy, Located
-from dataplane.memory.mapping import WriteMaps
+from dataplane.memory.arena import WriteMaps
 from dataplane.wire.limits import MAX_RANK
 
 if TYPE_CHECKING:

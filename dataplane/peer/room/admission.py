@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from dataplane.errors import BackPressure, DataplaneError, duration, sized
 from dataplane.memory.admission import Admission
-from dataplane.memory.placement import placed
+from dataplane.memory.extents import placed
 from dataplane.memory.space import PULLER
 from dataplane.metadata.shard import inspection, reasons
 from dataplane.metadata.shard.reasons import Subject

@@ -34,8 +34,8 @@ def refusing(request: Request, body: Any) -> Failed | PutDone:
     if not inline_bytes(body):
         return PutDone()
     count = len(written(body))
-    ranges = chunk_numbers([(n, 1) for n in range(count)]).tobytes()
-    details = {"values": True, "chunks": ranges} if isinstance(body, Finish) else {"values": True}
+    chunks = chunk_numbers([(n, 1) for n in range(count)]).tobytes()
+    details = {"values": True, "chunks": chunks} if isinstance(body, Finish) else {"values": True}
     return Failed("ShardFull", "no room for small values", details)
 
 
@@ -185,8 +185,8 @@ def test_rows_that_share_a_chunk_are_acked_apart(
             return done
         kept = [(n, 1) for n in range(len(holding.extents))]
         kept = kept[len(kept) - len(written(body)) :]
-        ranges = chunk_numbers(kept).tobytes()
-        return Failed("ShardFull", "no room", {"values": True, "chunks": ranges})
+        chunks = chunk_numbers(kept).tobytes()
+        return Failed("ShardFull", "no room", {"values": True, "chunks": chunks})
 
     peer.scripts[Finish] = answer
     for rows in parts:

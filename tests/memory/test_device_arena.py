@@ -68,13 +68,13 @@ def test_what_lies_in_several_memories_is_committed_held_and_freed_together(
     spaces = [memory, *(arena.space for arena in memory.devices)]
     extents = np.concatenate([s.reserve(A, Admission.OPEN, unit(MIB))[1] for s in spaces])
     mixed = extents[[2, 0, 1]]
-    ranges = memory.commit(A, mixed.tolist(), Admission.OPEN)
-    memory.hold(ranges[1:2])
-    assert memory.on_device(ranges).tolist() == [2, 0, 1]
-    assert np.array_equal(memory.chunks.extents(ranges), mixed)
-    pin = memory.pin(B, ranges[1:2])
-    assert memory.release(ranges) == 2 * MIB and free_bytes(memory)[0] == HOST - MIB
-    memory.release(ranges[1:2])
+    chunks = memory.commit(A, mixed.tolist(), Admission.OPEN)
+    memory.hold(chunks[1:2])
+    assert memory.on_device(chunks).tolist() == [2, 0, 1]
+    assert np.array_equal(memory.chunks.extents(chunks), mixed)
+    pin = memory.pin(B, chunks[1:2])
+    assert memory.release(chunks) == 2 * MIB and free_bytes(memory)[0] == HOST - MIB
+    memory.release(chunks[1:2])
     memory.unpin(B, [pin])
     assert free_bytes(memory) == [HOST, SIZE, SIZE]
 
@@ -91,26 +91,26 @@ def test_a_commit_that_fails_for_one_memory_changes_none(memory: HostMemory) -> 
 
 
 def test_only_who_opened_a_device_reads_it_in_place(memory: HostMemory) -> None:
-    ranges = np.concatenate([put(memory, n, MIB) for n in (0, 1, 2)])
-    assert memory.away(ranges).tolist() == [False, True, True]
+    chunks = np.concatenate([put(memory, n, MIB) for n in (0, 1, 2)])
+    assert memory.away(chunks).tolist() == [False, True, True]
     memory.reads_in_place(B, [2])
-    assert memory.away(ranges, B).tolist() == [False, True, False]
-    assert memory.away(ranges, A).tolist() == [False, True, True]
+    assert memory.away(chunks, B).tolist() == [False, True, False]
+    assert memory.away(chunks, A).tolist() == [False, True, True]
     memory.spill = Spilled(MIB, memory.chunks)
-    assert memory.away(ranges, B).tolist() == [False, True, False]
+    assert memory.away(chunks, B).tolist() == [False, True, False]
     memory.forget(B)
-    assert memory.away(ranges, B).all(where=[False, True, True])
-    memory.release(ranges)
-    assert not memory.away(ranges).any(), "the dead are nowhere"
+    assert memory.away(chunks, B).all(where=[False, True, True])
+    memory.release(chunks)
+    assert not memory.away(chunks).any(), "the dead are nowhere"
 
 
 def test_a_client_that_is_gone_leaves_every_memory_exact(memory: HostMemory) -> None:
     memory.reads_in_place(B, [1])
-    ranges = put(memory, 1, MIB)
-    memory.pin(B, ranges)
+    chunks = put(memory, 1, MIB)
+    memory.pin(B, chunks)
     memory.devices[0].space.reserve(B, Admission.OPEN, unit(2 * MIB))
     memory.devices[1].space.reserve(B, Admission.OPEN, unit(3 * MIB))
-    memory.release(ranges)
+    memory.release(chunks)
     assert memory.holds(B)
     memory.disown(B)
     assert [f["quarantined_bytes"] for f in memory.device_figures()] == [2 * MIB, 3 * MIB]
@@ -119,7 +119,7 @@ def test_a_client_that_is_gone_leaves_every_memory_exact(memory: HostMemory) -> 
     assert memory.forget(B) == 6 * MIB and not memory.holds(B)
     assert free_bytes(memory) == [HOST, SIZE, SIZE]
     with pytest.raises(RowsGone):
-        memory.pin(A, ranges)
+        memory.pin(A, chunks)
 
 
 def test_grants_come_back_to_the_memory_that_they_are_of(memory: HostMemory) -> None:
@@ -151,11 +151,11 @@ def test_classes_have_their_shares_of_a_device_too(devices: list[TwinDevice]) ->
 
 
 def test_host_copies_of_a_value_that_was_freed_go_with_it(memory: HostMemory) -> None:
-    ranges = put(memory, 1, MIB)
+    chunks = put(memory, 1, MIB)
     copy = put(memory, 0, MIB, PEER)
-    memory.copies.insert(DISK, ranges, copy)
+    memory.copies.insert(DISK, chunks, copy)
     assert memory.figures()["cached_bytes"] == MIB
-    assert memory.release(ranges) == 2 * MIB
+    assert memory.release(chunks) == 2 * MIB
     assert free_bytes(memory) == [HOST, SIZE, SIZE]
 
 
@@ -168,10 +168,10 @@ def test_values_that_another_process_wrote_are_fetched_to_host_memory(memory: Ho
         child.write(arena.handle, at - HOST, nbytes, value=9)
         child.finish()
     pieces = np.array([(at, MIB), (at + MIB, 2 * MIB)], EXTENT)
-    ranges = memory.commit(A, pieces.tolist(), Admission.OPEN)
+    chunks = memory.commit(A, pieces.tolist(), Admission.OPEN)
     first = out.ctypes.data
-    found = memory.chunks.extents(ranges)
+    found = memory.chunks.extents(chunks)
     targets = np.array([first + 2 * MIB, first], np.uint64)
     arena.fetch(found["offset"], found["length"], targets)
     assert (out == 9).all() and arena.figures()["staged_bytes"] == 3 * MIB
-    assert found.dtype == EXTENT and ranges.dtype == np.uint64
+    assert found.dtype == EXTENT and chunks.dtype == np.uint64

@@ -12,14 +12,14 @@ from tests.chunk_numbers import chunk_numbers, indexes
 B, B_ANEW = Owner("tcp://b:1", 1), Owner("tcp://b:1", 2)
 
 
-def ranges(*ids: int) -> np.ndarray:
+def chunks(*ids: int) -> np.ndarray:
     return chunk_numbers([(i, 7) for i in ids])
 
 
 def test_what_a_lost_peer_held_comes_back_once() -> None:
     lent = Lent()
-    lent.lend(B, ranges(1, 2, 2))
-    lent.lend(B_ANEW, ranges(3))
+    lent.lend(B, chunks(1, 2, 2))
+    lent.lend(B_ANEW, chunks(3))
     found, counts = lent.lost(B)
     assert dict(zip(indexes(found), counts.tolist(), strict=True)) == {1: 1, 2: 2}
     assert len(lent.lost(B)[0]) == 0
@@ -28,9 +28,9 @@ def test_what_a_lost_peer_held_comes_back_once() -> None:
 
 def test_a_peer_releases_no_more_than_it_holds() -> None:
     lent = Lent()
-    lent.lend(B, ranges(1, 1, 2))
-    assert lent.returned(B, ranges(1, 1, 9), np.array([1, 5, 1], U4)).tolist() == [1, 1, 0]
-    assert lent.returned(B, ranges(1), np.ones(1, U4)).tolist() == [0]
-    assert lent.returned(B_ANEW, ranges(2), np.ones(1, U4)).tolist() == [0]
-    assert lent.returned(B, ranges(2), np.ones(1, U4)).tolist() == [1]
+    lent.lend(B, chunks(1, 1, 2))
+    assert lent.returned(B, chunks(1, 1, 9), np.array([1, 5, 1], U4)).tolist() == [1, 1, 0]
+    assert lent.returned(B, chunks(1), np.ones(1, U4)).tolist() == [0]
+    assert lent.returned(B_ANEW, chunks(2), np.ones(1, U4)).tolist() == [0]
+    assert lent.returned(B, chunks(2), np.ones(1, U4)).tolist() == [1]
     assert len(lent) == 0

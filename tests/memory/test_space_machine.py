@@ -55,8 +55,8 @@ class SpaceMachine(RuleBasedStateMachine):
         sizes = [size for unit in units[:count] for size in unit]
         column: Records = np.empty(len(sizes), EXTENT)
         column["offset"], column["length"] = place(sizes, extents), sizes
-        ranges = self.space.commit(holder, column.tolist(), admission)
-        names: list[Name] = ranges.tolist()
+        chunks = self.space.commit(holder, column.tolist(), admission)
+        names: list[Name] = chunks.tolist()
         assert not set(names) & set(self.refs)
         self.refs |= dict.fromkeys(names, 1)
         return names

@@ -207,6 +207,6 @@ def _permits(store: Store) -> Any:
 
 def _holdings(store: Store) -> dict[Any, Any]:
     return {
-        owner: dict(zip(ranges.tolist(), zip(counts.tolist(), strict=True), strict=True))
-        for owner, ranges, counts in store.holdings()
+        owner: dict(zip(chunks.tolist(), zip(counts.tolist(), strict=True), strict=True))
+        for owner, chunks, counts in store.holdings()
     }

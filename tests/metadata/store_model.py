@@ -1,7 +1,7 @@
 """A naive model of a store: rows in a dict, group states worked out from scratch each time.
 
-It also keeps account of every reference to a range: each is either in a row, or was reported as
-freed, exactly once. The state machine beside it drives both and compares them.
+It also counts every reference to a chunk: each is either in a row, or was reported as freed exactly
+once. The state machine beside it drives both and compares them.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class Row:
     stamp: dict[str, int] = field(default_factory=dict)
 
     @property
-    def ranges(self) -> list[int]:
+    def chunks(self) -> list[int]:
         every = [*self.values.values(), *self.progress.values()]
-        return [one for ranges in every for one in ranges]
+        return [one for chunks in every for one in chunks]
 
     def seen_by(self, stage: str) -> dict[str, list[int]]:
         """Its values as the stage gets them: its progress too, where there is no such field."""
-        mine = {name: ranges for (of, name), ranges in self.progress.items() if of == stage}
+        mine = {name: chunks for (of, name), chunks in self.progress.items() if of == stage}
         return mine | self.values
 
 
@@ -121,7 +121,7 @@ class Model:
         self.made = 0
         self.now = 0.0
         self.clock = itertools.count(1)
-        self.ranges = itertools.count(1)
+        self.chunks = itertools.count(1)
         self.references: set[int] = set()
 
     # the model's own bookkeeping
@@ -171,7 +171,7 @@ class Model:
     def remove(self, numbers: list[int], dropped: bool) -> None:
         for number in numbers:
             row = self.rows.pop(number)
-            self.references -= set(row.ranges)
+            self.references -= set(row.chunks)
             if dropped:
                 self.dropped_rows.add(number)
                 if row.group is not None:
@@ -186,7 +186,7 @@ class Model:
 
     def column(self, name: str, here: list[bool]) -> tuple[Column, list[list[int]]]:
         """A column in which every value has a chunk of its own, and the number of each row's."""
-        numbers = [[next(self.ranges)] if present else [] for present in here]
+        numbers = [[next(self.chunks)] if present else [] for present in here]
         return Column(name, [self.value(*one) if one else None for one in numbers]), numbers
 
     @staticmethod
@@ -249,26 +249,26 @@ class Model:
     ) -> dict[str, int]:
         kept: Counter[str] = Counter()
         for name, column in columns.items():
-            for row, ranges in zip(rows, column, strict=True):
-                if not ranges:
+            for row, chunks in zip(rows, column, strict=True):
+                if not chunks:
                     continue
                 if name in row.values and mode == "keep":
                     kept[name] += 1
                     continue
                 self.references -= set(row.values.get(name, ()))
-                row.values[name] = ranges
+                row.values[name] = chunks
                 row.writer[name] = stage
-                self.references |= set(ranges)
+                self.references |= set(chunks)
         return dict(kept)
 
     def note_progress(
         self, rows: list[Row], columns: dict[str, list[list[int]]], stage: str
     ) -> None:
         for name, column in columns.items():
-            for row, ranges in zip(rows, column, strict=True):
+            for row, chunks in zip(rows, column, strict=True):
                 self.end_progress(row, stage, [name])
-                row.progress[stage, name] = ranges
-                self.references |= set(ranges)
+                row.progress[stage, name] = chunks
+                self.references |= set(chunks)
 
     def end_progress(self, row: Row, stage: str, names: list[str] | None = None) -> None:
         for of, name in list(row.progress):

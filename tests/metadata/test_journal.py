@@ -77,7 +77,7 @@ def copy_of(store: Store, many: int = 2, now: float = 0.0) -> Store:
     return made
 
 
-def ranges(*numbers: int) -> Any:
+def chunks(*numbers: int) -> Any:
     return chunk_numbers([(number, 0) for number in numbers])
 
 
@@ -441,7 +441,7 @@ def test_damaged_operations_fit_or_are_refused_and_nothing_else() -> None:
     s.release_holder(1)
     s.reset("train")
     s.drop(where=["ge", "v", 7])
-    s.relocate(OWNERS[0], ranges(1, 2), Owner("b", 9), ranges(5, 6))
+    s.relocate(OWNERS[0], chunks(1, 2), Owner("b", 9), chunks(5, 6))
     chance = random.Random(0)
     for ops in (told, list(snapshot(s))):
         for at, op in enumerate(ops):
@@ -489,7 +489,7 @@ def test_values_that_move_are_found_at_their_new_place_and_let_go_at_the_old_one
     put(s, ["d"])  # its value lies in the chunk of a's
     s.freed()
     new = Owner("b", 9)
-    counts = s.relocate(OWNERS[0], ranges(3, 1, 77), new, ranges(5, 6, 7))
+    counts = s.relocate(OWNERS[0], chunks(3, 1, 77), new, chunks(5, 6, 7))
     assert counts.tolist() == [1, 1, 0]
     found = {owner: (indexes(r), c.tolist()) for owner, r, c in s.holdings()}
     assert {owner: (sorted(r), c) for owner, (r, c) in found.items()} == {
@@ -508,9 +508,9 @@ def test_a_chunk_does_not_move_to_where_another_is() -> None:
     s, _ = journaled()
     put(s, ["a", "b"])
     before = observed(s)
-    for there in (ranges(5, 2), ranges(5, 0)):
+    for there in (chunks(5, 2), chunks(5, 0)):
         with pytest.raises(ProtocolError, match="received chunk 2 of|invalid chunk number 0"):
-            s.relocate(OWNERS[0], ranges(2, 1), OWNERS[0], there)
+            s.relocate(OWNERS[0], chunks(2, 1), OWNERS[0], there)
     assert observed(s) == before and s.freed() == []
 
 
@@ -524,7 +524,7 @@ def test_a_chunk_that_two_blocks_use_moves_while_a_dump_tells_them() -> None:
     pieces = snapshot(s, 1)
     told = next(op for op in pieces if isinstance(op, Given))
     assert told.values.chunks[0].number == 7
-    s.relocate(OWNERS[0], ranges(7), Owner("b", 9), ranges(5))
+    s.relocate(OWNERS[0], chunks(7), Owner("b", 9), chunks(5))
     rest = [op for op in pieces if isinstance(op, Given)]
     assert [(one.values.owners, one.values.chunks[0].number) for one in rest] == [(OWNERS, 7)]
 
@@ -546,7 +546,7 @@ def test_a_copy_has_all_chunks_however_many_a_block_uses() -> None:
 def test_a_move_names_each_range_once_and_as_many_new_ones() -> None:
     s, _ = journaled()
     put(s, ["a"])
-    for old, new in ((ranges(1, 1), ranges(3, 2)), (ranges(1), ranges(3, 2))):
+    for old, new in ((chunks(1, 1), chunks(3, 2)), (chunks(1), chunks(3, 2))):
         with pytest.raises(ProtocolError):
             s.relocate(OWNERS[0], old, Owner("b", 9), new)
-    assert s.relocate(Owner("nobody", 1), ranges(1), OWNERS[0], ranges(3)).tolist() == [0]
+    assert s.relocate(Owner("nobody", 1), chunks(1), OWNERS[0], chunks(3)).tolist() == [0]

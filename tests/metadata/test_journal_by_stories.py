@@ -63,7 +63,7 @@ class Story:
             group_size=self.any.choice([None, None, 1, 3]),
             groups=self.any.choice([None, None, None, 9]),
         )
-        self.numbers, self.ranges = itertools.count(1), itertools.count(1)
+        self.numbers, self.chunks = itertools.count(1), itertools.count(1)
         self.permits, self.claims = itertools.count(1), itertools.count(1)
         self.minted, self.other = itertools.count(1), itertools.count(1)
         self.described: list[Chunk] = []
@@ -107,16 +107,16 @@ class Story:
         """Each message brings one to each chunk that it names; of those the store keeps one."""
         held = Counter(dict.fromkeys(self.kept, 1))
         for op in self.ops:
-            for owner, ranges, _ in named_by(op):
-                held.update([(owner, number) for number in ranges.tolist()])
+            for owner, chunks, _ in named_by(op):
+                held.update([(owner, number) for number in chunks.tolist()])
             if isinstance(op, Relocated):
                 columns = [np.frombuffer(r, U8) for r in (op.chunks, op.to_chunks)]
                 for number, there in zip(*[one.tolist() for one in columns], strict=True):
                     held[op.to_owner, there] += (op.owner, number) in held
             if isinstance(op, Lost):
                 held = Counter({name: many for name, many in held.items() if name[0] != op.owner})
-        for owner, ranges, counts in self.store.freed():
-            numbers = ranges.tolist()
+        for owner, chunks, counts in self.store.freed():
+            numbers = chunks.tolist()
             held.subtract(dict(zip([(owner, n) for n in numbers], counts.tolist(), strict=True)))
         self.kept = {(one.owner, one.number) for one in self.store.chunks}
         assert +held == dict.fromkeys(self.kept, 1) and min(held.values(), default=0) >= 0
@@ -156,12 +156,12 @@ class Story:
         again = self.any.choice(self.described) if self.described else None
         more = self.any.choice([0, 0, 1, 3])
         if self.any.random() < 0.25:
-            chunk = Chunk(len(OWNERS), 0, len(rows) + more, 16, 0, next(self.ranges).to_bytes(16))
+            chunk = Chunk(len(OWNERS), 0, len(rows) + more, 16, 0, next(self.chunks).to_bytes(16))
         elif again and self.any.random() < 0.4 and again.rows >= len(rows):
             chunk = again
         else:
             owner = self.any.choice([0, 0, 0, 1, 2])
-            number = 1 << 32 | next(self.ranges)
+            number = 1 << 32 | next(self.chunks)
             chunk = Chunk(owner, number, len(rows) + more, 10, self.any.randrange(2))
             self.described = [*self.described[-20:], chunk]
         if not chunk.number or chunk not in chunks:
@@ -327,10 +327,10 @@ class Story:
         held = self.store.holdings()
         if not held:
             return
-        owner, ranges, _ = self.any.choice(held)
-        ranges = ranges[sorted(self.some(range(len(ranges)), 5))]
-        there = chunk_numbers([(next(self.ranges), 1) for _ in ranges])
-        self.store.relocate(owner, ranges, self.any.choice(OWNERS), there)
+        owner, chunks, _ = self.any.choice(held)
+        chunks = chunks[sorted(self.some(range(len(chunks)), 5))]
+        there = chunk_numbers([(next(self.chunks), 1) for _ in chunks])
+        self.store.relocate(owner, chunks, self.any.choice(OWNERS), there)
 
     # how far producers run ahead
 

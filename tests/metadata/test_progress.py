@@ -48,7 +48,7 @@ def chunks_of(table: Table) -> dict[str, list[Any]]:
 
 
 def freed(s: Store) -> list[int]:
-    return sorted(number for _, ranges, _ in s.freed() for number in indexes(ranges))
+    return sorted(number for _, chunks, _ in s.freed() for number in indexes(chunks))
 
 
 def test_the_next_claim_of_the_stage_gets_it_and_no_other_does() -> None:

@@ -107,7 +107,7 @@ class StoreMachine(Model, RuleBasedStateMachine):
                     self.groups.setdefault(number, Group(self.group_size)).seen += 1
         put = [i for i in range(len(keys)) if i not in over]
         targets = [self.rows[keys[i]] for i in put]
-        written = {name: [ranges[i] for i in put] for name, (_, ranges) in made.items()}
+        written = {name: [chunks[i] for i in put] for name, (_, chunks) in made.items()}
         self.write(targets, written, mode)
         for row, tag in zip(targets, put, strict=True):
             if version is not None:
@@ -271,7 +271,7 @@ class StoreMachine(Model, RuleBasedStateMachine):
         there = [i for i in positions if self.is_live(lease.rows[i])]
         rows = [lease.rows[i] for i in there]
         columns_there = {
-            name: [ranges[positions.index(i)] for i in there] for name, (_, ranges) in made.items()
+            name: [chunks[positions.index(i)] for i in there] for name, (_, chunks) in made.items()
         }
         if released:
             self.note_progress(rows, columns_there, lease.stage)
@@ -435,12 +435,12 @@ class StoreMachine(Model, RuleBasedStateMachine):
         if len(self.references) < 6:
             return
 
-        def are_there(ranges: list[int]) -> bool:
-            return any(r % 2 == 1 and not is_inline(r) for r in ranges)
+        def are_there(chunks: list[int]) -> bool:
+            return any(r % 2 == 1 and not is_inline(r) for r in chunks)
 
         for row in self.rows.values():
-            for (stage, name), ranges in list(row.progress.items()):
-                if are_there(ranges):
+            for (stage, name), chunks in list(row.progress.items()):
+                if are_there(chunks):
                     self.end_progress(row, stage, [name])
         hit = [key for key, row in self.rows.items() if any(map(are_there, row.values.values()))]
         groups = {self.rows[key].group for key in hit} - {None}
@@ -455,7 +455,7 @@ class StoreMachine(Model, RuleBasedStateMachine):
             self.made -= group.counted
         for key in gone:
             # nobody need tell a dead peer, so its references just go
-            self.references -= set(self.rows[key].ranges)
+            self.references -= set(self.rows[key].chunks)
             del self.rows[key]
         self.settle(next(self.clock))
 
@@ -527,13 +527,13 @@ class StoreMachine(Model, RuleBasedStateMachine):
 
     @invariant()
     def every_reference_is_in_a_row_or_was_freed(self) -> None:
-        for owner, ranges, counts in self.store.freed():
+        for owner, chunks, counts in self.store.freed():
             assert set(counts.tolist()) == {1}
-            freed = set(indexes(ranges))
+            freed = set(indexes(chunks))
             assert not freed & self.references
             assert {r % 2 for r in freed} == {OWNERS.index(owner)}
             assert not any(map(is_inline, freed))
-        kept = [r for row in self.rows.values() for r in row.ranges]
+        kept = [r for row in self.rows.values() for r in row.chunks]
         assert bool(self.store.inline_bytes) == any(map(is_inline, kept))
 
 

@@ -238,8 +238,8 @@ def test_rows_dropped_while_leased_are_passed_over() -> None:
     s.freed()
     finish(s, taken, columns=[Column("reward", values(2, 4, first=49))])
     assert s.stage("reward").acked_rows == 1
-    ((owner, ranges, counts),) = s.freed()
-    assert (owner, indexes(ranges), counts.tolist()) == (OWNERS[0], [50], [1])
+    ((owner, chunks, counts),) = s.freed()
+    assert (owner, indexes(chunks), counts.tolist()) == (OWNERS[0], [50], [1])
     assert s.counts("train").ready == 1
     assert s.counts("reward").ready == 1
 

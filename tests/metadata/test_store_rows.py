@@ -72,8 +72,8 @@ def test_dropping_7_of_8_rows_frees_their_bytes() -> None:
     s = store(group_size=8)
     put(s, list(range(8)), ["p"] * 8, nbytes=1_000)
     assert s.drop(rows=named(list(range(7)))) == (7, 7_000)
-    ((_, ranges, _),) = s.freed()
-    assert sorted(indexes(ranges)) == list(range(1, 8))
+    ((_, chunks, _),) = s.freed()
+    assert sorted(indexes(chunks)) == list(range(1, 8))
     assert inspection.stats(s)["bytes"] == 1_000
 
 
@@ -162,8 +162,8 @@ def test_values_that_a_stage_added_before_stay_and_are_counted() -> None:
     added = [Column("reward", values(2, 4, first=9))]
     kept = finish(s, take(s, "reward", Want("rows", 2, 2)), columns=added)
     assert kept == {"reward": 1}
-    ((_, ranges, _),) = s.freed()
-    assert len(ranges) == 1 and indexes(ranges)[0] in (10, 11)
+    ((_, chunks, _),) = s.freed()
+    assert len(chunks) == 1 and indexes(chunks)[0] in (10, 11)
 
 
 def test_a_value_of_another_writer_is_not_silently_kept() -> None:

@@ -1,4 +1,4 @@
-"""What a client wrote becomes chunks of its peer, and what does not fit its ranges is refused."""
+"""Chunks that a client wrote: what the peer records, and which are refused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def shared(host: Any) -> Any:
     return commit(host, Chunk(0, 0, 3, 64, 0, b"", grant(host))).chunks
 
 
-def test_chunks_are_named_by_the_ranges_that_they_became(host: Any) -> None:
+def test_chunks_are_named_by_their_numbers(host: Any) -> None:
     known, at = shared(host), grant(host)
     name = known.item()
     inline = Chunk(1, 0, 2, 5, 0, b"bytes")
@@ -71,7 +71,7 @@ def test_chunks_are_named_by_the_ranges_that_they_became(host: Any) -> None:
     assert host.space.chunks.places(made.written) == [(at + 4096, 4032), (at, 64)]
 
 
-def test_inline_chunks_need_no_ranges(host: Any) -> None:
+def test_inline_chunks_need_no_extents(host: Any) -> None:
     sent = Chunk(1, 0, 2, 5, 0, b"bytes")
     made = commit(host, sent)
     assert made.values == values(sent) and not len(made.chunks)

@@ -31,19 +31,19 @@ LOST, BETWEEN, HEIR = (Owner(f"tcp://10.0.0.{n}:7101", n) for n in (2, 3, 4))
 TOLD_AT = 8
 
 
-def lent_ranges(**host: Any) -> tuple[References, Any]:
-    """An owner, and two ranges of its that LOST has in its rows."""
+def lent_chunks(**host: Any) -> tuple[References, Any]:
+    """An owner, and two chunks of its that LOST has in its rows."""
     space = Space(1 << 20)
     granted = space.grant(1, Admission.OPEN, 8192)
     start = int(granted["offset"][0])
     written = np.array([(start, 64), (start + 4096, 64)], EXTENT)
-    ranges = space.commit(1, written.tolist(), Admission.OPEN)
+    chunks = space.commit(1, written.tolist(), Admission.OPEN)
     me = SimpleNamespace(space=space, owner=Owner("tcp://10.0.0.1:7101", 1), lent=Lent(), **host)
     room = SimpleNamespace(release=space.release)
     mesh = SimpleNamespace(handlers={})
     references = References(me, mesh, room)  # type: ignore[arg-type]
-    references.lent.lend(LOST, ranges)
-    return references, ranges
+    references.lent.lend(LOST, chunks)
+    return references, chunks
 
 
 def heirs(*takeovers: Takeover) -> Heirs:
@@ -64,18 +64,18 @@ def test_what_was_lent_to_a_lost_peer_is_free_when_its_heir_began_empty(
     began: int, kept: int, given_to: Owner
 ) -> None:
     taken = [Takeover(LOST, BETWEEN, TOLD_AT - 4), Takeover(BETWEEN, given_to, TOLD_AT)]
-    references, ranges = lent_ranges(heirs=heirs(*taken))
+    references, chunks = lent_chunks(heirs=heirs(*taken))
     told = Inherited(YET_TO_COME, b"", b"", began)
     references.inherited(Caller(HEIR.peer, HEIR.incarnation), told)
     # One that came before it was given the shards may have had copies of them: it says which.
-    assert references.host.space.alive(ranges).sum() == len(references.lent) == kept
+    assert references.host.space.alive(chunks).sum() == len(references.lent) == kept
 
 
 def test_an_heir_keeps_what_it_names_and_the_rest_is_free() -> None:
-    references, ranges = lent_ranges(heirs=heirs(Takeover(LOST, HEIR, TOLD_AT)))
-    told = Inherited(LOST, ranges[:1].tobytes(), np.ones(1, "<u4").tobytes())
+    references, chunks = lent_chunks(heirs=heirs(Takeover(LOST, HEIR, TOLD_AT)))
+    told = Inherited(LOST, chunks[:1].tobytes(), np.ones(1, "<u4").tobytes())
     references.inherited(Caller(HEIR.peer, HEIR.incarnation), told)
-    assert references.host.space.alive(ranges).tolist() == [True, False]
+    assert references.host.space.alive(chunks).tolist() == [True, False]
     assert references.lent.peers == [HEIR]
 
 
@@ -107,20 +107,20 @@ class SlowToInherit:
 async def test_what_an_heir_lets_go_at_once_is_free_although_the_owner_hears_late_who_it_is() -> (
     None
 ):
-    owner, ranges = lent_ranges(heirs=heirs(Takeover(LOST, HEIR, TOLD_AT)))
+    owner, chunks = lent_chunks(heirs=heirs(Takeover(LOST, HEIR, TOLD_AT)))
     way = SlowToInherit(owner)
     me: Any = SimpleNamespace(owner=HEIR, lent=Lent(), progress=Progress())
     heir = References(me, way, None)  # type: ignore[arg-type]
     held = np.ones(2, "<u4")
-    heir.took_over(owner.host.owner, Inherited(LOST, ranges.tobytes(), held.tobytes()))
-    heir.let_go(owner.host.owner, ranges[:1], held[:1])
+    heir.took_over(owner.host.owner, Inherited(LOST, chunks.tobytes(), held.tobytes()))
+    heir.let_go(owner.host.owner, chunks[:1], held[:1])
     await asyncio.gather(*way.tasks)
-    assert owner.host.space.alive(ranges).tolist() == [False, True]
+    assert owner.host.space.alive(chunks).tolist() == [False, True]
     assert len(owner.lent) == 1
     # And what it lets go later, at once.
-    heir.let_go(owner.host.owner, ranges[1:], held[1:])
+    heir.let_go(owner.host.owner, chunks[1:], held[1:])
     await way.tasks[-1]
-    assert owner.host.space.alive(ranges).sum() == len(owner.lent) == 0
+    assert owner.host.space.alive(chunks).sum() == len(owner.lent) == 0
 
 
 async def test_an_heir_that_holds_more_than_a_message_can_name_says_so_in_several(
@@ -128,37 +128,37 @@ async def test_an_heir_that_holds_more_than_a_message_can_name_says_so_in_severa
 ) -> None:
     """The owner heard nothing, as that was too large, and what rows named there was never free."""
     monkeypatch.setattr(references_module, "MOST_CHUNKS", 2)
-    owner, ranges = lent_ranges(heirs=heirs(Takeover(LOST, HEIR, TOLD_AT)))
-    space, held = owner.host.space, [ranges]
+    owner, chunks = lent_chunks(heirs=heirs(Takeover(LOST, HEIR, TOLD_AT)))
+    space, held = owner.host.space, [chunks]
     for _ in range(2):  # five are named, the last of six not, and one more often than it is held
         start = int(space.grant(1, Admission.OPEN, 8192)["offset"][0])
         written = np.array([(start, 64), (start + 4096, 64)], EXTENT)
         held.append(space.commit(1, written.tolist(), Admission.OPEN))
         space.hold(held[-1])
-    ranges = np.concatenate(held)
+    chunks = np.concatenate(held)
     owner.lent.lend(LOST, np.concatenate([*held[1:], *held[1:]]))
     way = SlowToInherit(owner)
     me: Any = SimpleNamespace(owner=HEIR, lent=Lent(), progress=Progress())
     heir = References(me, way, None)  # type: ignore[arg-type]
-    taken, counts = ranges[[0, 1, 2, 3, 4, 3]], np.ones(6, "<u4")
+    taken, counts = chunks[[0, 1, 2, 3, 4, 3]], np.ones(6, "<u4")
     heir.took_over(owner.host.owner, Inherited(LOST, taken.tobytes(), counts.tobytes()))
     await asyncio.gather(*way.tasks)
     assert owner.lent.peers == [HEIR] and len(owner.lent) == 5
-    assert space.alive(ranges).tolist() == [True] * 5 + [False]
+    assert space.alive(chunks).tolist() == [True] * 5 + [False]
     for first in way.told[:2]:  # asked again: nobody is sure that it was heard
         owner.inherited(Caller(HEIR.peer, HEIR.incarnation), first)
     heir.let_go(owner.host.owner, taken, counts)
     await way.tasks[-1]
     assert [len(one.chunks) // 8 for one in way.told] == [2, 2, 1]
-    assert space.alive(ranges).sum() == len(owner.lent) == 0
+    assert space.alive(chunks).sum() == len(owner.lent) == 0
 
 
 async def test_an_owner_that_refused_to_let_go_of_values_is_told_again() -> None:
-    owner, ranges = lent_ranges(heirs=heirs(Takeover(LOST, HEIR, TOLD_AT)))
+    owner, chunks = lent_chunks(heirs=heirs(Takeover(LOST, HEIR, TOLD_AT)))
     way, told = SlowToInherit(owner), list[int]()
     by = Caller(HEIR.peer, HEIR.incarnation)
     counts = np.ones(2, "<u4")
-    way._owner.inherited(by, Inherited(LOST, ranges.tobytes(), counts.tobytes()))
+    way._owner.inherited(by, Inherited(LOST, chunks.tobytes(), counts.tobytes()))
 
     async def tell(to: Owner, body: Release) -> Body:
         told.append(body.number)
@@ -178,29 +178,29 @@ async def test_an_owner_that_refused_to_let_go_of_values_is_told_again() -> None
     way.tell = tell  # type: ignore[assignment, method-assign]
     heir = References(host, way, None)  # type: ignore[arg-type]
     twice = np.full(2, 2, "<u4")
-    owner.host.space.hold(ranges)
-    owner.lent.lend(HEIR, ranges)  # another value of theirs, which stays
-    heir.let_go(owner.host.owner, ranges, counts)
+    owner.host.space.hold(chunks)
+    owner.lent.lend(HEIR, chunks)  # another value of theirs, which stays
+    heir.let_go(owner.host.owner, chunks, counts)
     await asyncio.gather(*way.tasks)
-    assert owner.host.space.alive(ranges).sum() == 2 and told == [1, 2]
-    assert owner.lent.returned(HEIR, ranges, twice).tolist() == [1, 1]
+    assert owner.host.space.alive(chunks).sum() == 2 and told == [1, 2]
+    assert owner.lent.returned(HEIR, chunks, twice).tolist() == [1, 1]
 
 
 async def test_what_is_taken_over_while_frees_wait_for_the_backup_is_told_before_them() -> None:
     """They go together: what came free of the takeover must not overtake it."""
-    owner, ranges = lent_ranges(heirs=heirs(Takeover(LOST, HEIR, TOLD_AT)))
+    owner, chunks = lent_chunks(heirs=heirs(Takeover(LOST, HEIR, TOLD_AT)))
     there, held = owner.host.owner, np.ones(2, "<u4")
     way, progress = SlowToInherit(owner), Progress()
     me: Any = SimpleNamespace(owner=HEIR, lent=Lent(), progress=progress)
     heir = References(me, way, None)  # type: ignore[arg-type]
     progress.required, progress.done = True, 1
-    heir.let_go(there, ranges[:0], held[:0])
+    heir.let_go(there, chunks[:0], held[:0])
     await asyncio.sleep(0)  # it waits for the backup now
-    heir.took_over(there, Inherited(LOST, ranges.tobytes(), held.tobytes()))
-    heir.let_go(there, ranges, held)
+    heir.took_over(there, Inherited(LOST, chunks.tobytes(), held.tobytes()))
+    heir.let_go(there, chunks, held)
     progress.move(1)
     await asyncio.gather(*way.tasks)
-    assert owner.host.space.alive(ranges).sum() == len(owner.lent) == 0
+    assert owner.host.space.alive(chunks).sum() == len(owner.lent) == 0
 
 
 def rosters_of_a_takeover_of_a_takeover() -> tuple[Roster, Roster, Roster, Owner, Owner, Owner]:
@@ -234,12 +234,12 @@ def test_an_owner_that_missed_a_roster_knows_whose_the_values_are_that_it_lent(
     seen = [before, after] if misses_one else [before, middle, after]
     for old, new in pairwise(seen):
         known.follow(old, new)
-    references, ranges = lent_ranges(heirs=known)
+    references, chunks = lent_chunks(heirs=known)
     references.lent.lost(LOST)
-    references.lent.lend(lost, ranges)
-    told = Inherited(between, ranges[:1].tobytes(), np.ones(1, "<u4").tobytes())
+    references.lent.lend(lost, chunks)
+    told = Inherited(between, chunks[:1].tobytes(), np.ones(1, "<u4").tobytes())
     references.inherited(Caller(heir.peer, heir.incarnation), told)
-    assert references.host.space.alive(ranges).tolist() == [True, False]
+    assert references.host.space.alive(chunks).tolist() == [True, False]
     assert references.lent.peers == [heir]
 
 

@@ -424,9 +424,9 @@ async def test_what_rows_held_that_went_while_it_was_silent_is_let_go_once() -> 
     plane.authority.lost(DEAD)
     plane.turn()
     store.lost(DEAD)
-    for owner, ranges, counts in store.freed():
+    for owner, freed, counts in store.freed():
         if owner == HERE:
-            space.release(ranges, counts)
+            space.release(freed, counts)
     assert len(store) == 1
     assert space.alive(chunks).tolist() == [True, False]
 
@@ -435,10 +435,10 @@ async def test_what_rows_held_that_went_while_it_was_silent_is_let_go_once() -> 
     plane.turn()
     assert not len(plane.host.roster.shards_of(HERE.peer))
     plane.leaving.turned(old, plane.host.roster)
-    _, ranges, counts = next(one for one in store.holdings() if one[0] == HERE)
-    space.release(*plane.host.lent.inherited([HERE], HEIR, ranges, counts))
+    _, held, counts = next(one for one in store.holdings() if one[0] == HERE)
+    space.release(*plane.host.lent.inherited([HERE], HEIR, held, counts))
     assert space.alive(chunks)[0]  # the heir's row reads it there
-    space.release(ranges, plane.host.lent.returned(HEIR, ranges, counts))
+    space.release(held, plane.host.lent.returned(HEIR, held, counts))
     assert not space.alive(chunks).any()
 
 
@@ -449,19 +449,19 @@ async def test_who_leaves_as_well_takes_nothing_in_any_more(
     it let go of there then, the rows of its heir name."""
     monkeypatch.setattr(leaving, "POLL_S", 0.0)
     plane = Plane()
-    ranges, nbytes = np.zeros(1, U8), np.full(1, 64)
+    chunks, nbytes = np.zeros(1, U8), np.full(1, 64)
     moved: list[str] = []
     on_its_way, arrives = asyncio.Event(), asyncio.Event()
 
     async def fetch(*_: object) -> tuple[int, Any, Any]:
         on_its_way.set()
         await arrives.wait()
-        return 1, np.ones(1, np.bool_), ranges
+        return 1, np.ones(1, np.bool_), chunks
 
     async def another_roster(*_: object) -> None:
         await asyncio.sleep(0)
 
-    store = SimpleNamespace(named=lambda owner: (ranges, nbytes))
+    store = SimpleNamespace(named=lambda owner: (chunks, nbytes))
     plane.host.entries = {"p": SimpleNamespace(name="p", replicas=None, store=store)}
     plane.host.space = SimpleNamespace(size_bytes=1 << 20)
     plane.host.another_roster = another_roster

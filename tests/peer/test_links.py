@@ -169,7 +169,7 @@ async def test_a_link_that_ends_while_its_stream_is_made_keeps_none() -> None:
 
 
 async def test_what_the_next_life_of_a_peer_answers_is_no_answer_of_this_one() -> None:
-    """It numbers its ranges alike: their bytes would be taken for those that were asked for."""
+    """It may use the same chunk numbers, so the bytes of other chunks would be taken for these."""
     link = link_to()
     link.hello = PeerHello((1, 1), "p", "b", 7, "tcp://127.0.0.1:9", (1, 1), 4096, "")
     link.streams[Channel.CALLS] = Stream(lambda stream, frame: None, lambda stream, why: None)

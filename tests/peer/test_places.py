@@ -54,8 +54,8 @@ class Pulls:
         self.space.release(local)
         return local, [pin]
 
-    async def at_hand(self, ranges: Array, holder: int, reader: int) -> tuple[Array, list[int]]:
-        return ranges, [self.space.pin(holder, ranges)]
+    async def at_hand(self, chunks: Array, holder: int, reader: int) -> tuple[Array, list[int]]:
+        return chunks, [self.space.pin(holder, chunks)]
 
 
 @pytest.fixture
@@ -71,9 +71,9 @@ def table(*chunks: Chunk, owners: tuple[Owner, ...] = (INLINE, ME, THERE, ELSEWH
     return Table(Rows(b""), Values(owners=list(owners), layouts=[b"layout"], chunks=list(chunks)))
 
 
-def named(owner: int, ranges: Array, nbytes: int) -> Chunk:
-    """The first of these ranges as a chunk."""
-    return Chunk(owner, ranges.item(0), 3, nbytes, 0)
+def named(owner: int, chunks: Array, nbytes: int) -> Chunk:
+    """The first of these numbers as a chunk."""
+    return Chunk(owner, chunks.item(0), 3, nbytes, 0)
 
 
 def places(found: Resolved) -> list[tuple[int, int]]:

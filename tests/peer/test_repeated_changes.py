@@ -196,7 +196,7 @@ def test_it_changes_nothing_there_and_what_it_brought_again_is_let_go() -> None:
     assert heir.freed == [(OWNERS[0], [7_001, 7_002])]
     table = rows_out.table(heir.store, rows_out.read(heir.store)[0])
     assert (table.rows.names, table.tags) == (["b"], {"status": ["mine"]})
-    assert [ranges.tolist() for _, ranges, _ in heir.store.freed()] == [[7_001]], "consumed"
+    assert [chunks.tolist() for _, chunks, _ in heir.store.freed()] == [[7_001]], "consumed"
 
 
 @pytest.mark.parametrize("how", [{}, {"replace": True}])

@@ -53,7 +53,7 @@ class Asked:
             address=HERE,
             incarnation=1,
             caller=lambda session=0: Caller(HERE, 1, session),
-            space=SimpleNamespace(hold=lambda ranges: None, release=lambda *ranges: None),
+            space=SimpleNamespace(hold=lambda chunks: None, release=lambda *chunks: None),
             put_by_clients=0,
             lent=Lent(),
             heirs=Heirs(),

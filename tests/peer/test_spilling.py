@@ -52,48 +52,48 @@ class SlowFile:
 
 
 def spilled(file: SlowFile) -> tuple[Spilling, np.ndarray]:
-    """A peer's part that spills, and a range that is in the file."""
+    """A peer's part that spills, and a chunk that is in the file."""
     host: Any = SimpleNamespace(space=Space(64 * PAGE), threads=Threads())
     mesh: Any = SimpleNamespace(spawn=lambda work: asyncio.ensure_future(work))
     part: Any = file
     room = Room(host, mesh)
     made = Spilling(host, mesh, room, part, 64 * PAGE)
-    ranges = put(host.space, PAGE)
+    chunks = put(host.space, PAGE)
     move = host.space.choose_spill(PAGE)
     assert isinstance(move, Move) and host.space.settle_spill(move) == PAGE
-    return made, ranges
+    return made, chunks
 
 
 async def test_a_cancelled_read_ends_with_its_thread_and_frees_what_died_meanwhile() -> None:
     file = SlowFile()
-    spilling, ranges = spilled(file)
+    spilling, chunks = spilled(file)
     space = spilling.host.space
-    reading = asyncio.ensure_future(spilling.read(ranges, np.zeros(1, U8)))
+    reading = asyncio.ensure_future(spilling.read(chunks, np.zeros(1, U8)))
     await asyncio.to_thread(file.begun.wait, 20)
-    space.release(ranges)
+    space.release(chunks)
     reading.cancel()
     await asyncio.wait([reading], timeout=0.05)
     reading.cancel()
     await asyncio.wait([reading], timeout=0.05)
-    assert not reading.done() and space.alive(ranges).all()
+    assert not reading.done() and space.alive(chunks).all()
     file.go_on.set()
     with pytest.raises(asyncio.CancelledError):
         await reading
-    assert not space.alive(ranges).any()
+    assert not space.alive(chunks).any()
     with pytest.raises(RowsGone):
-        await spilling.read(ranges, np.zeros(1, U8))
+        await spilling.read(chunks, np.zeros(1, U8))
 
 
 async def test_a_disk_that_fails_is_told_and_nothing_is_lost() -> None:
     file = SlowFile()
-    spilling, ranges = spilled(file)
+    spilling, chunks = spilled(file)
     file.failure = OSError(5, "Input/output error")
     file.go_on.set()
     with pytest.raises(TransferFailed, match="from the spill file slow: .*Input/output"):
-        await spilling.read(ranges, np.zeros(1, U8))
+        await spilling.read(chunks, np.zeros(1, U8))
     file.failure = None
-    await spilling.read(ranges, np.zeros(1, U8))
-    assert spilling.host.space.chunks.refs(ranges).tolist() == [1]
+    await spilling.read(chunks, np.zeros(1, U8))
+    assert spilling.host.space.chunks.refs(chunks).tolist() == [1]
 
 
 async def test_a_disk_that_was_full_for_a_while_takes_as_much_as_before() -> None:
@@ -118,13 +118,13 @@ class Pins:
         self.held: set[int] = set()
         self.sent: list[bytes] = []
 
-    def pin(self, ranges: np.ndarray) -> Awaitable[tuple[int, np.ndarray]]:
-        return self._pin(ranges)
+    def pin(self, chunks: np.ndarray) -> Awaitable[tuple[int, np.ndarray]]:
+        return self._pin(chunks)
 
-    async def _pin(self, ranges: np.ndarray) -> tuple[int, np.ndarray]:
+    async def _pin(self, chunks: np.ndarray) -> tuple[int, np.ndarray]:
         await self.go_on.wait()
         self.held.add(7)
-        return 7, np.zeros(len(ranges), [("offset", "<u8"), ("length", "<u8")])
+        return 7, np.zeros(len(chunks), [("offset", "<u8"), ("length", "<u8")])
 
     def write(self, data: bytes) -> None:
         self.sent.append(data)

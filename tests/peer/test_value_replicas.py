@@ -44,7 +44,7 @@ ARENA_BYTES, VALUE_BYTES, VALUES = 128 << 20, 64, 1000
 
 
 class Engine:
-    """Stands where the bulk engine does. gone: ranges that their owner has freed. Where `fails`,
+    """Stands where the bulk engine does. gone: chunks that their owner has freed. Where `fails`,
     each second transfer is out of time, as all are that have less time than one takes."""
 
     transport = TCP
@@ -144,8 +144,8 @@ def number(n: int) -> int:
 def test_of_an_empty_chunk_a_copy_is_needed_too() -> None:
     copies, one = Replicas(), chunk_numbers([(0, 1)])
     assert not copies.note(THERE, one, np.zeros(1, U8))
-    ranges, nbytes = copies.missing(THERE)
-    assert (ranges.tolist(), nbytes.tolist()) == (one.tolist(), [1])
+    chunks, nbytes = copies.missing(THERE)
+    assert (chunks.tolist(), nbytes.tolist()) == (one.tolist(), [1])
 
 
 async def test_what_was_freed_meanwhile_costs_no_transfer_of_its_own() -> None:
@@ -153,8 +153,8 @@ async def test_what_was_freed_meanwhile_costs_no_transfer_of_its_own() -> None:
     not get in sync while its primary was busy."""
     engine = Engine(set(range(1, VALUES, 2)))
     peer = Peer(engine)
-    copies, ranges = Replicas(), chunk_numbers([(n, 1) for n in range(VALUES)])
-    copies.note(THERE, ranges, np.full(VALUES, VALUE_BYTES, U8))
+    copies, chunks = Replicas(), chunk_numbers([(n, 1) for n in range(VALUES)])
+    copies.note(THERE, chunks, np.full(VALUES, VALUE_BYTES, U8))
     await peer.value_replicas.copy_here(copies, THERE)
     assert len(engine.reads) == 1
     missing, _ = copies.missing(THERE)
@@ -172,8 +172,8 @@ async def test_what_was_freed_meanwhile_needs_no_room(monkeypatch: pytest.Monkey
     and did not come to the drop, behind them in the stream, which would have made some."""
     monkeypatch.setattr(value_replicas, "PATIENCE_S", 0.05)
     peer, copies = Peer(Engine(set())), Replicas()
-    ranges = chunk_numbers([(n, 1) for n in range(VALUES)])
-    copies.note(THERE, ranges, np.full(VALUES, VALUE_BYTES, U8))
+    chunks = chunk_numbers([(n, 1) for n in range(VALUES)])
+    copies.note(THERE, chunks, np.full(VALUES, VALUE_BYTES, U8))
     left = peer.space.stats()["classes"]["open"]["room_bytes"]
     await peer.value_replicas.room.reserve(PULLER, Admission.OPEN, [np.array([left], U8)], 1.0)
     freed = bytearray(VALUES)
@@ -209,7 +209,7 @@ async def test_those_of_rows_that_a_dead_peer_had_come_later_and_whoever_has_roo
     """An heir answered nobody before it had made all of them anew: where there was no room nobody
     could make any."""
     peer, copies = Peer(Engine(set())), Replicas()
-    ranges = chunk_numbers([(n, 1) for n in range(VALUES)])
+    chunks = chunk_numbers([(n, 1) for n in range(VALUES)])
     left = peer.space.stats()["classes"]["open"]["room_bytes"]
     count, taken = await peer.value_replicas.room.reserve(
         PULLER, Admission.OPEN, [np.array([left], U8)], 1.0
@@ -218,7 +218,7 @@ async def test_those_of_rows_that_a_dead_peer_had_come_later_and_whoever_has_roo
     peer.mesh.spawn = lambda work: spawned.append(asyncio.ensure_future(work))
 
     peer.mesh.call = says_which_are_gone(bytes(VALUES))
-    half = ranges[: VALUES // 2], ranges[VALUES // 2 :]
+    half = chunks[: VALUES // 2], chunks[VALUES // 2 :]
     for some in half:
         assert not copies.note(THERE, some, np.full(len(some), VALUE_BYTES, U8))
         peer.value_replicas.copy_here_later(copies, "step-1", THERE, lambda: True)
@@ -229,7 +229,7 @@ async def test_those_of_rows_that_a_dead_peer_had_come_later_and_whoever_has_roo
     peer.value_replicas.room.pump()
     await spawned[0]
     assert not len(copies.missing(THERE)[0])
-    assert copies.note(THERE, ranges, np.full(VALUES, VALUE_BYTES, U8))
+    assert copies.note(THERE, chunks, np.full(VALUES, VALUE_BYTES, U8))
 
 
 async def test_a_backup_makes_them_before_rows_name_them_and_lets_go_of_what_none_names(
@@ -242,12 +242,12 @@ async def test_a_backup_makes_them_before_rows_name_them_and_lets_go_of_what_non
     shard, ops = stores.store(replicas=2), list[LogRecord]()
     shard.emit = ops.append
     await append(caller, Append(5, 0, [PartitionLog("step-1", 1, [Begun(shard.definition)])]))
-    ranges = chunk_numbers([(0, 1), (1, 1)])
+    chunks = chunk_numbers([(0, 1), (1, 1)])
     sizes = np.full(2, VALUE_BYTES, U8).tobytes()
-    body = Duplicate("step-1", 1, ranges.tobytes(), sizes)
+    body = Duplicate("step-1", 1, chunks.tobytes(), sizes)
     assert await replicas.duplicate(caller, body) == Done()
     assert engine.reads == [[0, 1]]
-    alone = Duplicate("step-1", 1, ranges[:1].tobytes(), sizes[:8])
+    alone = Duplicate("step-1", 1, chunks[:1].tobytes(), sizes[:8])
     for _ in range(2):
         assert await replicas.duplicate(caller, alone) == Done()
     shard.put(put_of("k0", THERE, [0]))
@@ -304,7 +304,7 @@ async def test_what_lies_at_one_that_leaves_and_its_heir_gets_copies_at_the_heir
     assert await replicas.duplicate(caller, body) == Done()
     assert engine.reads == [[7]]
     backup_, _ = peer.host.roster.backup_of(HERE.peer)
-    [[copy]] = [ranges for _, ranges in told[:1]]
+    [[copy]] = [chunks for _, chunks in told[:1]]
     assert told == [(backup_, [copy]), (backup_, [8])]
     assert peer.space.alive(chunk_numbers([(copy, 1)])).all()
 
@@ -336,8 +336,8 @@ async def test_copies_become_the_values_when_who_is_the_backup_by_then_has_its_o
     peer.host.roster = roster = Roster.from_seeds(seeds, keeps=False)
     leaves, _ = roster.backup_of(HERE.peer)
     [follows] = {*seeds} - {HERE.peer, leaves}
-    copies, ranges = Replicas(), chunk_numbers([(0, 1)])
-    copies.note(THERE, ranges, np.full(1, VALUE_BYTES, U8))
+    copies, chunks = Replicas(), chunk_numbers([(0, 1)])
+    copies.note(THERE, chunks, np.full(1, VALUE_BYTES, U8))
     await peer.value_replicas.copy_here(copies, THERE)
     local, _ = copies.held(THERE)
     told: list[tuple[str, bytes]] = []

@@ -158,10 +158,10 @@ def _space(peer: Peer) -> list[str]:
         wrong.append(f"the arena of {peer.host.name} does not add up: {stats}")
     for entry in peer.host.entries.values():
         wrong += [f"the shard at {peer.host.name}: {one}" for one in accounts(entry.store)]
-        for owner, ranges, counts in entry.store.holdings():
+        for owner, chunks, counts in entry.store.holdings():
             if owner == peer.host.owner:
-                alive = space.alive(ranges)
-                if not alive.all() or (space.chunks.refs(ranges) < counts).any():
+                alive = space.alive(chunks)
+                if not alive.all() or (space.chunks.refs(chunks) < counts).any():
                     wrong.append(f"{peer.host.name} freed values that rows of its own still name")
     return wrong
 
@@ -184,9 +184,9 @@ def dangling(peers: list[Peer]) -> list[str]:
     alive = members(peers)
     wrong = []
     for peer, entry in _served(alive):
-        for owner, ranges, _ in entry.store.holdings():
+        for owner, chunks, _ in entry.store.holdings():
             there = alive.get(owner)
-            if there is not None and not there.host.space.alive(ranges).all():
+            if there is not None and not there.host.space.alive(chunks).all():
                 name = there.host.name
                 wrong.append(f"{name} freed values that rows at {peer.host.name} still name")
     return wrong
@@ -207,8 +207,8 @@ def unnamed(peers: list[Peer]) -> list[str]:
     named: dict[Owner, set[int]] = {owner: set() for owner in alive}
     for owner, peer in alive.items():
         for entry in peer.host.entries.values():
-            for of, ranges, _ in entry.store.holdings():
-                named.setdefault(of, set()).update(ranges.tolist())
+            for of, chunks, _ in entry.store.holdings():
+                named.setdefault(of, set()).update(chunks.tolist())
         for copies in _second_copies(peer):
             for known in copies._known.values():
                 named[owner].update([c.local for c in known.values() if c.local])
@@ -257,7 +257,7 @@ def left_behind(peer: Peer) -> list[str]:
     if len(peer.outgoing):
         wrong.append(f"{peer.host.name} waits for what became of changes: {peer.outgoing.numbers}")
     if len(peer.references.lent):
-        wrong.append(f"{peer.host.name} has {len(peer.references.lent)} ranges lent for nothing")
+        wrong.append(f"{peer.host.name} has {len(peer.references.lent)} chunks lent for nothing")
     if peer.claims.waiting or len(peer.calls):
         waiting = peer.claims.waiting + len(peer.calls)
         wrong.append(f"{waiting} claims wait at {peer.host.name} for nobody")

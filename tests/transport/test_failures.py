@@ -175,7 +175,7 @@ async def test_an_engine_whose_workers_cannot_start_says_so() -> None:
         "127.0.0.1",
         owner=Owner("p", 1),
         key=plane_key("p", (1, 1)),
-        pin=lambda ranges: (0, ranges),
+        pin=lambda chunks: (0, chunks),
         unpin=lambda pin: None,
     )
     with pytest.raises(DataplaneError, match="bulk worker exited"):

@@ -1,4 +1,4 @@
-"""The table of chunks: references, freed chunks, and outdated numbers."""
+"""The books of chunks: references, freed chunks, and outdated numbers."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ def add(table: Chunks, count: int) -> np.ndarray:
     return table.add([(4096 * number, 4096) for number in range(count)], 1)
 
 
-def test_a_range_dies_with_its_last_reference() -> None:
+def test_a_chunk_dies_with_its_last_reference() -> None:
     table = Chunks()
-    ranges = add(table, 3)
-    table.hold(ranges)
-    table.hold(ranges[[0, 0, 1]])
-    assert table.release(ranges, 2) == [(8192, 4096, 1)]
-    assert table.alive(ranges).tolist() == [True, True, False]
-    freed = table.release(ranges[[0, 0, 1]])
+    chunks = add(table, 3)
+    table.hold(chunks)
+    table.hold(chunks[[0, 0, 1]])
+    assert table.release(chunks, 2) == [(8192, 4096, 1)]
+    assert table.alive(chunks).tolist() == [True, True, False]
+    freed = table.release(chunks[[0, 0, 1]])
     assert sorted(freed) == [(0, 4096, 1), (4096, 4096, 1)]
     assert table.live == 0
 
 
-def test_a_column_that_names_a_range_several_times_counts_each() -> None:
+def test_a_column_that_names_a_chunk_several_times_counts_each() -> None:
     table = Chunks()
-    ranges = add(table, 1)
-    table.hold(ranges[[0] * 1000], np.arange(1000))
-    assert table.refs(ranges).tolist() == [1 + 999 * 500]
-    freed = table.release(ranges[[0] * 500501])
+    chunks = add(table, 1)
+    table.hold(chunks[[0] * 1000], np.arange(1000))
+    assert table.refs(chunks).tolist() == [1 + 999 * 500]
+    freed = table.release(chunks[[0] * 500501])
     assert freed == [(0, 4096, 1)]
 
 
@@ -57,14 +57,14 @@ def test_releasing_what_is_dead_already_does_nothing() -> None:
     assert table.alive(new).all()
 
 
-def test_holding_a_dead_range_changes_nothing() -> None:
+def test_holding_a_dead_chunk_changes_nothing() -> None:
     table = Chunks()
-    ranges = add(table, 2)
-    table.release(ranges[1:])
+    chunks = add(table, 2)
+    table.release(chunks[1:])
     with pytest.raises(RowsGone) as caught:
-        table.hold(ranges)
+        table.hold(chunks)
     assert caught.value.details == {"gone": 1, "asked": 2}
-    assert table.refs(ranges[:1]).tolist() == [1]
+    assert table.refs(chunks[:1]).tolist() == [1]
 
 
 def test_names_that_never_were_are_not_alive() -> None:
@@ -91,6 +91,6 @@ def test_generation_zero_is_never_given_out() -> None:
     table = Chunks()
     add(table, 1)
     table._number[0] = (2**32 - 1) << 32
-    ranges = chunk_numbers([(0, 2**32 - 1)])
-    table.release(ranges)
+    chunks = chunk_numbers([(0, 2**32 - 1)])
+    table.release(chunks)
     assert add(table, 1).tolist() == chunk_numbers([(0, 1)]).tolist()

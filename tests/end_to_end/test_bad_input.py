@@ -43,6 +43,19 @@ def part(plane: Plane) -> Iterator[Partition]:
     assert plane.stats()["clients"] == 1 and not set(held(plane)) - {"pinned_bytes", "used_bytes"}
 
 
+def own_code(_: object) -> Any:
+    raise RuntimeError("my own code")
+
+
+Classless: Any = type("Classless", (), {"__class__": property(own_code)})
+"""Any look at the class of its objects raises."""
+
+
+class Unhashable(str):
+    __slots__ = ()
+    __hash__ = None  # type: ignore[assignment]
+
+
 Wrong = Callable[[Partition], object]
 
 PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
@@ -206,6 +219,36 @@ PUTS: dict[str, tuple[Wrong, type[Exception], str]] = {
 }
 
 OTHERS: dict[str, tuple[Wrong, type[Exception], str]] = {
+    "a field without a class": (
+        lambda p: p.get()[Classless()],
+        dataplane.InvalidCall,
+        "cannot be read: RuntimeError: my own code",
+    ),
+    "an array without a class": (
+        lambda p: p.get().numpy(Classless()),
+        dataplane.InvalidCall,
+        "cannot be read: RuntimeError: my own code",
+    ),
+    "a list without a class": (
+        lambda p: p.get().get(Classless()),
+        dataplane.InvalidCall,
+        "cannot be read: RuntimeError: my own code",
+    ),
+    "a fetch without a class": (
+        lambda p: p.get().fetch(Classless()),
+        dataplane.InvalidCall,
+        "cannot be read: RuntimeError: my own code",
+    ),
+    "a layout without a class": (
+        lambda p: p.get().torch("x", Classless()),
+        dataplane.InvalidCall,
+        "layout is .* cannot be read: RuntimeError: my own code",
+    ),
+    "a slice of texts": (
+        lambda p: p.get()["a":"b"],
+        dataplane.InvalidCall,
+        "cannot be read: TypeError: slice indices must be integers",
+    ),
     "an unknown key": (
         lambda p: p.get(keys=["a", "nope"]),
         dataplane.RowsGone,
@@ -485,6 +528,17 @@ def test_centuries_are_no_limit(part: Partition, seconds: float) -> None:
     part.claim("s", rows=1, timeout=seconds, lease=seconds).release()
     part.wait("s", rows=1, timeout=seconds)
     part.seal(timeout=seconds)
+
+
+def test_a_text_of_another_class_names_a_field(part: Partition) -> None:
+    rows, name = part.get(), Unhashable("x")
+    for values in (rows[name], rows.get(name), rows.numpy(name), rows.torch(name)):
+        assert np.array_equal(np.asarray(values), rows.numpy("x"))
+
+
+def test_a_ref_whose_class_cannot_be_read_is_no_ref(plane: Plane) -> None:
+    with pytest.raises(dataplane.InvalidCall, match=r"expected a ref returned by put\(\)"):
+        plane.get(Classless())
 
 
 def test_a_set_of_keys_is_no_order_of_rows(part: Partition) -> None:

@@ -43,7 +43,7 @@ class Converting(Fetching):
         `dataplane.aio`, `batch["field"]` raises NotFetched, so fetch the field first. Raises
         RowsGone if the rows have no lease and have been freed.
         """
-        await self._more(fields, timeout)
+        await self._more(arguments.texts(fields, "fields"), timeout)
 
     async def _more(self, fields: Sequence[str], timeout: float | None) -> None:
         raise NotImplementedError
@@ -53,10 +53,11 @@ class Converting(Fetching):
         """Return a field as a private, writable array `[n, …]`, or as a list of arrays if the
         shapes differ. `view=True` returns read-only views instead. They share the arena's memory if
         the rows are adjacent there."""
-        if view and field in self and (dense := self[field].dense()) is not None:
+        name = arguments.text(field, "the field")
+        if view and name in self and (dense := self[name].dense()) is not None:
             return dense
         made: npt.NDArray[Any] | list[Any] = await self._converted(
-            [field], "cpu", lambda device: convert.to_numpy(self[field], view)
+            [name], "cpu", lambda device: convert.to_numpy(self[name], view)
         )
         return made
 
@@ -91,11 +92,11 @@ class Converting(Fetching):
           current stream. A blocking call may return before the copy has finished. In
           `dataplane.aio`, the call returns after the copy has finished.
         """
-        shape = Padding(padding, side, length, multiple)
+        name, shape = arguments.text(field, "the field"), Padding(padding, side, length, multiple)
         return await self._converted(
-            [field],
+            [name],
             device,
-            lambda where: self._tensors(self[field], layout, shape, view, where, mask),
+            lambda where: self._tensors(self[name], layout, shape, view, where, mask),
         )
 
     @public

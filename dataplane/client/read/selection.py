@@ -13,6 +13,7 @@ from typing import Any, Self, overload
 import numpy as np
 import numpy.typing as npt
 
+from dataplane.client import arguments
 from dataplane.client.read import convert
 from dataplane.client.read.column_view import ColumnView
 from dataplane.client.read.ragged import Offsets, Padding, Side
@@ -23,7 +24,7 @@ from dataplane.client.session.session import Handle
 from dataplane.client.tracebacks import public_at_once
 from dataplane.client.write.rows import group_names, row_groups, row_name, row_names, tag_values
 from dataplane.errors import InvalidCall, InvalidRows, NotFetched, counted
-from dataplane.wire.arrays import is_interval, shown, unreadable
+from dataplane.wire.arrays import is_interval, reader, shown, unreadable
 from dataplane.wire.limits import NO_GROUP
 from dataplane.wire.packed import KEY, U4, column
 from dataplane.wire.tables import Name, Rows, Scalar, Table
@@ -116,14 +117,11 @@ class Selection:
     def __getitem__(self, field: str | slice) -> Any:
         """Return a field, with one entry per row. With a slice, return the part with those rows.
         Raises NotFetched if the field was not fetched."""
-        if not isinstance(field, str):
-            if isinstance(field, slice):
-                return self.rows(np.arange(self._n)[field])
-            name = type(self).__name__.lower()
-            raise InvalidCall(
-                f"{name}[{shown(field):.40}]: expected a field name or a slice; to select rows by "
-                f"position, use {name}.rows([…])"
-            )
+        if type(field) is not str:
+            chosen = _chosen(field, type(self).__name__.lower(), self._n)
+            if not isinstance(chosen, str):
+                return self.rows(chosen)
+            field = chosen
         view = self._views.get(field)
         if view is None:
             if field not in self._fetched:
@@ -134,6 +132,7 @@ class Selection:
     def get(self, field: str, default: Any = None) -> list[Any]:
         """Return a fetched field as a list, with `default` for rows without this field. If the
         field was not fetched, every entry is `default`."""
+        field = arguments.text(field, "the field")
         if field not in self:
             return [default] * len(self)
         view = self[field]
@@ -267,6 +266,19 @@ class Selection:
         if len(self.fields) > _SHOWN_FIELDS:
             told.append(f"and {len(self.fields) - _SHOWN_FIELDS} more")
         return "; ".join(told) or "no fields"
+
+
+@reader(InvalidCall)
+def _chosen(field: object, what: str, n: int) -> str | Index:
+    """Return what the key of `[…]` selects: the field of this name, or positions of `n` rows."""
+    if isinstance(field, str):
+        return str.__str__(field)
+    if isinstance(field, slice):
+        return np.arange(n)[field]
+    raise InvalidCall(
+        f"{what}[{shown(field):.40}]: expected a field name or a slice; to select rows by "
+        f"position, use {what}.rows([…])"
+    )
 
 
 def positions(given: object, what: str, n: int) -> Index:

@@ -30,7 +30,7 @@ from dataplane.client.read.ragged import (
 )
 from dataplane.errors import InvalidCall, InvalidValue
 from dataplane.gpu.torch_devices import check_device, filled_on_gpu
-from dataplane.wire.arrays import Array, kind_of, shown, tensor_over
+from dataplane.wire.arrays import Array, kind_of, reader, shown, tensor_over
 
 if TYPE_CHECKING:
     from dataplane.gpu.direct import DirectCopies
@@ -104,6 +104,7 @@ def to_torch(
     return (offsets or Offsets()).nested(values, ragged)
 
 
+@reader(InvalidCall, "layout")
 def _check_layout(layout: object) -> None:
     if not isinstance(layout, str) or layout not in _LAYOUTS:
         raise InvalidCall(

@@ -25,8 +25,8 @@ MAX_PEERS = 65_536
 """The follower remembers this many peers at most."""
 
 
-class Look(msgspec.Struct, frozen=True):
-    """What one look brought.
+class NewEvents(msgspec.Struct, frozen=True):
+    """The reply to one look.
 
     - `events`: events that no earlier look brought, the earliest first. If events of a peer are
       lost for good, an event of kind `Kind.MISSING` precedes the peer's next event: `reason` says
@@ -60,7 +60,7 @@ class Follower:
         clock."""
         return self._until(now) - OVERLAP_S if self._has_looked else None
 
-    def take(self, events: Sequence[Event], asked: float) -> Look:
+    def take(self, events: Sequence[Event], asked: float) -> NewEvents:
         """Return what is new. `events`: as `merged` returns them. `asked`: when the plane was
         asked, on this host's clock."""
         by, now = defaultdict[int, list[Event]](list), list[Event]()
@@ -78,7 +78,7 @@ class Follower:
         self._uncertain = max([e.uncertain for e in events], default=0.0)
         if self._is_complete:
             self._complete = asked
-        return Look(sorted(new, key=lambda e: e.at), now, self._until(asked))
+        return NewEvents(sorted(new, key=lambda e: e.at), now, self._until(asked))
 
     def _until(self, asked: float) -> float:
         return max(self._complete, asked - SILENT_S) - self._uncertain

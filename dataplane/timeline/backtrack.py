@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from dataplane.events.merge import Event
 from dataplane.timeline.spent import Spent, What, admitted, busy, carved, hindered
-from dataplane.timeline.step import Lease, Step
+from dataplane.timeline.step import LeaseSpan, Step
 from dataplane.wire.events import Kind, Reason
 
 UNACKED = 5.0
@@ -68,7 +68,7 @@ class Backtrack:
         step = self.step
         return not wait.going_on and step.finished and not step.arrived(step.last, begin, end)
 
-    def _unanswered(self, lease: Lease) -> list[Spent]:
+    def _unanswered(self, lease: LeaseSpan) -> list[Spent]:
         """Return the time between a lease and the worker's next one in which a stalled peer delayed
         an answer: that of the ack, or of another call that returned as the stall ended."""
         begins = self._begins[lease.worker]
@@ -97,7 +97,7 @@ class Backtrack:
 
     # back from a wait
 
-    def _lease_at(self, stage: str, worker: str, at: float) -> Lease | None:
+    def _lease_at(self, stage: str, worker: str, at: float) -> LeaseSpan | None:
         """Return the lease that ended a wait of this worker at this time."""
         found = [
             one
@@ -106,7 +106,7 @@ class Backtrack:
         ]
         return min(found, key=lambda one: abs(one.began - at), default=None)
 
-    def _before(self, lease: Lease, begin: float, end: float) -> list[Spent]:
+    def _before(self, lease: LeaseSpan, begin: float, end: float) -> list[Spent]:
         """Return what was done in [begin, end], at the end of which a waiting worker got this
         lease."""
         step, spent = self.step, list[Spent]()
@@ -137,7 +137,7 @@ class Backtrack:
                 return spent
         return spent
 
-    def _sealed_late(self, lease: Lease, begin: float, end: float) -> Spent | None:
+    def _sealed_late(self, lease: LeaseSpan, begin: float, end: float) -> Spent | None:
         """Return the time in which a plan waited for the seal and for nothing else."""
         source = self._input(lease, end)
         if source is None or not self.step.seals:
@@ -145,7 +145,7 @@ class Backtrack:
         since, sealed = max(begin, source.at), min(end, self.step.seals[0].at)
         return Spent(since, end, "seal", lease.stage) if sealed > since else None
 
-    def _input(self, lease: Lease, end: float) -> Event | None:
+    def _input(self, lease: LeaseSpan, end: float) -> Event | None:
         """Return the event that came last for the rows of a lease: they became ready, or a lease
         returned them."""
         step = self.step
@@ -153,7 +153,7 @@ class Backtrack:
         came = [e for group in lease.groups for e in step.came[lease.stage, group] if e.at <= until]
         return max(came, key=lambda e: e.at, default=None)
 
-    def _maker(self, ready: Event) -> Lease | None:
+    def _maker(self, ready: Event) -> LeaseSpan | None:
         """Return the lease under which a stage added the field that arrived last."""
         found = [
             one
@@ -162,7 +162,9 @@ class Backtrack:
         ]
         return max(found, key=lambda one: one.began, default=None)
 
-    def _made(self, lease: Lease, begin: float, end: float) -> tuple[list[Spent], float, Lease]:
+    def _made(
+        self, lease: LeaseSpan, begin: float, end: float
+    ) -> tuple[list[Spent], float, LeaseSpan]:
         """Return (spent, since when, lease): what a stage's worker did, back to `begin` or to
         the end of its last wait, and the lease that ended this wait."""
         step, spent, queued = self.step, list[Spent](), False
@@ -189,7 +191,7 @@ class Backtrack:
                 return spent, begin, lease
         return spent, end, lease
 
-    def _waited(self, lease: Lease) -> bool:
+    def _waited(self, lease: LeaseSpan) -> bool:
         """Return whether the worker waited for this lease."""
         return any(
             wait.stage == lease.stage
@@ -231,7 +233,7 @@ class Backtrack:
             return [Spent(begin, end, "unput")]
         return [Spent(begin, end)]
 
-    def _is_forgotten(self, lease: Lease, wait: Event) -> bool:
+    def _is_forgotten(self, lease: LeaseSpan, wait: Event) -> bool:
         """Return whether an open lease has lasted far longer than any that ended."""
         if not lease.is_open or (lease.stage, lease.worker) == (wait.stage, wait.worker):
             return False
@@ -244,7 +246,7 @@ class Backtrack:
         return lease.seconds > max(LEAST_S, UNACKED * longest_s)
 
     @staticmethod
-    def _ended(leases: Iterable[Lease], stage: str) -> list[Lease]:
+    def _ended(leases: Iterable[LeaseSpan], stage: str) -> list[LeaseSpan]:
         return [one for one in leases if one.stage == stage and not one.is_open]
 
     def _nothing_comes(self, wait: Event) -> bool:
@@ -318,7 +320,7 @@ class Backtrack:
         return carved(Spent(begin, max(one.end for one in known)), known)
 
 
-def under(lease: Lease, begin: float, end: float, queued: bool = False) -> Spent:
+def under(lease: LeaseSpan, begin: float, end: float, queued: bool = False) -> Spent:
     """Return [begin, end] as work under this lease."""
     return Spent(begin, end, "work", lease.stage, lease.worker, lease.host, queued=queued)
 

@@ -19,7 +19,7 @@ from dataplane.errors import counted, duration, sized
 from dataplane.events.merge import Event
 from dataplane.timeline.backtrack import LEAST_S, UNACKED, produced, under
 from dataplane.timeline.spent import Spent, busy, carved
-from dataplane.timeline.step import Lease, Step
+from dataplane.timeline.step import LeaseSpan, Step
 from dataplane.wire.events import Kind, Reason
 from dataplane.wire.tables import Name
 
@@ -171,7 +171,7 @@ class _Causes:
     def _absent(self, longest: Spent) -> str:
         """Explain why nobody claimed the rows that were ready for a stage."""
         step, stage = self.step, longest.stage
-        done, ended = set[Name](), list[Lease]()
+        done, ended = set[Name](), list[LeaseSpan]()
         for one in step.leases:
             if one.stage == stage and one.ended <= longest.begin + step.near_s:
                 ended.append(one)
@@ -219,7 +219,7 @@ class _Causes:
             return Cause.TOO_FEW_WORKERS, text
         return Cause.STAGE, f"while {stage} worked (nothing queued for it)"
 
-    def _is_usually_faster(self, lease: Lease) -> bool:
+    def _is_usually_faster(self, lease: LeaseSpan) -> bool:
         """Return whether the worker had another lease of the stage, in any step, that took far
         less time per row. If not, the worker itself may be slow."""
         return any(
@@ -353,7 +353,7 @@ def slow_at_the_end(step: Step) -> Share | None:
     return None
 
 
-def rates(step: Step, leases: Iterable[Lease], kind: str) -> dict[str, float]:
+def rates(step: Step, leases: Iterable[LeaseSpan], kind: str) -> dict[str, float]:
     """Rows a second of work under these leases, by "host" or "worker". Leases that go on count as
     if they ended now, so a host that has just begun is not slow. Rows that were given back, or
     whose worker died, were not worked on to the end, so their leases do not count."""
@@ -384,7 +384,7 @@ def _moving(pulls: Iterable[Event]) -> list[Spent]:
     return [one for one in parts if one.what]
 
 
-def _outlier(leases: Iterable[Lease], spent: Iterable[Spent]) -> Lease | None:
+def _outlier(leases: Iterable[LeaseSpan], spent: Iterable[Spent]) -> LeaseSpan | None:
     """Return a lease that took most of this time and far longer per row than all others."""
     total_s = _seconds(spent)
     ended = [one for one in leases if not one.is_open and one.rows]

@@ -15,7 +15,7 @@ from statistics import median
 import msgspec
 
 from dataplane.errors import counted
-from dataplane.events.follow import Look
+from dataplane.events.follow import NewEvents
 from dataplane.events.merge import Event
 from dataplane.latest import Latest
 from dataplane.timeline.spent import Hindrances, Spent, busy, carved, hindered
@@ -201,7 +201,7 @@ class Recorder:
         """How many steps were seen, also those that are not over."""
         return self._number
 
-    def take(self, look: Look) -> list[RecordedStep]:
+    def take(self, look: NewEvents) -> list[RecordedStep]:
         """Return the steps that are over, by what a follower's look brought."""
         for event in look.events:
             if event.kind is Kind.MISSING:

@@ -34,7 +34,7 @@ def _latest(events: Sequence[Event], partition: str) -> int:
     return max(began, key=began.__getitem__, default=0)
 
 
-class Lease(msgspec.Struct, eq=False):
+class LeaseSpan(msgspec.Struct, eq=False):
     """Rows that a worker had from `began` to `ended`, or still has if the lease `is_open`.
     `plan`: the lease is a rank's part of a plan. It has the groups of the whole plan and an even
     share of its rows."""
@@ -82,7 +82,7 @@ class Step:
         self.served_by = self.puts[-1].peer if self.puts else ""
         """the peer that has the partition's metadata"""
         self.leases = leases(self.events, self.now)
-        self.by_worker = defaultdict[tuple[str, str], list[Lease]](list)
+        self.by_worker = defaultdict[tuple[str, str], list[LeaseSpan]](list)
         """by stage and worker"""
         for one in self.leases:
             self.by_worker[one.stage, one.worker].append(one)
@@ -163,7 +163,7 @@ class Step:
         return {group: n for group, n in found.items() if n < most and group not in taken}
 
     @cached_property
-    def all_leases(self) -> list[Lease]:
+    def all_leases(self) -> list[LeaseSpan]:
         """The leases of all steps."""
         return leases(self.everything, self.now)
 
@@ -235,16 +235,16 @@ def is_whole_drop(event: Event) -> bool:
     return event.kind is Kind.DROP and event.group == "" and bool(event.nbytes or not event.rows)
 
 
-def leases(events: Iterable[Event], now: float, partly: bool = False) -> list[Lease]:
+def leases(events: Iterable[Event], now: float, partly: bool = False) -> list[LeaseSpan]:
     """Return the leases whose begin is among these events. partly: also those of which only a later
     event is, which says how long they have lasted."""
-    found = dict[tuple[str, int, str, int], Lease]()
-    of_group = defaultdict[tuple[str, int, Name], list[Lease]](list)
+    found = dict[tuple[str, int, str, int], LeaseSpan]()
+    of_group = defaultdict[tuple[str, int, Name], list[LeaseSpan]](list)
     for e in events:
         key = e.stage, e.lease, e.partition, e.generation
         begins = e.kind is Kind.LEASE_BEGIN and not e.going_on
         if begins or (partly and e.kind in (Kind.LEASE_BEGIN, Kind.LEASE_END)):
-            lease = Lease(e.stage, e.worker, e.host, e.began, now, groups=set())
+            lease = LeaseSpan(e.stage, e.worker, e.host, e.began, now, groups=set())
             lease.partition = e.partition
             lease = found.setdefault(key, lease)
         if begins:
@@ -270,10 +270,10 @@ def leases(events: Iterable[Event], now: float, partly: bool = False) -> list[Le
     return _of_plans(list(found.values()))
 
 
-def _of_plans(found: Sequence[Lease]) -> list[Lease]:
+def _of_plans(found: Sequence[LeaseSpan]) -> list[LeaseSpan]:
     """Replace each plan's lease, which no worker holds, by the leases of its ranks."""
     ranks = [one for one in found if not one.rows]
-    plans = list[Lease]()
+    plans = list[LeaseSpan]()
     for plan in [one for one in found if one.rows and not one.worker]:
         mine = [
             one

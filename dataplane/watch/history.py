@@ -53,7 +53,7 @@ class StepSummary(msgspec.Struct, frozen=True):
     finished: bool
 
 
-class Queue(msgspec.Struct, frozen=True):
+class StageQueue(msgspec.Struct, frozen=True):
     """Rows of a partition for one of its stages, now. `calls`: how many calls wait. `for_s`: how
     long the oldest has waited."""
 
@@ -66,7 +66,7 @@ class Queue(msgspec.Struct, frozen=True):
     for_s: float
 
 
-class Holder(msgspec.Struct, frozen=True):
+class SpaceHolder(msgspec.Struct, frozen=True):
     who: str
     nbytes: int
 
@@ -79,7 +79,7 @@ class HostArena(msgspec.Struct, frozen=True):
     used_bytes: int = 0
     size_bytes: int = 0
     spilled_bytes: int = 0
-    holders: list[Holder] = []
+    holders: list[SpaceHolder] = []
 
 
 class Stuck(msgspec.Struct, frozen=True):
@@ -106,15 +106,15 @@ class View(msgspec.Struct, frozen=True):
     trouble: list[str]
     steps: list[StepSummary]
     picture: Picture | None
-    queues: list[Queue]
+    queues: list[StageQueue]
     hosts: list[HostArena]
     stuck: list[Stuck]
     left_out: dict[str, int]
 
 
-class _Extent:
-    """When the first and the last event of a partition happened, in its latest generation, and
-    when it first got rows."""
+class _Times:
+    """The times of the first and the last event of a partition's generation, and when it first got
+    rows (`put`)."""
 
     __slots__ = ("begin", "end", "generation", "put")
 
@@ -136,9 +136,9 @@ class History:
         self._events: list[Event] = []
         self._now: list[Event] = []
         """events that have not ended, and the peers that are silent"""
-        self._extents: dict[str, _Extent] = {}
+        self._times: dict[str, _Times] = {}
         """of each partition's latest generation"""
-        self._generations: dict[tuple[str, int], _Extent] = {}
+        self._generations: dict[tuple[str, int], _Times] = {}
         """of all generations, by partition and generation"""
         self._cut: set[str] = set()
         """partitions that lost earlier events to the limit of events"""
@@ -146,7 +146,7 @@ class History:
         """by partition and generation, with the step's number; the oldest first. It is replaced and
         never changed, so another thread may read it."""
         self._numbers = 0
-        self._queues: list[Queue] = []
+        self._queues: list[StageQueue] = []
         self._hosts: list[HostArena] = []
         self._stuck: list[Stuck] = []
         self._peers: dict[str, str] = {}
@@ -234,7 +234,7 @@ class History:
     def _forget(self, over: float) -> None:
         """Drop this many of the earliest events."""
         dropped, self._events = self._events[: int(over)], self._events[int(over) :]
-        self._extents.clear()
+        self._times.clear()
         self._generations.clear()
         there = {e.partition for e in self._events}
         self._cut = (self._cut | {e.partition for e in dropped}) & there
@@ -243,44 +243,44 @@ class History:
         key = event.partition, event.generation
         known = self._generations.get(key)
         if known is None:
-            known = self._generations[key] = _Extent(event)
+            known = self._generations[key] = _Times(event)
         else:
             known.add(event)
         # The clocks of several hosts make the numbers, so a later generation may have a lower one.
-        latest = self._extents.setdefault(event.partition, known)
+        latest = self._times.setdefault(event.partition, known)
         if known.begin > latest.begin:
-            self._extents[event.partition] = known
+            self._times[event.partition] = known
 
     def _draw(self, touched: set[str], now: float) -> None:
         """Draw the newest steps again, of those that have new events or have not ended."""
-        extents = self._extents
-        put = [name for name, one in extents.items() if one.put < float("inf")]
-        named = sorted(put, key=lambda name: extents[name].put)[-MAX_STEPS:]
+        times = self._times
+        put = [name for name, one in times.items() if one.put < float("inf")]
+        named = sorted(put, key=lambda name: times[name].put)[-MAX_STEPS:]
         pictures = dict(self._pictures)  # other threads read the one that is published
         due = []
         for name in named:
-            known = pictures.get((name, extents[name].generation))
+            known = pictures.get((name, times[name].generation))
             if known is None or name in touched or not known[1].finished:
                 due.append(name)
         for name in due[-MAX_DRAWN:] if pictures else due:
-            extent = extents[name]
-            key = name, extent.generation
+            its = times[name]
+            key = name, its.generation
             number, _ = pictures.get(key, (self._numbers + 1, None))
             self._numbers = max(self._numbers, number)
             is_newest = name == named[-1]
-            during = self._during(name, extent, is_newest)
+            during = self._during(name, its, is_newest)
             pictures[key] = (
                 number,
-                picture(during, name, now if is_newest else 0.0, extent.generation),
+                picture(during, name, now if is_newest else 0.0, its.generation),
             )
         order = {name: at for at, name in enumerate(named)}
         ordered = sorted(pictures.items(), key=lambda one: order.get(one[0][0], -1))
         self._pictures = dict(ordered[-MAX_STEPS:])
 
-    def _during(self, partition: str, extent: _Extent, is_newest: bool) -> list[Event]:
+    def _during(self, partition: str, its: _Times, is_newest: bool) -> list[Event]:
         """Return the events while this step lasted, and those of waits that began then."""
-        events, end = self._events, float("inf") if is_newest else extent.end
-        first = bisect_left(events, extent.begin, key=_at)
+        events, end = self._events, float("inf") if is_newest else its.end
+        first = bisect_left(events, its.begin, key=_at)
         last = bisect_right(events, end, key=_at)
         ahead = events[last : last + LOOK_AHEAD]
         found = events[first:last] + [e for e in (*ahead, *self._now) if e.began <= end]
@@ -307,15 +307,15 @@ class History:
             yield f"peer {short(name)} overwrote events of these steps before they could be fetched"
 
 
-def _queues(stats: dict[str, Any]) -> list[Queue]:
+def _queues(stats: dict[str, Any]) -> list[StageQueue]:
     """Return the queues of partitions that have rows or waiting calls."""
-    everywhere, found = stats["everywhere"], list[Queue]()
+    everywhere, found = stats["everywhere"], list[StageQueue]()
     for name, partition in everywhere["partitions"].items():
         for stage, figures in partition["stages"].items():
             waits = [
                 w for w in everywhere["waits"] if w["partition"] == name and w["stage"] == stage
             ]
-            queue = Queue(
+            queue = StageQueue(
                 short(name),
                 short(stage),
                 figures["ready_rows"],
@@ -337,7 +337,7 @@ def _hosts(stats: dict[str, Any]) -> list[HostArena]:
             found.append(HostArena(short(name), short(host["error"])))
             continue
         held = [
-            Holder(short(one["client"]), one["granted_bytes"] + one["pinned_bytes"])
+            SpaceHolder(short(one["client"]), one["granted_bytes"] + one["pinned_bytes"])
             for one in clients
             if one["peer"] == name and one["granted_bytes"] + one["pinned_bytes"]
         ]

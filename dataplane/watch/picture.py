@@ -17,7 +17,7 @@ import numpy as np
 
 from dataplane.events.merge import Event
 from dataplane.timeline.causes import HEALTHY, Cause, Links, compared, rates
-from dataplane.timeline.step import Lease, Step, is_whole_drop, leases
+from dataplane.timeline.step import LeaseSpan, Step, is_whole_drop, leases
 from dataplane.timeline.waits import PRODUCER, stages_of, waiting_stage, waits
 from dataplane.timeline.why import explain
 from dataplane.wire.events import Kind, Reason
@@ -46,7 +46,7 @@ class Lane(msgspec.Struct, frozen=True):
     cells: str
 
 
-class Wait(msgspec.Struct, frozen=True):
+class StageWait(msgspec.Struct, frozen=True):
     """Seconds that workers of a stage waited for one reason, summed over workers."""
 
     stage: str
@@ -122,7 +122,7 @@ class Picture(msgspec.Struct, frozen=True):
     seconds: float
     idle_s: float
     lanes: list[Lane]
-    waits: list[Wait]
+    waits: list[StageWait]
     begun: int
     unready: int
     complete: Dwell
@@ -161,7 +161,7 @@ def picture(
     spans = list(_spans(during, worked, begin))
     lanes = _lanes(spans, begin, end)
     sums = waits(during, begin, end)
-    waited = [Wait(short(stage), reason, seconds) for (stage, reason), seconds in sums.items()]
+    waited = [StageWait(short(stage), reason, seconds) for (stage, reason), seconds in sums.items()]
     waited.sort(key=lambda one: -one.seconds)
     links = Links(step)
     groups = _Groups(step)
@@ -187,7 +187,7 @@ def picture(
     )
 
 
-def _spans(events: Sequence[Event], worked: Iterable[Lease], begin: float) -> Iterator[_Span]:
+def _spans(events: Sequence[Event], worked: Iterable[LeaseSpan], begin: float) -> Iterator[_Span]:
     """Return what each worker did and when."""
     stage_of = stages_of(events)
     for lease in worked:

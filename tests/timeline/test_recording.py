@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from dataplane.events.follow import Follower, Look
+from dataplane.events.follow import Follower, NewEvents
 from dataplane.events.merge import Event
 from dataplane.timeline import recording
 from dataplane.timeline.recording import RecordedStep, Recorder
@@ -26,7 +26,7 @@ def numbered(events: Sequence[Event], life: int = 1) -> list[Event]:
     return found
 
 
-def look(events: list[Event]) -> Look:
+def look(events: list[Event]) -> NewEvents:
     """A look that brings these events, and after which nothing is due."""
     return msgspec.structs.replace(Follower().take(events, 0.0), until=math.inf)
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.gpu.device import Device, PoolHandle
-from dataplane.memory.admission import DEFAULT_SHARES, ShareOfEach
+from dataplane.memory.admission import DEFAULT_SHARES, QuotaShares
 from dataplane.memory.chunks import POOL, SPILLED, Freed
 from dataplane.memory.extents import Bytes, Extent, Mask, Numbers, Records, page_up
 from dataplane.memory.holder import Holder
@@ -28,13 +28,13 @@ class HostMemory(Space):
     """A host arena of `size_bytes` with device arenas. It records which devices each client reads
     in place. A client gets copies of values on all other devices."""
 
-    def __init__(self, size_bytes: int, shares: ShareOfEach = DEFAULT_SHARES) -> None:
+    def __init__(self, size_bytes: int, shares: QuotaShares = DEFAULT_SHARES) -> None:
         super().__init__(size_bytes, shares)
         self.devices: list[DeviceArena] = []
         self._readers: dict[int, list[int]] = {}
 
     def add_device(
-        self, device: Device, nbytes: int, shares: ShareOfEach = DEFAULT_SHARES
+        self, device: Device, nbytes: int, shares: QuotaShares = DEFAULT_SHARES
     ) -> DeviceArena:
         """Add an arena of `nbytes`, rounded up to whole pages, on this device. Raise DeviceMissing
         if the device cannot allocate it."""

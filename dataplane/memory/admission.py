@@ -24,34 +24,34 @@ class Admission(IntEnum):
     PULL = 2
 
 
-ShareOfEach = tuple[float, float, float]
-"""Of an arena, guaranteed to each class."""
-DEFAULT_SHARES: ShareOfEach = (0.60, 0.25, 0.15)
+QuotaShares = tuple[float, float, float]
+"""The share of an arena that each class is guaranteed."""
+DEFAULT_SHARES: QuotaShares = (0.60, 0.25, 0.15)
 
 _PURPOSE = ("new groups", "existing groups", "pulls from other hosts and the spill file")
 
 
-class Shares:
-    """Bytes in use per class (granted and live), compared with the class's quota."""
+class Quotas:
+    """The quotas of the classes, and the bytes that each class uses, granted or live."""
 
-    def __init__(self, size_bytes: int, shares: ShareOfEach = DEFAULT_SHARES) -> None:
+    def __init__(self, size_bytes: int, shares: QuotaShares = DEFAULT_SHARES) -> None:
         self.size_bytes = size_bytes
         self.guaranteed = tuple(page_down(int(size_bytes * share)) for share in shares)
         self.caps = tuple(
             size_bytes - sum(self.guaranteed[admission + 1 :]) for admission in Admission
         )
-        """The most that one class may ever use: all but what higher ones are guaranteed."""
+        """the most that each class may use: all but the guarantees of higher classes"""
         self.used = [0, 0, 0]
 
     def __repr__(self) -> str:
-        return f"<Shares used={self.used} caps={list(self.caps)}>"
+        return f"<Quotas used={self.used} caps={list(self.caps)}>"
 
     def room(self, admission: int) -> int:
         """The free bytes, less the guarantees that higher classes have not used yet."""
         return max(0, self.balance(admission))
 
     def balance(self, admission: int) -> int:
-        """`room`, below 0 if higher classes' guarantees are lent out."""
+        """`room`, below 0 if lower classes use guarantees of higher ones."""
         reserved = sum(
             max(0, self.guaranteed[higher] - self.used[higher])
             for higher in range(admission + 1, len(self.used))
@@ -59,7 +59,7 @@ class Shares:
         return self.size_bytes - sum(self.used) - reserved
 
     def charge(self, admission: int, nbytes: int) -> None:
-        """Add bytes to a class; below 0: bytes that it no longer uses."""
+        """Add bytes to a class. Negative: bytes that it no longer uses."""
         self.used[admission] += nbytes
         assert self.used[admission] >= 0, (admission, nbytes)
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import mixed_releases
-from dataplane.memory.admission import DEFAULT_SHARES, Admission, ShareOfEach, Shares
+from dataplane.memory.admission import DEFAULT_SHARES, Admission, Quotas, QuotaShares
 from dataplane.memory.allocator import Allocator
 from dataplane.memory.cache import PulledCopies
 from dataplane.memory.chunks import POOL, SPILLED, Chunks, Counts, Digests, Freed
@@ -55,7 +55,7 @@ class Space:
     def __init__(
         self,
         size_bytes: int,
-        shares: ShareOfEach = DEFAULT_SHARES,
+        shares: QuotaShares = DEFAULT_SHARES,
         chunks: Chunks | None = None,
         base: int = 0,
         pool: int = 0,
@@ -67,7 +67,7 @@ class Space:
         self.base = base
         self._kind = pool * POOL
         self.chunks = Chunks() if chunks is None else chunks
-        self.shares = Shares(size_bytes, shares)
+        self.quotas = Quotas(size_bytes, shares)
         self.copies = PulledCopies(self.chunks, self.release)
         self.digests = Digests(self.chunks)
         self.waste_bytes: Callable[[], int] = lambda: 0
@@ -93,14 +93,14 @@ class Space:
     @property
     def share_bytes(self) -> tuple[int, int, int]:
         """The largest unit per admission class."""
-        opening, continuing, pulls = self.shares.caps
+        opening, continuing, pulls = self.quotas.caps
         return opening, continuing, pulls
 
     @property
     def pullable_bytes(self) -> int:
         """What pulls could be granted now: free space, and copies that no reader pins."""
-        room = self.shares.room(Admission.PULL) + self.copies.evictable_bytes
-        return page_down(min(room, self.shares.caps[Admission.PULL]))
+        room = self.quotas.room(Admission.PULL) + self.copies.evictable_bytes
+        return page_down(min(room, self.quotas.caps[Admission.PULL]))
 
     @property
     def high_water(self) -> int:
@@ -132,7 +132,7 @@ class Space:
             while True:
                 done, extents = self._allocate(admission, ends, marks, prefer)
                 # The quota has room for the unit, but copies may fragment the free space.
-                if done or self.shares.room(admission) < first or not self.copies.evict(first):
+                if done or self.quotas.room(admission) < first or not self.copies.evict(first):
                     break
         return done, self._grant(holder, admission, extents)
 
@@ -141,7 +141,7 @@ class Space:
         class's quota stays free."""
         nbytes = page_up(nbytes)
         extents: list[Extent] = []
-        room = self.shares.room(admission) - self.shares.caps[admission] // 2
+        room = self.quotas.room(admission) - self.quotas.caps[admission] // 2
         if 0 < nbytes <= room:
             if nbytes > self.long_bytes:
                 nbytes = min(nbytes, self._touched_bytes or nbytes)
@@ -179,7 +179,7 @@ class Space:
         nbytes = sum(taken)
         if taken[admission] != nbytes:
             self._discharge(taken)
-            self.shares.charge(admission, nbytes)
+            self.quotas.charge(admission, nbytes)
         self._live_bytes[admission] += nbytes
         return self.chunks.add(padded, admission + self._kind)
 
@@ -192,14 +192,14 @@ class Space:
         ends = sizes.cumsum(dtype=U8)
         nbytes = ends.item(-1)
         self._evict_into(Admission.PULL, nbytes)
-        if nbytes > self.shares.room(Admission.PULL):
+        if nbytes > self.quotas.room(Admission.PULL):
             return None
         if nbytes > self.long_bytes and nbytes > self._allocator.largest_touched:
             return None  # the caller then reserves several used extents
         start = self._allocator.cut(nbytes)
         if start is None:
             return None
-        self.shares.charge(Admission.PULL, nbytes)
+        self.quotas.charge(Admission.PULL, nbytes)
         self._live_bytes[Admission.PULL] += nbytes
         starts = ends - sizes + U8.type(start)
         extents = list(zip(starts.tolist(), sizes.tolist(), strict=True))
@@ -369,9 +369,9 @@ class Space:
             "classes": {
                 admission.name.lower(): {
                     "used_bytes": self._live_bytes[admission],
-                    "granted_bytes": self.shares.used[admission] - self._live_bytes[admission],
-                    "room_bytes": self.shares.room(admission),
-                    "cap_bytes": self.shares.caps[admission],
+                    "granted_bytes": self.quotas.used[admission] - self._live_bytes[admission],
+                    "room_bytes": self.quotas.room(admission),
+                    "cap_bytes": self.quotas.caps[admission],
                 }
                 for admission in Admission
             },
@@ -422,11 +422,11 @@ class Space:
         sizes = np.concatenate(units).astype(U8, copy=False)
         if len(sizes):
             # before the sum, which must not wrap for sizes that a client invents
-            self.shares.check_unit(admission, int(sizes.max()))
+            self.quotas.check_unit(admission, int(sizes.max()))
         ends = np.concatenate((np.zeros(1, U8), np.cumsum(padded(sizes), dtype=U8)))
         marks = np.zeros(len(units) + 1, np.intp)
         np.cumsum(np.fromiter(map(len, units), np.intp, len(units)), out=marks[1:])
-        self.shares.check_unit(admission, int(np.diff(ends[marks]).max()))
+        self.quotas.check_unit(admission, int(np.diff(ends[marks]).max()))
         return ends, marks
 
     def _allocate(
@@ -441,7 +441,7 @@ class Space:
         ends, marks: as `_lengths` returns them; chunk k is between ends[k] and ends[k + 1].
         An extent holds as many chunks as possible; a unit may have several.
         """
-        allocator, room = self._allocator, page_down(self.shares.room(admission))
+        allocator, room = self._allocator, page_down(self.quotas.room(admission))
         done = int(ends[marks].searchsorted(U8.type(room), "right")) - 1
         last = int(marks[done])
         at = 0
@@ -489,10 +489,10 @@ class Space:
 
     def _evict_into(self, admission: int, nbytes: int) -> None:
         """Evict pulled copies as far as that makes room for this class."""
-        short = nbytes - self.shares.balance(admission)
+        short = nbytes - self.quotas.balance(admission)
         if admission != Admission.PULL:
             # evicting copies inside the guarantee of pulls makes no room for other classes
-            pulls = self.shares.used[Admission.PULL] - self.shares.guaranteed[Admission.PULL]
+            pulls = self.quotas.used[Admission.PULL] - self.quotas.guaranteed[Admission.PULL]
             short = min(short, pulls)
         if short > 0:
             self.copies.evict(short)
@@ -500,7 +500,7 @@ class Space:
     def _grant(self, holder: int, admission: int, extents: list[Extent]) -> Records:
         """Charge allocated extents to the holder. Return their EXTENT records, in this order."""
         if extents:
-            self.shares.charge(admission, sum([length for _, length in extents]))
+            self.quotas.charge(admission, sum([length for _, length in extents]))
             self._holder(holder).grant(extents, admission)
         return np.array(extents, EXTENT)
 
@@ -511,7 +511,7 @@ class Space:
 
     def _discharge(self, by_class: Sequence[int]) -> None:
         for admission, nbytes in enumerate(by_class):
-            self.shares.charge(admission, -nbytes)
+            self.quotas.charge(admission, -nbytes)
 
 
 def pinned_by(holders: Iterable[Holder]) -> Numbers:

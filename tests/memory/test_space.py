@@ -96,7 +96,7 @@ def test_a_class_borrows_what_is_free_but_never_what_a_higher_one_is_guaranteed(
     space = Space(100 * PAGE)
 
     def room() -> list[int]:
-        return [space.shares.room(admission) // PAGE for admission in Admission]
+        return [space.quotas.room(admission) // PAGE for admission in Admission]
 
     assert room() == [60, 85, 100]
     write(space, BOB, *[PAGE] * 30, admission=PULL)

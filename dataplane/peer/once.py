@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from dataplane.errors import ProtocolError
-from dataplane.metadata.tables.answers import Given
+from dataplane.metadata.tables.answers import CallerAnswers
 from dataplane.peer.failures import failed
 from dataplane.peer.operations import Once, Operation, Waits
 from dataplane.peer.tasks import result_of
@@ -73,7 +73,7 @@ class Repeats:
     __slots__ = ("_forgotten", "_given", "_pending", "claimed")
 
     def __init__(self) -> None:
-        self._given = Given[Body | int]()
+        self._given = CallerAnswers[Body | int]()
         """by operation: its answer, or the pin that its answer handed out"""
         self._forgotten: Spans | None = None
         """operations whose answers were forgotten by count, once there are any"""

@@ -25,7 +25,7 @@ from dataplane.metadata.shard.blocks import UNKNOWN_SIZE, UNLIMITED, Block, Grou
 from dataplane.metadata.shard.drops import seal_if_full
 from dataplane.metadata.shard.leases import Part
 from dataplane.metadata.shard.stages import Stage
-from dataplane.metadata.shard.state import State, Written
+from dataplane.metadata.shard.state import State, Write
 from dataplane.metadata.tables import tags as tagging
 from dataplane.metadata.tables.bits import rows_of
 from dataplane.metadata.tables.incoming import RowsIn, rows_in
@@ -162,7 +162,7 @@ def _enter(state: State, plan: PutPlan, op: Put, pieces: Pieces) -> int:
             state.set_tags(part.block, part.rows, tags)
         if part.block.group:  # it may be in a group that the message leaves out
             touched[part.block.group] = state.groups[part.block.group]
-    by = Written(pieces.fields, op.holder)
+    by = Write(pieces.fields, op.holder)
     closed = state.written([*blocks, *known], touched.values(), by)
     if (plan.tags or op.replace) and known:
         state.retag([block for block in known if block.live])
@@ -207,7 +207,7 @@ def add_fields(
         ).items():
             kept[name] = kept.get(name, 0) + stayed
     blocks = [(part.block, part.bits) for part, _ in parts]
-    by = Written(list(fields), holder, stage.name)
+    by = Write(list(fields), holder, stage.name)
     state.written([block for block, _ in blocks], state.groups_of(blocks), by)
     return kept
 

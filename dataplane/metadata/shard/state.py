@@ -58,18 +58,18 @@ Note = Callable[[EventRecord, float | None], None]
 """Takes a record, and when what it is about began (monotonic), None where it took no time."""
 
 
-class Written(NamedTuple):
-    """Which fields were written, by which client, for which stage ("": by a put)."""
+class Write(NamedTuple):
+    """A write: its fields, the client, and the stage that it is for ("": a put)."""
 
     fields: Sequence[str] = ()
     worker: int = 0
     stage: str = ""
 
 
-NOBODY = Written()
+NO_WRITE = Write()
 
 
-def _became_ready(stage: Stage, by: Written) -> EventRecord:
+def _became_ready(stage: Stage, by: Write) -> EventRecord:
     for field in stage.fields:
         if field in by.fields:
             break
@@ -575,7 +575,7 @@ class State:
             self.change(block, block.values.without(bits, gone))
 
     def written(
-        self, blocks: Sequence[Block], groups: Iterable[Group], by: Written = NOBODY
+        self, blocks: Sequence[Block], groups: Iterable[Group], by: Write = NO_WRITE
     ) -> int:
         """Update readiness after rows of these groups were written. Return how many closed
         groups count as made. The start version of an open group depends on what was leased and

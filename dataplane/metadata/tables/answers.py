@@ -18,7 +18,7 @@ from dataplane.wire.tables import Change, Owner
 AnswerT = TypeVar("AnswerT")
 
 
-class Given(Generic[AnswerT]):
+class CallerAnswers(Generic[AnswerT]):
     """The replies to one caller, by the numbers of its requests. None is below its floor."""
 
     __slots__ = ("answers", "floor")
@@ -38,7 +38,7 @@ class Answers:
     """The replies of one partition's shard."""
 
     def __init__(self) -> None:
-        self._callers: dict[Owner, Given[Body | None]] = {}
+        self._callers: dict[Owner, CallerAnswers[Body | None]] = {}
         """an answer of None: the change was settled before it arrived"""
 
     def __len__(self) -> int:
@@ -93,7 +93,7 @@ class Answers:
         self._callers.pop(caller, None)
 
     def _check(self, change: Change) -> None:
-        caller = self._callers.get(change.caller) or Given()
+        caller = self._callers.get(change.caller) or CallerAnswers()
         if change.number < max(change.floor, caller.floor):
             raise ChangeExpired(
                 f"change {change.number} arrived after its sender, peer {change.caller.peer}, had "
@@ -112,10 +112,10 @@ class Answers:
                 limit=MAX_CHANGES_ABOVE_FLOOR,
             )
 
-    def _raise_floor(self, change: Change) -> Given[Body | None]:
+    def _raise_floor(self, change: Change) -> CallerAnswers[Body | None]:
         caller = self._callers.get(change.caller)
         if caller is None:
-            caller = self._callers[change.caller] = Given()
+            caller = self._callers[change.caller] = CallerAnswers()
         caller.raise_floor(change.floor)
         return caller
 
@@ -126,5 +126,5 @@ class Answers:
             yield journal.Answers(owner, caller.floor, list(caller.answers.items()))  # type: ignore[arg-type]
 
     def enter(self, told: journal.Answers) -> None:
-        caller = self._callers[told.caller] = Given(told.floor)
+        caller = self._callers[told.caller] = CallerAnswers(told.floor)
         caller.answers = dict(told.given)

@@ -13,7 +13,7 @@ import secrets
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -49,7 +49,7 @@ _NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class ExportedPartition:
-    """What became of one partition."""
+    """The file of one partition, with its numbers of rows and bytes."""
 
     name: str
     file: str
@@ -106,16 +106,6 @@ def _new_directory(target: Path) -> Iterator[Path]:
         raise
 
 
-@dataclass(slots=True)
-class _Types:
-    """Which types of values each column of a partition has."""
-
-    names: dict[str, set[object]] = field(default_factory=dict)
-    """of the keys and the groups"""
-    tags: dict[str, set[object]] = field(default_factory=dict)
-    fields: dict[str, pa.DataType] = field(default_factory=dict)
-
-
 class _Part:
     """One partition, which is read twice."""
 
@@ -128,7 +118,11 @@ class _Part:
         bar: Bar,
     ) -> None:
         self.name = manifest.partitions[number].name
-        self.types = _Types()
+        self._kinds: dict[str, set[object]] = {}
+        """which types of values the keys and the groups have"""
+        self._tag_kinds: dict[str, set[object]] = {}
+        self._types: dict[str, pa.DataType] = {}
+        """by field"""
         self.known: dict[str, None] = {}
         """all its fields"""
         self._about = {
@@ -146,14 +140,14 @@ class _Part:
 
     def look(self) -> None:
         """Find the type of each column."""
-        types = self.types
+        types = self._types
         for rows in self._rows():
-            for kinds, columns in (types.names, rows.names), (types.tags, rows.tags):
+            for kinds, columns in (self._kinds, rows.names), (self._tag_kinds, rows.tags):
                 for name, told in columns.items():
                     kinds.setdefault(name, set()).update(map(_kind, told))
             for name, values in rows.fields.items():
                 found = self._array(name, values).type
-                types.fields[name] = self._common(name, types.fields.get(name, pa.null()), found)
+                types[name] = self._common(name, types.get(name, pa.null()), found)
 
     def write(self, directory: Path, target: Path) -> ExportedPartition:
         """Write the file, after `look`."""
@@ -198,29 +192,28 @@ class _Part:
         )
 
     def _schema(self) -> pa.Schema:
-        types = self.types
-        columns = [(name, _type_of(types.names.get(name, set()))) for name in _NAMES]
-        columns += [(self._shown_field(name), type_) for name, type_ in types.fields.items()]
-        columns += [(self._shown_tag(tag), _type_of(kinds)) for tag, kinds in types.tags.items()]
+        columns = [(name, _type_of(self._kinds.get(name, set()))) for name in _NAMES]
+        columns += [(self._shown_field(name), type_) for name, type_ in self._types.items()]
+        columns += [(self._shown_tag(tag), _type_of(of)) for tag, of in self._tag_kinds.items()]
         return pa.schema(columns, metadata=self._about)
 
     def _columns(self, rows: _RowsOfPart) -> list[pa.Array]:
-        """In the order of the schema."""
-        types, count = self.types, len(rows.names["key"])
-        columns = [_scalars(rows.names[name], types.names[name]) for name in _NAMES]
-        for name, type_ in types.fields.items():
+        """Return the columns of these rows, in the order of the schema."""
+        count = len(rows.names["key"])
+        columns = [_scalars(rows.names[name], self._kinds[name]) for name in _NAMES]
+        for name, type_ in self._types.items():
             values = rows.fields.get(name)
             array = pa.nulls(count) if values is None else self._array(name, values)
             try:
                 columns.append(array.cast(type_))
             except pa.ArrowException as exc:
                 raise self._mixed(name, array.type, type_) from exc
-        for tag, kinds in types.tags.items():
+        for tag, kinds in self._tag_kinds.items():
             columns.append(_scalars(rows.tags.get(tag, [None] * count), kinds))
         return columns
 
     def _array(self, name: str, values: ColumnView) -> pa.Array:
-        """The values, and null where a row has none."""
+        """Return the values; null where a row has none."""
         absent = values.absent
         try:
             there = to_numpy(values.take(np.flatnonzero(~absent)), view=True)
@@ -232,7 +225,7 @@ class _Part:
         return array.take(pa.array(np.cumsum(~absent) - 1, mask=absent))
 
     def _common(self, name: str, one: pa.DataType, other: pa.DataType) -> pa.DataType:
-        """A type that holds the values of both."""
+        """Return a type that holds the values of both."""
         if one == other:
             return one
         schemas = [pa.schema([("x", type_)]) for type_ in (one, other)]
@@ -262,13 +255,13 @@ class _Part:
         return f"field.{name}" if name in _NAMES else name
 
     def _shown_tag(self, tag: str) -> str:
-        taken = tag in _NAMES or tag in self.types.fields
+        taken = tag in _NAMES or tag in self._types
         return f"tag.{tag}" if taken else tag
 
 
 @dataclass(slots=True)
 class _RowsOfPart:
-    """Some rows, with their values as they lie in memory."""
+    """Some rows, with views of their values in memory."""
 
     names: dict[str, list[Any]]
     tags: dict[str, list[Any]]
@@ -294,7 +287,7 @@ def _split(rows: _RowsOfPart) -> Iterator[_RowsOfPart]:
 
 
 def _kind(value: Any) -> object:
-    """The type of a key, group or tag; of an int also whether other types of number hold it."""
+    """Return the type of a key, group or tag; of an int also which other number types hold it."""
     if type(value) is not int:
         return type(value)
     if abs(value) <= 1 << 53:

@@ -171,7 +171,7 @@ class ColumnView(Sequence[Any]):
         name_of = self.name_of
         return type(self)(
             self.field,
-            cut(self.runs, stretches(chosen)),
+            cut(self.runs, row_runs(chosen)),
             None if name_of is None else lambda row: name_of(int(chosen[row])),
             self.owner_of,
         )
@@ -371,8 +371,8 @@ def _is_corrupt(column: ChunkColumn, row: int) -> bool:
     return False
 
 
-def stretches(rows: npt.NDArray[np.intp]) -> list[tuple[int, int]]:
-    """Split these rows into ranges of consecutive rows, each as (first, last + 1)."""
+def row_runs(rows: npt.NDArray[np.intp]) -> list[tuple[int, int]]:
+    """Split these rows into runs of consecutive rows, each as (first, last + 1)."""
     if not len(rows):
         return []
     bounds = [0, *(np.flatnonzero(rows[1:] - rows[:-1] != 1) + 1).tolist(), len(rows)]

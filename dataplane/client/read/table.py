@@ -24,7 +24,7 @@ from dataplane.client.read.column_view import (
     RowSpan,
     corrupt,
     cut,
-    stretches,
+    row_runs,
 )
 from dataplane.client.session.session import Session
 from dataplane.client.write.rows import Index, group_names, row_name, row_names, tag_values
@@ -71,7 +71,7 @@ class TableReader:
         self._rows: Index | None = None
         """those of the table, in this order; None: all"""
         self._chosen: list[tuple[int, int]] = []
-        """the same as stretches"""
+        """the same as runs: the first row of each, and the row after its last"""
         self._pages: list[TableReader] = []
         """the readers that were joined, in the order of their rows; [] for a single table"""
 
@@ -92,7 +92,7 @@ class TableReader:
         """A reader of only these rows, in this order."""
         part = copy(self)
         part._rows = rows if self._rows is None else self._rows[rows]
-        part._chosen = stretches(part._rows)
+        part._chosen = row_runs(part._rows)
         return part
 
     def view(self, field: str, name_of: NameOf | None = None) -> ColumnView:

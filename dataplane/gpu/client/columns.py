@@ -55,11 +55,11 @@ class DeviceTableReader(TableReader):
                 f"device arena of {opened.pool.nbytes} bytes"
             )
         # Of this memory a chunk's columns are only slices.
-        return cast(Memory, DeviceMemory(opened, offset, nbytes, self._pin))
+        return cast(Memory, DeviceBytes(opened, offset, nbytes, self._pin))
 
     def _open(self, number: int) -> list[ChunkColumn]:
         columns = super()._open(number)
-        if not any([isinstance(column.memory, DeviceMemory) for column in columns]):
+        if not any([isinstance(column.memory, DeviceBytes) for column in columns]):
             return columns
         return [
             DeviceChunkColumn(c.spec, c.rows, c.lengths, c.bounds, c.memory, c.start)
@@ -67,7 +67,7 @@ class DeviceTableReader(TableReader):
         ]
 
 
-class DeviceMemory:
+class DeviceBytes:
     """Bytes of a device arena that is open here. address: the first, in the peer's memory."""
 
     __slots__ = ("address", "nbytes", "opened", "pin")
@@ -81,9 +81,9 @@ class DeviceMemory:
     def __len__(self) -> int:
         return self.nbytes
 
-    def __getitem__(self, part: slice) -> DeviceMemory:
+    def __getitem__(self, part: slice) -> DeviceBytes:
         start, stop, _ = part.indices(self.nbytes)
-        return DeviceMemory(self.opened, self.address + start, stop - start, self.pin)
+        return DeviceBytes(self.opened, self.address + start, stop - start, self.pin)
 
     def array(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
         """An array of the device over the bytes; of another device than the client's, a private
@@ -97,9 +97,9 @@ class DeviceMemory:
 class DeviceChunkColumn(ChunkColumn):
     """A column of a chunk on a device."""
 
-    def device_memory(self, first: int, last: int) -> DeviceMemory:
+    def device_memory(self, first: int, last: int) -> DeviceBytes:
         """Where neighbouring rows lie."""
-        return cast(DeviceMemory, self.span(first, last))
+        return cast(DeviceBytes, self.span(first, last))
 
     def array(self, row: int) -> Array:
         memory, shape = self.device_memory(row, row + 1), self.shape_of(row)

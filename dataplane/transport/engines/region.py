@@ -22,9 +22,9 @@ from dataplane.wire.tables import PoolHandle
 Numbers = npt.NDArray[np.intp]
 
 
-class Segment(msgspec.Struct, array_like=True, frozen=True):
-    """A contiguous part of a region: `nbytes` from `start` in the region are at `address` in the
-    process that owns it. device: the number of its GPU there; also 0 for host memory."""
+class Stretch(msgspec.Struct, array_like=True, frozen=True):
+    """An address range: `nbytes` from `start` in the region are at `address` in its process.
+    device: the number of its GPU there; also 0 for host memory."""
 
     start: int
     address: int
@@ -32,24 +32,24 @@ class Segment(msgspec.Struct, array_like=True, frozen=True):
     device: int = 0
 
 
-class Segments:
-    """The segments of a region, local or remote. Raises ProtocolError if there are none."""
+class Stretches:
+    """The address ranges of a region, local or remote. Raises ProtocolError if there are none."""
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
-        if not segments:
+    def __init__(self, stretches: Sequence[Stretch]) -> None:
+        if not stretches:
             raise mixed_releases("the region is empty: expected at least one memory range")
-        self.all = tuple(sorted(segments, key=lambda one: one.start))
+        self.all = tuple(sorted(stretches, key=lambda one: one.start))
         columns = [(one.start, one.address, one.nbytes, one.device) for one in self.all]
         self._starts, self._addresses, self._sizes, self._devices = np.array(columns, np.uint64).T
 
     def which(self, offsets: Offsets) -> Numbers:
-        """Return the number of the segment in which each of these offsets would be."""
+        """The stretch in which each of these offsets would be."""
         found: Numbers = np.searchsorted(self._starts, offsets, side="right") - 1
         return np.maximum(found, 0)
 
     def descriptors(self, offsets: Offsets, nbytes: Offsets) -> npt.NDArray[np.uint64]:
-        """Return a row of address, length and device for each piece. Raise ProtocolError for one
-        outside the region."""
+        """A row of address, length and device for each piece. Raises ProtocolError for one
+        outside."""
         at = self.which(offsets)
         inside = offsets - self._starts[at]
         sizes = self._sizes[at]
@@ -77,16 +77,16 @@ class OpenRegion:
         self.on_gpu = any(placed.handle.kind == CUDA for placed in region.pools)
         """else it is host memory to every engine"""
         try:
-            segments = [self._opened(placed.start, placed.handle) for placed in region.pools]
+            stretches = [self._opened(placed.start, placed.handle) for placed in region.pools]
         except DeviceMissing as exc:
             raise TransportMissing(
                 f"cannot open the device arena: {exc.message}. Choose another --transport"
             ) from exc
         if not region.pools:
-            segments = [Segment(0, region.address, region.nbytes)]
-        self.segments = Segments(segments)
+            stretches = [Stretch(0, region.address, region.nbytes)]
+        self.stretches = Stretches(stretches)
 
-    def _opened(self, start: int, handle: PoolHandle) -> Segment:
+    def _opened(self, start: int, handle: PoolHandle) -> Stretch:
         if self._by_one and self.devices:
             device = self.devices[0]
             pool = mapped(device, handle)
@@ -95,7 +95,7 @@ class OpenRegion:
             pool = device.open(handle)
             self.devices.append(device)
         self._pools.append(pool)
-        return Segment(start, pool.address, pool.nbytes, device.number)
+        return Stretch(start, pool.address, pool.nbytes, device.number)
 
     def bind(self) -> None:
         """Prepare this thread for an engine that finds the devices' contexts by itself."""

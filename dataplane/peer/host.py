@@ -23,7 +23,7 @@ from dataplane.errors import PartitionGone, StaleEpoch, Unavailable
 from dataplane.events.ring import Ring
 from dataplane.latest import Latest
 from dataplane.memory.arena import Arena
-from dataplane.memory.lent import Lent
+from dataplane.memory.remote_references import RemoteReferences
 from dataplane.memory.space import Space
 from dataplane.metadata.roster.roster import Flags, Heirs, Roster
 from dataplane.metadata.shard.reasons import Notices
@@ -255,7 +255,7 @@ class Host:
     """of leases, claims and permits; changes have numbers of their own"""
     founding: tuple[int, int]
     """epoch of the first roster: equal seeds give equal ones"""
-    lent: Lent = field(default_factory=Lent)
+    remote_references: RemoteReferences = field(default_factory=RemoteReferences)
     """references to values here that shards at other peers hold"""
     heirs: Heirs = field(default_factory=Heirs)
     entries: dict[str, Entry] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What an owner keeps of its values when the peers that it had lent them to are lost."""
+"""Which values an owner keeps when peers that had references to them are lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from dataplane.errors import LimitExceeded
 from dataplane.memory.admission import Admission
-from dataplane.memory.lent import Lent
+from dataplane.memory.remote_references import RemoteReferences
 from dataplane.memory.space import Space
 from dataplane.metadata.roster.authority import Authority
 from dataplane.metadata.roster.roster import Heirs, Roster
@@ -38,11 +38,16 @@ def lent_chunks(**host: Any) -> tuple[References, Any]:
     start = int(granted["offset"][0])
     written = np.array([(start, 64), (start + 4096, 64)], EXTENT)
     chunks = space.commit(1, written.tolist(), Admission.OPEN)
-    me = SimpleNamespace(space=space, owner=Owner("tcp://10.0.0.1:7101", 1), lent=Lent(), **host)
+    me = SimpleNamespace(
+        space=space,
+        owner=Owner("tcp://10.0.0.1:7101", 1),
+        remote_references=RemoteReferences(),
+        **host,
+    )
     room = SimpleNamespace(release=space.release)
     mesh = SimpleNamespace(handlers={})
     references = References(me, mesh, room)  # type: ignore[arg-type]
-    references.lent.lend(LOST, chunks)
+    references.remote_references.add(LOST, chunks)
     return references, chunks
 
 
@@ -68,7 +73,7 @@ def test_what_was_lent_to_a_lost_peer_is_free_when_its_heir_began_empty(
     told = Inherited(YET_TO_COME, b"", b"", began)
     references.inherited(Caller(HEIR.peer, HEIR.incarnation), told)
     # One that came before it was given the shards may have had copies of them: it says which.
-    assert references.host.space.alive(chunks).sum() == len(references.lent) == kept
+    assert references.host.space.alive(chunks).sum() == len(references.remote_references) == kept
 
 
 def test_an_heir_keeps_what_it_names_and_the_rest_is_free() -> None:
@@ -76,7 +81,7 @@ def test_an_heir_keeps_what_it_names_and_the_rest_is_free() -> None:
     told = Inherited(LOST, chunks[:1].tobytes(), np.ones(1, "<u4").tobytes())
     references.inherited(Caller(HEIR.peer, HEIR.incarnation), told)
     assert references.host.space.alive(chunks).tolist() == [True, False]
-    assert references.lent.peers == [HEIR]
+    assert references.remote_references.peers == [HEIR]
 
 
 class SlowToInherit:
@@ -109,18 +114,18 @@ async def test_what_an_heir_lets_go_at_once_is_free_although_the_owner_hears_lat
 ):
     owner, chunks = lent_chunks(heirs=heirs(Takeover(LOST, HEIR, TOLD_AT)))
     way = SlowToInherit(owner)
-    me: Any = SimpleNamespace(owner=HEIR, lent=Lent(), progress=Progress())
+    me: Any = SimpleNamespace(owner=HEIR, remote_references=RemoteReferences(), progress=Progress())
     heir = References(me, way, None)  # type: ignore[arg-type]
     held = np.ones(2, "<u4")
     heir.took_over(owner.host.owner, Inherited(LOST, chunks.tobytes(), held.tobytes()))
     heir.let_go(owner.host.owner, chunks[:1], held[:1])
     await asyncio.gather(*way.tasks)
     assert owner.host.space.alive(chunks).tolist() == [False, True]
-    assert len(owner.lent) == 1
+    assert len(owner.remote_references) == 1
     # And what it lets go later, at once.
     heir.let_go(owner.host.owner, chunks[1:], held[1:])
     await way.tasks[-1]
-    assert owner.host.space.alive(chunks).sum() == len(owner.lent) == 0
+    assert owner.host.space.alive(chunks).sum() == len(owner.remote_references) == 0
 
 
 async def test_an_heir_that_holds_more_than_a_message_can_name_says_so_in_several(
@@ -136,21 +141,21 @@ async def test_an_heir_that_holds_more_than_a_message_can_name_says_so_in_severa
         held.append(space.commit(1, written.tolist(), Admission.OPEN))
         space.hold(held[-1])
     chunks = np.concatenate(held)
-    owner.lent.lend(LOST, np.concatenate([*held[1:], *held[1:]]))
+    owner.remote_references.add(LOST, np.concatenate([*held[1:], *held[1:]]))
     way = SlowToInherit(owner)
-    me: Any = SimpleNamespace(owner=HEIR, lent=Lent(), progress=Progress())
+    me: Any = SimpleNamespace(owner=HEIR, remote_references=RemoteReferences(), progress=Progress())
     heir = References(me, way, None)  # type: ignore[arg-type]
     taken, counts = chunks[[0, 1, 2, 3, 4, 3]], np.ones(6, "<u4")
     heir.took_over(owner.host.owner, Inherited(LOST, taken.tobytes(), counts.tobytes()))
     await asyncio.gather(*way.tasks)
-    assert owner.lent.peers == [HEIR] and len(owner.lent) == 5
+    assert owner.remote_references.peers == [HEIR] and len(owner.remote_references) == 5
     assert space.alive(chunks).tolist() == [True] * 5 + [False]
     for first in way.told[:2]:  # asked again: nobody is sure that it was heard
         owner.inherited(Caller(HEIR.peer, HEIR.incarnation), first)
     heir.let_go(owner.host.owner, taken, counts)
     await way.tasks[-1]
     assert [len(one.chunks) // 8 for one in way.told] == [2, 2, 1]
-    assert space.alive(chunks).sum() == len(owner.lent) == 0
+    assert space.alive(chunks).sum() == len(owner.remote_references) == 0
 
 
 async def test_an_owner_that_refused_to_let_go_of_values_is_told_again() -> None:
@@ -172,18 +177,19 @@ async def test_an_owner_that_refused_to_let_go_of_values_is_told_again() -> None
         return False
 
     host: Any = SimpleNamespace(
-        owner=HEIR, lent=Lent(), progress=Progress(), roster=None, now=lambda: 0.0,
+        owner=HEIR, remote_references=RemoteReferences(), progress=Progress(), roster=None,
+        now=lambda: 0.0,
         another_roster=another_roster,
     )  # fmt: skip
     way.tell = tell  # type: ignore[assignment, method-assign]
     heir = References(host, way, None)  # type: ignore[arg-type]
     twice = np.full(2, 2, "<u4")
     owner.host.space.hold(chunks)
-    owner.lent.lend(HEIR, chunks)  # another value of theirs, which stays
+    owner.remote_references.add(HEIR, chunks)  # another value of theirs, which stays
     heir.let_go(owner.host.owner, chunks, counts)
     await asyncio.gather(*way.tasks)
     assert owner.host.space.alive(chunks).sum() == 2 and told == [1, 2]
-    assert owner.lent.returned(HEIR, chunks, twice).tolist() == [1, 1]
+    assert owner.remote_references.release(HEIR, chunks, twice).tolist() == [1, 1]
 
 
 async def test_what_is_taken_over_while_frees_wait_for_the_backup_is_told_before_them() -> None:
@@ -191,7 +197,7 @@ async def test_what_is_taken_over_while_frees_wait_for_the_backup_is_told_before
     owner, chunks = lent_chunks(heirs=heirs(Takeover(LOST, HEIR, TOLD_AT)))
     there, held = owner.host.owner, np.ones(2, "<u4")
     way, progress = SlowToInherit(owner), Progress()
-    me: Any = SimpleNamespace(owner=HEIR, lent=Lent(), progress=progress)
+    me: Any = SimpleNamespace(owner=HEIR, remote_references=RemoteReferences(), progress=progress)
     heir = References(me, way, None)  # type: ignore[arg-type]
     progress.required, progress.done = True, 1
     heir.let_go(there, chunks[:0], held[:0])
@@ -200,7 +206,7 @@ async def test_what_is_taken_over_while_frees_wait_for_the_backup_is_told_before
     heir.let_go(there, chunks, held)
     progress.move(1)
     await asyncio.gather(*way.tasks)
-    assert owner.host.space.alive(chunks).sum() == len(owner.lent) == 0
+    assert owner.host.space.alive(chunks).sum() == len(owner.remote_references) == 0
 
 
 def rosters_of_a_takeover_of_a_takeover() -> tuple[Roster, Roster, Roster, Owner, Owner, Owner]:
@@ -226,7 +232,7 @@ def rosters_of_a_takeover_of_a_takeover() -> tuple[Roster, Roster, Roster, Owner
 
 
 @pytest.mark.parametrize("misses_one", [False, True])
-def test_an_owner_that_missed_a_roster_knows_whose_the_values_are_that_it_lent(
+def test_an_owner_that_missed_a_roster_knows_whose_references_there_are(
     misses_one: bool,
 ) -> None:
     before, middle, after, lost, between, heir = rosters_of_a_takeover_of_a_takeover()
@@ -235,12 +241,12 @@ def test_an_owner_that_missed_a_roster_knows_whose_the_values_are_that_it_lent(
     for old, new in pairwise(seen):
         known.follow(old, new)
     references, chunks = lent_chunks(heirs=known)
-    references.lent.lost(LOST)
-    references.lent.lend(lost, chunks)
+    references.remote_references.lost(LOST)
+    references.remote_references.add(lost, chunks)
     told = Inherited(between, chunks[:1].tobytes(), np.ones(1, "<u4").tobytes())
     references.inherited(Caller(heir.peer, heir.incarnation), told)
     assert references.host.space.alive(chunks).tolist() == [True, False]
-    assert references.lent.peers == [heir]
+    assert references.remote_references.peers == [heir]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from dataplane.errors import BackPressure, StaleEpoch
 from dataplane.memory.admission import Admission
-from dataplane.memory.lent import Lent
+from dataplane.memory.remote_references import RemoteReferences
 from dataplane.memory.space import Space
 from dataplane.metadata.roster.authority import Authority
 from dataplane.metadata.roster.roster import Roster
@@ -417,7 +417,11 @@ async def test_what_rows_held_that_went_while_it_was_silent_is_let_go_once() -> 
     store.put(wrote(named(["a", "b"], ["g", "h"]), columns, [HERE, DEAD]))
 
     plane = Plane()
-    plane.host.entries, plane.host.space, plane.host.lent = {"p": Entry(store)}, space, Lent()
+    plane.host.entries, plane.host.space, plane.host.remote_references = (
+        {"p": Entry(store)},
+        space,
+        RemoteReferences(),
+    )
     plane.told.set()
     await asyncio.wait_for(plane.leaving.leave(plane.told), 10)
     assert plane.host.silent
@@ -436,9 +440,9 @@ async def test_what_rows_held_that_went_while_it_was_silent_is_let_go_once() -> 
     assert not len(plane.host.roster.shards_of(HERE.peer))
     plane.leaving.turned(old, plane.host.roster)
     _, held, counts = next(one for one in store.holdings() if one[0] == HERE)
-    space.release(*plane.host.lent.inherited([HERE], HEIR, held, counts))
+    space.release(*plane.host.remote_references.inherited([HERE], HEIR, held, counts))
     assert space.alive(chunks)[0]  # the heir's row reads it there
-    space.release(held, plane.host.lent.returned(HEIR, held, counts))
+    space.release(held, plane.host.remote_references.release(HEIR, held, counts))
     assert not space.alive(chunks).any()
 
 

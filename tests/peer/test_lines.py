@@ -13,7 +13,7 @@ import pytest
 from dataplane.errors import BackPressure, LeaseExpired, ProtocolError
 from dataplane.events.ring import Ring
 from dataplane.memory.admission import Admission
-from dataplane.memory.lent import Lent
+from dataplane.memory.remote_references import RemoteReferences
 from dataplane.memory.space import Space
 from dataplane.metadata.shard import inspection
 from dataplane.metadata.shard.reasons import Notices
@@ -44,7 +44,8 @@ async def settled() -> None:
 async def test_a_small_reservation_does_not_overtake_a_large_one() -> None:
     space = Space(16 * PAGE)
     host: Any = SimpleNamespace(
-        space=space, now=lambda: 0.0, notices=Notices(), events=Ring(), entries={}, lent=Lent(),
+        space=space, now=lambda: 0.0, notices=Notices(), events=Ring(), entries={},
+        remote_references=RemoteReferences(),
         who=str,
     )  # fmt: skip
     room = Room(host, NOBODY)
@@ -90,7 +91,8 @@ async def test_what_rows_lack_is_counted_in_pieces() -> None:
 async def test_space_of_a_refused_put_goes_to_a_call_that_waits() -> None:
     space, me = Space(16 * PAGE), Owner("tcp://a", 7)
     host: Any = SimpleNamespace(
-        space=space, now=lambda: 0.0, notices=Notices(), events=Ring(), entries={}, lent=Lent(),
+        space=space, now=lambda: 0.0, notices=Notices(), events=Ring(), entries={},
+        remote_references=RemoteReferences(),
         who=str, owner=me,
     )  # fmt: skip
     room = Room(host, NOBODY)
@@ -116,7 +118,8 @@ async def test_who_waits_for_a_stretch_is_told_that_what_is_free_is_in_pieces() 
         entries[f"step-{n}"] = Entry(Store(f"step-{n}", Definition(), 1))
         put(entries[f"step-{n}"].store, list(range(n)))
     host: Any = SimpleNamespace(
-        name="a", space=space, now=lambda: 0.0, notices=Notices(), entries=entries, lent=Lent(),
+        name="a", space=space, now=lambda: 0.0, notices=Notices(), entries=entries,
+        remote_references=RemoteReferences(),
         events=Ring(), owner=OWNERS[0], roster=SimpleNamespace(owners=[]),
         who=lambda holder: "pid 7",
     )  # fmt: skip
@@ -140,7 +143,8 @@ async def test_who_waits_for_a_stretch_is_told_that_what_is_free_is_in_pieces() 
 async def test_room_that_came_as_it_was_given_up_goes_to_the_next() -> None:
     space = Space(16 * PAGE)
     host: Any = SimpleNamespace(
-        space=space, now=lambda: 0.0, notices=Notices(), events=Ring(), entries={}, lent=Lent(),
+        space=space, now=lambda: 0.0, notices=Notices(), events=Ring(), entries={},
+        remote_references=RemoteReferences(),
         who=str,
     )  # fmt: skip
     room = Room(host, NOBODY)
@@ -158,7 +162,8 @@ async def test_room_that_came_as_it_was_given_up_goes_to_the_next() -> None:
 async def test_bytes_that_claims_may_pull_come_back_once_and_go_to_who_waits() -> None:
     space = Space(16 * PAGE)
     host: Any = SimpleNamespace(
-        space=space, now=lambda: 0.0, notices=Notices(), events=Ring(), entries={}, lent=Lent(),
+        space=space, now=lambda: 0.0, notices=Notices(), events=Ring(), entries={},
+        remote_references=RemoteReferences(),
         who=str,
     )  # fmt: skip
     room = Room(host, NOBODY)
@@ -182,7 +187,8 @@ async def test_room_of_what_was_added_in_vain_goes_to_who_waits_for_it() -> None
     host: Any = SimpleNamespace(
         space=space, now=lambda: 0.0, notices=Notices(), events=Ring(), who=str,
         owner=Owner("tcp://10.0.0.1:7101", 1),
-        lent=Lent(), entry=lambda *partition: None, caller=lambda session: None,
+        remote_references=RemoteReferences(), entry=lambda *partition: None,
+        caller=lambda session: None,
     )  # fmt: skip
     room, nothing = Room(host, NOBODY), SimpleNamespace()
     grants = Grants(host, room, nothing)  # type: ignore[arg-type]

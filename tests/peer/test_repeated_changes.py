@@ -58,7 +58,7 @@ class Shard:
             shard=lambda *of: entry,
             check_still=lambda *of: None,
             speak=lambda: None,
-            lent=None,
+            remote_references=None,
             owner=None,
             now=lambda: 0.0,
         )

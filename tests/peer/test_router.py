@@ -19,7 +19,7 @@ from dataplane.errors import (
     StaleEpoch,
     Unavailable,
 )
-from dataplane.memory.lent import Lent
+from dataplane.memory.remote_references import RemoteReferences
 from dataplane.metadata.roster.roster import Heirs, Roster
 from dataplane.peer.host import CallContext, Caller, call_context
 from dataplane.peer.net.router import LEAST_S, MOST_WITHDRAWN, RETRY_S, TURN_S, Router
@@ -55,7 +55,7 @@ class Asked:
             caller=lambda session=0: Caller(HERE, 1, session),
             space=SimpleNamespace(hold=lambda chunks: None, release=lambda *chunks: None),
             put_by_clients=0,
-            lent=Lent(),
+            remote_references=RemoteReferences(),
             heirs=Heirs(),
             owner=Owner(HERE, 1),
             roster=at(first, THERE),

@@ -19,7 +19,7 @@ from dataplane.errors import (
 )
 from dataplane.memory.admission import Admission
 from dataplane.memory.extents import Records
-from dataplane.memory.lent import Lent
+from dataplane.memory.remote_references import RemoteReferences
 from dataplane.memory.space import Space
 from dataplane.metadata.roster.roster import Heirs, Roster
 from dataplane.metadata.tables.answers import Answers
@@ -95,10 +95,10 @@ class Near:
         self.ack = Finish(5, "ack", partition="p", generation=1)
         self.between: Callable[[], None] = lambda: None
         """called before the ack is repeated"""
-        self.lent = Lent()
+        self.remote_references = RemoteReferences()
         self.host = SimpleNamespace(
             space=self.space,
-            lent=self.lent,
+            remote_references=self.remote_references,
             roster=SEEDS,
             heirs=Heirs(),
             address=HERE,
@@ -137,9 +137,9 @@ def test_what_was_not_answered_is_found_out(lost: str, taken: bool) -> None:
         near.far.loses.add(lost)
         with pytest.raises(Unavailable):
             await near.hand_over()
-        assert len(near.lent) == len(near.outgoing) == 1
+        assert len(near.remote_references) == len(near.outgoing) == 1
         await near.ended()
-        assert near.far.carried_out == len(near.lent) == taken
+        assert near.far.carried_out == len(near.remote_references) == taken
         assert near.used_bytes == (4096 if taken else 0)
         assert len(near.outgoing) == 0
 
@@ -155,7 +155,7 @@ def test_a_change_that_was_applied_before_its_peer_failed_keeps_its_values() -> 
         with pytest.raises(InternalError):
             await near.hand_over()
         await near.ended()
-        assert near.far.carried_out == len(near.lent) == 1
+        assert near.far.carried_out == len(near.remote_references) == 1
         assert (near.used_bytes, len(near.outgoing)) == (4096, 0)
 
     asyncio.run(scenario())
@@ -171,7 +171,7 @@ def test_what_was_given_up_is_not_carried_out_later() -> None:
         await near.ended()
         with pytest.raises(ChangeExpired):
             await near.far.call(THERE, near.ack)
-        assert near.far.carried_out == len(near.lent) == 0
+        assert near.far.carried_out == len(near.remote_references) == 0
 
     asyncio.run(scenario())
 
@@ -183,8 +183,10 @@ def test_a_second_attempt_takes_no_second_reference() -> None:
         near.between = near.far.loses.clear
         await near.hand_over()
         await near.ended()
-        assert near.far.carried_out == len(near.lent) == 1
-        assert near.lent.returned(TO, near.chunks, np.full(1, 9, np.uint32)).tolist() == [1]
+        assert near.far.carried_out == len(near.remote_references) == 1
+        assert near.remote_references.release(
+            TO, near.chunks, np.full(1, 9, np.uint32)
+        ).tolist() == [1]
 
     asyncio.run(scenario())
 
@@ -195,7 +197,7 @@ def test_a_refusal_lets_go_unless_an_earlier_attempt_is_in_doubt() -> None:
         near.far.refuses = PartitionGone("dropped")
         with pytest.raises(PartitionGone):
             await near.hand_over()
-        assert len(near.lent) == len(near.outgoing) == 0
+        assert len(near.remote_references) == len(near.outgoing) == 0
         near.far.refuses, near.far.loses = None, {"answers"}
 
         def dropped() -> None:
@@ -206,7 +208,7 @@ def test_a_refusal_lets_go_unless_an_earlier_attempt_is_in_doubt() -> None:
             await near.hand_over()
         assert len(near.outgoing) == 1
         await near.ended()
-        assert len(near.lent) == near.far.carried_out == 1
+        assert len(near.remote_references) == near.far.carried_out == 1
 
     asyncio.run(scenario())
 
@@ -223,6 +225,6 @@ def test_a_peer_that_is_lost_is_asked_no_more(had_shards: bool) -> None:
             near.host.heirs._enter(TO, Owner(HERE, 1), 2)
         await near.ended()
         assert len(near.outgoing) == 0
-        assert len(near.lent) == had_shards  # until its heir says what it holds
+        assert len(near.remote_references) == had_shards  # until its heir says what it holds
 
     asyncio.run(scenario())

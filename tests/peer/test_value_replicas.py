@@ -16,7 +16,7 @@ import pytest
 from dataplane.errors import BackPressure, DeadlineExceeded, StaleEpoch, Unavailable
 from dataplane.events.ring import Ring
 from dataplane.memory.admission import Admission
-from dataplane.memory.lent import Lent
+from dataplane.memory.remote_references import RemoteReferences
 from dataplane.memory.space import PULLER, Space
 from dataplane.metadata.roster.authority import Authority
 from dataplane.metadata.roster.roster import Roster
@@ -106,7 +106,7 @@ class Peer:
             events=Ring(),
             entries={},
             name="here",
-            lent=Lent(),
+            remote_references=RemoteReferences(),
             who=str,
             speak=lambda: None,
             another_roster=self._another_roster,

@@ -256,8 +256,10 @@ def left_behind(peer: Peer) -> list[str]:
         )
     if len(peer.outgoing):
         wrong.append(f"{peer.host.name} waits for what became of changes: {peer.outgoing.numbers}")
-    if len(peer.references.lent):
-        wrong.append(f"{peer.host.name} has {len(peer.references.lent)} chunks lent for nothing")
+    if len(peer.references.remote_references):
+        wrong.append(
+            f"{peer.host.name} has {len(peer.references.remote_references)} chunks lent for nothing"
+        )
     if peer.claims.waiting or len(peer.calls):
         waiting = peer.claims.waiting + len(peer.calls)
         wrong.append(f"{waiting} claims wait at {peer.host.name} for nobody")

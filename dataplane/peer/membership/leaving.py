@@ -268,7 +268,7 @@ class Leaving:
         for entry in self.host.entries.values():
             for owner, chunks, counts in entry.store.holdings():
                 if owner == self.host.owner:
-                    self.host.lent.lend(owner, np.repeat(chunks, counts))
+                    self.host.remote_references.add(owner, np.repeat(chunks, counts))
 
     def clear(self) -> list[str]:
         """Return leaving members that hold no value of this peer's rows."""

@@ -1,9 +1,10 @@
 """Sends changes to the shards of their partitions, wherever the shards are.
 
-A change gets a number, and each attempt to send it carries that number. The values that it names
-are lent to the peer that is asked. A peer that did not reply may have applied the change. After
-the call, this peer asks it until it replies or is no longer a member: values of an applied change
-stay referenced, and a change that was not applied never will be, so its values are released.
+A change gets a number, and each attempt to send it carries that number. The peer that is asked gets
+references to the values that the change names. A peer that did not reply may have applied the
+change. After the call, this peer asks it until it replies or is no longer a member: values of an
+applied change stay referenced, and a change that was not applied never will be, so its values are
+released.
 A change ends when no such peer is left. Then the floor may rise, below which all have ended.
 """
 
@@ -50,7 +51,7 @@ class OutgoingChanges:
         self.router = router
         self.numbers = ChangeNumbers(host.owner)
         self._asked: dict[int, dict[Owner, Array]] = {}
-        """by number of a change: the peers that may have applied it, and the chunks lent to each"""
+        """by number of a change: the peers that may have applied it, and the chunks of each"""
 
     def __len__(self) -> int:
         """The number of changes that have not ended."""
@@ -77,8 +78,8 @@ class OutgoingChanges:
 
     async def _attempt(self, roster: Roster, body: Any, caller: Caller, carried: Array) -> Any:
         """Send the change once. Release values that the shard rejects. If another peer does not
-        reply, they stay lent to it."""
-        home, space, lent = roster.home(body.partition), self.host.space, self.host.lent
+        reply, it keeps its references."""
+        home, space = roster.home(body.partition), self.host.space
         if home == self.host.address:
             was_applied = self._is_applied(body)
             space.hold(carried)
@@ -88,14 +89,14 @@ class OutgoingChanges:
                 if was_applied or not self._is_applied(body):
                     space.release(carried)
                 raise
-        # A peer that cannot be reached gets nothing, so nothing is lent to it.
+        # A peer that cannot be reached gets nothing, so it has no references.
         hello = self.mesh.linked(home) or await self.mesh.hello(home)
         to, number = Owner(home, hello.incarnation), body.change.number
         was_asked = to in self._asked.get(number, ())
         if not was_asked:
             if len(carried):
                 space.hold(carried)
-                lent.lend(to, carried)
+                self.host.remote_references.add(to, carried)
             self._asked.setdefault(number, {})[to] = carried
         try:
             done = await self.mesh.call(
@@ -152,14 +153,14 @@ class OutgoingChanges:
 
     def _resolve(self, number: int, to: Owner, applied: bool) -> None:
         """Note whether a peer applied a change. Release values that it did not take, and no more
-        than are still lent to it: the peer may have been lost meanwhile."""
+        than it still references: the peer may have been lost meanwhile."""
         chunks = self._asked.get(number, {}).pop(to, None)
         if chunks is None:
             return
         if not self._asked[number]:
             del self._asked[number]
         if not applied and len(chunks):
-            counts = self.host.lent.returned(to, chunks, np.ones(len(chunks), U4))
+            counts = self.host.remote_references.release(to, chunks, np.ones(len(chunks), U4))
             self.host.space.release(chunks, counts)
 
 

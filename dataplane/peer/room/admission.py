@@ -300,7 +300,8 @@ class Room:
             return
         self._asked_at, roster = now, host.roster
         copied = [o for o in roster.owners if roster.backup_of(o.peer)[0] == host.address]
-        asked = sorted({*host.lent.peers, *copied}, key=host.lent.count, reverse=True)
+        remote = host.remote_references
+        asked = sorted({*remote.peers, *copied}, key=remote.count, reverse=True)
         self._activities = dict.fromkeys(asked[:MAX_ASKED])
         self._asking = [self._mesh.spawn(self._ask(owner)) for owner in self._activities]
 
@@ -350,13 +351,14 @@ class Room:
 
     def _full(self, waiter: Waiter, why: str) -> BackPressure:
         host, stats, now = self._host, self.space.stats(), self._host.now()
+        remote = host.remote_references
         kept, more = list(self._kept[0]), self._kept[1]
         silent: list[tuple[str, int]] = []
         for owner, activity in self._activities.items():
             if activity is not None:
                 kept += activity.kept
                 more += activity.more
-            elif values := host.lent.count(owner):
+            elif values := remote.count(owner):
                 silent.append((self._mesh.others.name(owner.peer), values))
         kept.sort(key=lambda one: -one.nbytes)
         needed = int(waiter.units[0].sum())
@@ -384,7 +386,7 @@ class Room:
             kept,
             more,
             silent,
-            sum([host.lent.count(one) for one in host.lent.peers if one not in self._activities]),
+            sum([remote.count(one) for one in remote.peers if one not in self._activities]),
             [(h["holder"], h["granted_bytes"] + h["pinned_bytes"]) for h in holders],
             any(subject.kind == "claim" for subject, *_ in host.notices.waits(now)),
             [*remarks, *([beyond] if beyond else [])],
@@ -445,7 +447,8 @@ class Room:
         entries = self._host.entries.values()
         entry = max(entries, key=lambda one: len(one.store), default=None)
         if entry is None or not len(entry.store):
-            return "rows of partitions that other peers serve" if len(self._host.lent) else ""
+            elsewhere = len(self._host.remote_references)
+            return "rows of partitions that other peers serve" if elsewhere else ""
         now, name = self._host.now(), f"rows of partition {entry.name!r}"
         if entry.store.definition.free == "drop":
             return f"{name}, which stay until they are dropped"

@@ -1,9 +1,9 @@
 """References of shards to values in arenas: bytes live as long as a shard references them.
 
 Shards here reference values of this peer and of other peers, and tell the owner when a reference
-ends. Shards on other peers reference values here (`lent`). If such a peer dies, the peer that
-takes over its shards reports its references. Before this peer frees a value, it finds out which
-peer took over which shards.
+ends. Shards on other peers reference values here, see `RemoteReferences`. If such a peer dies,
+the peer that takes over its shards reports its references. Before this peer frees a value, it finds
+out which peer took over which shards.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class References:
         self.host = host
         self.mesh = mesh
         self.room = room
-        self.lent = host.lent
+        self.remote_references = host.remote_references
         self._freed: dict[Owner, list[tuple[bytes, bytes]]] = {}
         """released references to values of others that their owner was not told yet: numbers,
         counts"""
@@ -55,8 +55,8 @@ class References:
         """Return the earlier reply to a change, or None if the change is new. May raise
         ChangeExpired.
 
-        If another peer applied the change, its values were lent to that peer, and are now lent
-        to this one.
+        If another peer applied the change, that peer had references to its values, and this
+        one has them now.
         """
         change = body.change
         if change is None:
@@ -148,7 +148,7 @@ class References:
         counts = column(body.counts, U4, len(chunks))
         if body.number > self._heard.get(caller.owner, 0):
             self._heard[caller.owner] = body.number
-            self.room.release(chunks, self.lent.returned(caller.owner, chunks, counts))
+            self.room.release(chunks, self.remote_references.release(caller.owner, chunks, counts))
         return Done()
 
     def gone(self, owner: Owner) -> None:
@@ -157,7 +157,7 @@ class References:
         arrived."""
         self._heard.pop(owner, None)
         if self.host.heirs.heir(owner) == owner:
-            self.room.release(*self.lent.lost(owner))
+            self.room.release(*self.remote_references.lost(owner))
 
     def inherited(self, caller: Caller, body: Inherited) -> Body:
         """Handle the report of a peer that took over a lost peer's shards, or was assigned them
@@ -165,8 +165,10 @@ class References:
         chunks = column(body.chunks, U8)
         counts = column(body.counts, U4, len(chunks))
         heir = None if caller.owner == self.host.owner else caller.owner
-        origins = [o for o in self.lent.peers if self._is_about(body, caller.owner, o)]
-        self.room.release(*self.lent.inherited(origins, heir, chunks, counts, body.more))
+        origins = [o for o in self.remote_references.peers if self._is_about(body, caller.owner, o)]
+        self.room.release(
+            *self.remote_references.inherited(origins, heir, chunks, counts, body.more)
+        )
         return Done()
 
     def _is_about(self, body: Inherited, sender: Owner, owner: Owner) -> bool:

@@ -96,7 +96,7 @@ class Janitor:
             return False
         if self._linger_s is None or len(sessions):
             return bool(len(sessions))
-        unread = len(self.host.lent) > 0 or self.host.rows > 0
+        unread = len(self.host.remote_references) > 0 or self.host.rows > 0
         if self.is_over():
             return False
         linger_s = max(self._linger_s, self._linger_unread_s or 0) if unread else self._linger_s

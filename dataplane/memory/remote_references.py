@@ -1,8 +1,7 @@
 """References of other peers' shards to this arena's chunks, by the incarnation of that peer.
 
-Runs in the peer, without I/O. When such a peer is lost, it can no longer release anything
-itself, so these references are released for it. They also limit what a peer may release if it
-returns after all.
+Runs in the peer, without I/O. A peer that is lost can no longer release anything, so this
+one releases its references for it. They also limit what a peer may release if it returns.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dataplane.wire.tables import Owner
 Counts = npt.NDArray[np.uint32]
 
 
-class Lent:
+class RemoteReferences:
     """How many references to each chunk the shards of each peer hold. An `Owner` is one incarnation
     of a peer."""
 
@@ -30,38 +29,37 @@ class Lent:
         return sum(map(len, self._held.values()))
 
     def __repr__(self) -> str:
-        return f"<Lent {len(self)} chunks to {len(self._held)} peers>"
+        return f"<RemoteReferences {len(self)} chunks of {len(self._held)} peers>"
 
-    def lend(self, to: Owner, chunks: Numbers) -> None:
-        """Add one reference for each of these."""
-        held = self._held.setdefault(to, {})
-        for packed in chunks.tolist():
-            held[packed] = held.get(packed, 0) + 1
+    def add(self, holder: Owner, chunks: Numbers) -> None:
+        """Add one reference of this peer to each of these."""
+        held = self._held.setdefault(holder, {})
+        for number in chunks.tolist():
+            held[number] = held.get(number, 0) + 1
 
-    def returned(self, by: Owner, chunks: Numbers, counts: Counts) -> Counts:
-        """Return how many of these references the peer really had, and remove them."""
-        held = self._held.get(by, {})
+    def release(self, holder: Owner, chunks: Numbers, counts: Counts) -> Counts:
+        """Remove these references, as far as the peer had them. Return how many it had."""
+        held = self._held.get(holder, {})
         had = np.zeros(len(chunks), U4)
-        for at, (packed, count) in enumerate(zip(chunks.tolist(), counts.tolist(), strict=True)):
-            have = held.get(packed, 0)
+        for at, (number, count) in enumerate(zip(chunks.tolist(), counts.tolist(), strict=True)):
+            have = held.get(number, 0)
             had[at] = min(have, count)
             if have > count:
-                held[packed] = have - count
+                held[number] = have - count
             else:
-                held.pop(packed, None)
+                held.pop(number, None)
         if not held:
-            self._held.pop(by, None)
+            self._held.pop(holder, None)
         return had
 
-    def lost(self, to: Owner) -> tuple[Numbers, Counts]:
+    def lost(self, holder: Owner) -> tuple[Numbers, Counts]:
         """Remove all references of a lost peer, and return them: chunk numbers and u4 counts."""
-        held = self._held.pop(to, {})
-        return _columns(held)
+        return _columns(self._held.pop(holder, {}))
 
     def inherited(
         self,
         origins: Iterable[Owner],
-        heir: Owner | None,
+        successor: Owner | None,
         chunks: Numbers,
         counts: Counts,
         more: bool = False,
@@ -73,21 +71,21 @@ class Lent:
         had: dict[int, int] = {}
         for origin in origins:
             held = self._held.get(origin, {})
-            for packed in named if more else list(held):
-                had[packed] = had.get(packed, 0) + held.pop(packed, 0)
+            for number in named if more else list(held):
+                had[number] = had.get(number, 0) + held.pop(number, 0)
             if not held:
                 self._held.pop(origin, None)
-        held = self._held.setdefault(heir, {}) if heir is not None else {}
-        for packed, count in zip(named, counts.tolist(), strict=True):
-            kept = min(count, had.get(packed, 0))
+        held = self._held.setdefault(successor, {}) if successor is not None else {}
+        for number, count in zip(named, counts.tolist(), strict=True):
+            kept = min(count, had.get(number, 0))
             if kept:
-                held[packed] = held.get(packed, 0) + kept
-                had[packed] -= kept
-        return _columns({packed: count for packed, count in had.items() if count})
+                held[number] = held.get(number, 0) + kept
+                had[number] -= kept
+        return _columns({number: count for number, count in had.items() if count})
 
-    def count(self, to: Owner) -> int:
+    def count(self, holder: Owner) -> int:
         """The number of chunks that this peer's shards reference."""
-        return len(self._held.get(to, ()))
+        return len(self._held.get(holder, ()))
 
     @property
     def peers(self) -> list[Owner]:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import signal
+import threading
+from typing import Any
 
+import numpy as np
 import pytest
 
 import dataplane
+from dataplane.client._sync import put, space
+from dataplane.client._sync.calls import Call
 from tests.end_to_end.conftest import Cluster, until
 
 
@@ -42,3 +47,47 @@ def test_the_lease_of_a_dropped_partition_ends_with_its_batch(
         del batch
         until(lambda: not plane.stats()["leases"], "the lease ended")
     assert "garbage-collected" not in caplog.text  # its rows are gone, and nobody forgot them
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "before"),
+    [
+        (threading.Thread, "start", True),  # of the housekeeper
+        (threading.Thread, "start", False),
+        (space, "ask", True),
+        (Call, "answered", True),
+        (space, "placed", True),
+        (space, "placed", False),
+        (space, "copy_chunks", True),
+        (space, "copy_chunks", False),
+        (put, "pieces_of", True),
+        (put, "pieces_of", False),
+        (put, "chunks_of", False),
+    ],
+)
+def test_an_interrupted_put_loses_no_space(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, before: bool
+) -> None:
+    cluster.start("a")
+    values = [np.zeros(3 << 20, np.uint8)] * 2
+    called = getattr(owner, name)
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.setattr(owner, name, called)
+        if not before:
+            called(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    with cluster.connect("a") as watching, cluster.connect("a") as plane:
+        part = plane.partition("p", {"s": ["x"]})
+        monkeypatch.setattr(owner, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            part.put({"x": values}, timeout=20)
+
+        def arena() -> tuple[int, int]:
+            figures = watching.stats()["arena"]
+            return figures["granted_bytes"], figures["used_bytes"] - figures["cached_bytes"]
+
+        until(lambda: arena() == (0, 0), "the space is back")
+        part.put({"x": values}, timeout=20)
+        assert part.stats()["rows"] == 2

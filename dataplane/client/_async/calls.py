@@ -41,7 +41,7 @@ from dataplane.errors import (
     Unavailable,
 )
 from dataplane.wire.frames import encode
-from dataplane.wire.messages import UNHEARD, Body, Define, Defined, Request
+from dataplane.wire.messages import UNHEARD, Body, Define, Defined, Reply, Request
 from dataplane.wire.tables import Definition
 
 DEFAULT_TIMEOUT_S = 30.0
@@ -93,6 +93,7 @@ async def send(session: Session, call: Call) -> Body:
     connection to the same incarnation of the peer."""
     connections, frame = session.connections, b""
     connection, call.sent = call.sent, None
+    body: Body | None = None
     try:
         if connection is None:  # else it went along with the call before it
             connection = connections.idle() or await _opened(session, call)
@@ -109,6 +110,9 @@ async def send(session: Session, call: Call) -> Body:
                 return body
     except BaseException as exc:
         if connection is not None:
+            # After an interrupt, the housekeeper undoes what the reply grants.
+            if body is not None and connection.early is None:
+                connection.early = Reply(call.rid, body)  # type: ignore[arg-type]
             call.failed(session, connection, exc)
         raise
 

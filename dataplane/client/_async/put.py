@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -312,19 +313,20 @@ class Putting(msgspec.Struct, eq=False):
         handle, generation, until = self.handle, self.generation, self.deadline
         session = handle.session
         run, pin = [chunks_of(unit.pieces) for unit in units[done:stop]], 0
-        if any(run):
-            count, pin = await write_chunks(handle, generation, run, self.continuing, until)
-            stop = done + count
-        here = slice(done, stop)
-        pieces = pieces_of(units[here])
+        pieces: list[NewPiece] = []
         try:
+            if any(run):
+                count, pin = await write_chunks(handle, generation, run, self.continuing, until)
+                stop = done + count
+            here = slice(done, stop)
+            pieces = pieces_of(units[here])
             for other in self.others:
                 pieces += await other_memory.write(
                     other, handle, generation, here, self.continuing, until
                 )
             chunks, body = chunks_of(pieces), self._message(units, here, pieces, pin)
         except BaseException:
-            give_back(session, chunks_of(pieces))
+            give_back(session, [*chain.from_iterable(run), *chunks_of(pieces)])
             session.pinned(pin)
             raise
         first, last = units[done].first, units[stop - 1].last

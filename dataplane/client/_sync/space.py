@@ -132,15 +132,14 @@ def write_chunks(
 ) -> tuple[int, int]:
     """Reserve space for the chunks of the first of these units, and copy those that the peer does
     not have yet. Return the number of these units, and the pin of the shared chunks."""
-    session = handle.session
-    count, chunks, pin = room_for(handle, generation, units, continuing, deadline)
-    if not chunks:
-        return count, pin
+    session, pin = handle.session, 0
     try:
-        offload(lambda: copy_chunks(chunks, session.writes), room_of(chunks))
+        count, chunks, pin = room_for(handle, generation, units, continuing, deadline)
+        if chunks:
+            offload(lambda: copy_chunks(chunks, session.writes), room_of(chunks))
     except BaseException:
-        give_back(session, chunks)
-        for chunk in chain.from_iterable(units[:count]):
+        give_back(session, [*chain.from_iterable(units)])
+        for chunk in chain.from_iterable(units):
             chunk.number = None
         session.pinned(pin)
         raise
@@ -166,11 +165,19 @@ def room_for(
     chunks = list(dict.fromkeys(chain.from_iterable(units)))
     named = list(filter(_digest, chunks))
     if not named:
-        offset = slabs.take(room_of(chunks))
-        if offset is not None:
-            for chunk in chunks:
-                chunk.offset = offset
-                offset += chunk.space
+        nbytes = room_of(chunks)
+        start = slabs.take(nbytes)
+        if start is not None:
+            offset = start
+            try:
+                for chunk in chunks:
+                    chunk.offset = offset
+                    offset += chunk.space
+            except BaseException:  # an interrupt
+                for chunk in chunks:
+                    chunk.offset = -1
+                session.keep([(start, nbytes)])
+                raise
             return len(units), chunks, 0
         session.give_back(slabs.take_idle(0))  # perhaps somebody waits for it, or this call will
     asked: list[bytes] = []
@@ -181,10 +188,11 @@ def room_for(
         seen.update(first)
     body = Reserve(handle.name, generation, asked, continuing, digests_of(named), memory)
     where = "on the device" if memory else "in the arena"
+    session.tend()  # now, because an interrupt of it after the reply would lose the space
     reserved = ask(session, body, Reserved, deadline, f"waiting for space {where}")
-    chunks = list(dict.fromkeys(chain.from_iterable(units[: reserved.units])))
     left = space = column(reserved.extents, EXTENT).tolist()
     try:
+        chunks = list(dict.fromkeys(chain.from_iterable(units[: reserved.units])))
         if named:
             nbytes = sum([chunk.nbytes for chunk in named])
             offload(lambda: share(session, named, chunks, reserved), nbytes)
@@ -193,8 +201,9 @@ def room_for(
         for chunk, offset in zip(own, offsets, strict=True):
             chunk.offset = offset
     except BaseException:
-        for chunk in chunks:
-            chunk.number = None
+        left = space
+        for chunk in chain.from_iterable(units):
+            chunk.offset, chunk.number = -1, None
         session.pinned(reserved.pin)
         raise
     finally:
@@ -248,8 +257,8 @@ def named_again(
 
 def give_back(session: Session, chunks: Sequence[NewChunk]) -> None:
     """Return the space of chunks that no message has named to the slab."""
-    unsent = [chunk for chunk in chunks if chunk.offset >= 0]
-    if unsent:
-        session.keep(spaces_of(unsent))
-        for chunk in unsent:
-            chunk.offset = -1
+    unsent = [chunk for chunk in dict.fromkeys(chunks) if chunk.offset >= 0]
+    spaces = spaces_of(unsent)
+    for chunk in unsent:
+        chunk.offset = -1
+    session.keep(spaces)

@@ -242,12 +242,12 @@ class Session:
         stays mapped while the peer runs."""
         if not extents:
             return
-        self.tend()
         apart: dict[int, list[Extent]] = {}
         for extent in extents:
             apart.setdefault(bisect_right(self._pool_bases, extent[0]), []).append(extent)
         for memory, some in apart.items():
             self.give_back(self.slabs[memory].keep(some))
+        self.tend()
 
     def give_back(self, extents: Sequence[Extent]) -> None:
         """Return extents with the next call. Callable from a finalizer, so it takes no lock."""

@@ -233,6 +233,11 @@ _TABLE = (
         peer=lambda peer: peer.checkpoints.restore_here,
         once=Once.ANSWER,
     ),
+    Operation(
+        c.Restored,
+        client=lambda peer: peer.checkpoints.restored,
+        peer=lambda peer: peer.checkpoints.restored_here,
+    ),
     # what peers ask each other: who is there
     Operation(
         p.PeerHello, peer=lambda peer: peer.mesh.hello_here, sender=Sender.ANYBODY, held=False

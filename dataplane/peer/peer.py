@@ -167,7 +167,7 @@ class Peer:
         )
         self.finishing = finishing = Finishing(router, leases, self.writing)
         self.changes = Changes(host, outgoing, refs, parts, run_effects)
-        self.checkpoints = Checkpoints(self.writing, reading, router)
+        self.checkpoints = Checkpoints(self.writing, reading, router, self.sessions)
         self.directory = Directory(host, mesh, self.sessions, parts, self.config.run_dir)
         self.waits = Waits(host, router, self.sessions, self.directory)
         self.claims = Claims(host, router, finishing, reading, self.waits, room)

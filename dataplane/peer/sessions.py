@@ -101,6 +101,8 @@ class Sessions:
         self._quarantined: dict[int, Session] = {}
         self._over = Latest[int, tuple[str, str, float]](MAX_ENDED)
         """of sessions that are over: label, name in messages, when they ended"""
+        self.completing: dict[asyncio.Future[list[bool]], int] = {}
+        """sessions whose restores are complete: they count as connected until the shards know"""
         self.last_seen = host.now()
         self.came = False
         """there has been a client"""
@@ -171,6 +173,8 @@ class Sessions:
         if session is not None:
             return session.who, 0.0
         _, who, at = self._over.get(session_id, ("", "", 0.0))
+        if session_id in self.completing.values():
+            return who, 0.0
         return (who, max(1e-3, self._host.now() - at)) if who else None
 
     def label(self, session_id: int) -> str:

@@ -31,7 +31,7 @@ class Census(Body, tag=70):
 
 
 class CensusDone(Body, tag=71):
-    """The reply to `Census`. partitions: name → generation."""
+    """The reply to `Census`. partitions: name → generation, without those being restored."""
 
     partitions: dict[str, int]
 
@@ -99,5 +99,15 @@ class Restore(Body, tag=76):
     change: Change | None = None
 
 
-Asked = Census | Survey | Save | Restore
+class Restored(Body, tag=77):
+    """The restore of a partition is complete. others, from a client: further partitions of the same
+    restore, name → generation. The peer of the client tells all their shards, also if the client
+    ends."""
+
+    partition: str
+    generation: int
+    others: dict[str, int] = {}
+
+
+Asked = Census | Survey | Save | Restore | Restored
 Answered = CensusDone | SurveyDone | SaveDone

@@ -13,7 +13,7 @@ from typing import Literal, cast
 
 import msgspec
 
-from dataplane.wire.checkpoint import Restore
+from dataplane.wire.checkpoint import Restore, Restored
 from dataplane.wire.frames import decoded
 from dataplane.wire.messages import (
     Advance,
@@ -46,9 +46,11 @@ Parts = list[tuple[int, bytes]]
 
 
 class Begun(Body, tag=209):
-    """The partition was declared. Starts a new, empty copy."""
+    """The partition was declared. Starts a new, empty copy. restorer: the session that restores it;
+    0: none does."""
 
     definition: Definition
+    restorer: int = 0
 
 
 class Leased(Body, tag=201):
@@ -287,6 +289,7 @@ LogRecord = (
     | Lost
     | Relocated
     | Restore
+    | Restored
     | Groups
     | Blocks
     | Given

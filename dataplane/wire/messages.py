@@ -99,12 +99,14 @@ class Define(Body, tag=10):
     """Declare a partition. If `definition` is None, attach to it, and wait up to `wait_ms` for it.
 
     generation: of a partition to which the client has attached. The peer replies with its phase at
-    once, or with PartitionGone if that generation has ended."""
+    once, or with PartitionGone if that generation has ended. restores: the client restores the
+    partition, which must not exist yet. It is dropped if the client ends before `Restored`."""
 
     partition: str
     definition: Definition | None
     wait_ms: int = 0
     generation: int = 0
+    restores: bool = False
 
 
 class Defined(Body, tag=11):

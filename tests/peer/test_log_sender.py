@@ -438,6 +438,7 @@ async def test_a_snapshot_goes_in_pieces_and_what_happens_meanwhile_follows_it_o
     primary = Primary(backup)
     entry, other = primary.declare(), Entry(Store("q", Definition({"s": ["tokens"]}), 1))
     primary.host.entries["q"] = other
+    entry.store.restorer = other.store.restorer = 77
     primary.log_sender.watch(other)
     for n in range(50):
         put(entry.store, [f"before {n} {row}" for row in range(10)])
@@ -451,6 +452,7 @@ async def test_a_snapshot_goes_in_pieces_and_what_happens_meanwhile_follows_it_o
             put(other.store, [f"elsewhere {changes}"])
             dropped = [f"before {n} {changes % 10}" for n in (7, 35)]
             entry.store.drop(named(dropped[changes // 10 :]))
+            entry.store.restored()
             changes += 1
         assert primary.log_sender.carry(primary.roster.owners[1], b"1") is None
         await asyncio.sleep(0)
@@ -459,9 +461,11 @@ async def test_a_snapshot_goes_in_pieces_and_what_happens_meanwhile_follows_it_o
     for one in (entry.store, other.store):
         copy = Store(one.partition, one.declared, 1)
         begun, *ops = backup.ops_of(one.partition)
-        assert begun == Begun(one.declared)
+        assert begun == Begun(one.declared, 77)
+        copy.restorer = 77
         for op in ops:
             apply(copy, op)
+        assert copy.restorer == one.restorer == (0 if one is entry.store else 77)
         assert observed(copy) == observed(one)
     assert len(entry.store) == 500 and len(other.store) == 20
     await primary.end()

@@ -123,7 +123,7 @@ def test_a_restore_brings_no_rows_into_a_full_shard() -> None:
     shard.host.shard = lambda *_: shard.host.entries["p"]
     nothing, references = None, SimpleNamespace(answered=lambda *of: None)
     writing = Writing(shard.host, nothing, nothing, references, nothing, shard.share, nothing)  # type: ignore[arg-type]
-    checkpoints = Checkpoints(writing, nothing, router)  # type: ignore[arg-type]
+    checkpoints = Checkpoints(writing, nothing, router, nothing)  # type: ignore[arg-type]
     restore = Restore("p", 1, Rows(bytes(KEY.itemsize)), Values(), {}, Progress())
     with pytest.raises(ShardFull, match="Consume or drop rows"):
         checkpoints.restore_here(None, restore)  # type: ignore[arg-type]

@@ -72,10 +72,11 @@ class Shard:
         writing = Writing(host, nothing, nothing, references, value_replicas, share, effects)
         host.entry = host.shard
         self.references = references
+        router: Any = SimpleNamespace(mesh=mesh)
         self._handlers: dict[type[Body], Any] = {
             Put: writing.put_here,
             Finish: Finishing(nothing, nothing, writing).finish_here,
-            Restore: Checkpoints(writing, nothing, SimpleNamespace(mesh=mesh)).restore_here,  # type: ignore[arg-type]
+            Restore: Checkpoints(writing, nothing, router, nothing).restore_here,
             Settle: Changes(host, nothing, references, nothing, effects).settle_here,
         }
 

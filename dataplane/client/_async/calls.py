@@ -289,12 +289,14 @@ async def attach_to_wait(handle: Handle, timeout_s: float | None) -> int:
     return await attach(handle, Deadline(None if timeout_s is None else max(timeout_s, ATTACH_S)))
 
 
-async def define(handle: Handle, definition: Definition | None, deadline: Deadline) -> None:
-    """Declare the partition; with None, wait until a process has declared it."""
+async def define(
+    handle: Handle, definition: Definition | None, deadline: Deadline, restores: bool = False
+) -> None:
+    """Declare the partition; with None, wait until a process has declared it. restores: this
+    session restores it."""
     doing = f"attaching to partition {handle.name!r}"
-    handle.defined = await ask(
-        handle.session, Define(handle.name, definition), Defined, deadline, doing
-    )
+    body = Define(handle.name, definition, restores=restores)
+    handle.defined = await ask(handle.session, body, Defined, deadline, doing)
 
 
 async def takes_rows(handle: Handle) -> bool:

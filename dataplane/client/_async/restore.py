@@ -2,7 +2,8 @@
 
 The restore verifies every file before it puts any row. Rows and values go to this host, as if this
 client had put them. Ready rows can be claimed at once. A restore that fails, is cancelled or is
-interrupted drops the rows that it has restored.
+interrupted drops the partitions that it has restored. If its process is killed, the shards drop
+them: until `Restored`, they belong to this session.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from dataplane.client.write.chunks import NewChunk, room_of, spaces_of
 from dataplane.errors import DataplaneError, PartitionConflict, counted
 from dataplane.progress import Bar
 from dataplane.wire import messages
-from dataplane.wire.checkpoint import Census, CensusDone, Restore
+from dataplane.wire.checkpoint import Census, CensusDone, Restore, Restored
 from dataplane.wire.messages import Done, Drop, PutDone, Seal
 
 log = logging.getLogger(__name__)
@@ -53,23 +54,35 @@ async def _restore(session: Session, path: Path, deadline: Deadline, bar: Bar) -
     if there:
         raise PartitionConflict(
             f"run {session.plane!r} already has {counted(len(there), 'partition')} with the same "
-            f"name as in this checkpoint, for example {there[0]!r}. If the process of an earlier "
-            "restore was killed, they are its incomplete partitions. Drop them from the run, or "
+            f"name as in this checkpoint, for example {there[0]!r}. Drop them from the run, or "
             "restore into another run",
             partitions=there,
         )
+    if busy := sorted(session.restoring.intersection(names)):
+        raise PartitionConflict(
+            f"partition {busy[0]!r} is being restored by this process: wait for the end of that "
+            "restore, or restore into another run",
+            partitions=busy,
+        )
+    session.restoring.update(names)
     begun: list[tuple[Handle, PartitionNote]] = []
     try:
         for number, note in enumerate(manifest.partitions):
             handle = Handle(session, note.name)
             begun.append((handle, note))
             await _partition(handle, note, path / file_name(number), deadline, bar)
+        if begun:
+            (name, generation), *others = [(one.name, one.generation) for one, _ in begun]
+            body = Restored(name, generation, dict(others))
+            await ask(session, body, Done, within(deadline, _RESTORING))
     except GeneratorExit:  # nobody carries out another step
         raise
     except BaseException as exc:  # cancelled and interrupted ones too
         limit_s = min(UNDO_S, limit_beside(deadline.timeout_s))
         await to_its_end(partial(_undo, begun, exc, limit_s))
         raise
+    finally:
+        session.restoring.difference_update(names)
     return names
 
 
@@ -85,13 +98,13 @@ async def _undo(
                 if refused:
                     continue
                 # Nobody knows whether it was declared: it is there after this, and then it is not.
-                await define(handle, note.definition, deadline)
+                await define(handle, note.definition, deadline, restores=True)
             body = Drop(handle.name, handle.generation)
             await ask(handle.session, body, messages.Dropped, deadline)
         except DataplaneError as exc:
             said = (
                 f"partition {handle.name!r}: the restore failed, and dropping the restored rows "
-                f"failed, too: {exc}. Drop the partition before you restore again"
+                f"failed, too: {exc}. Drop the partition or close this client, then restore again"
             )
             failure.add_note(said)
             log.warning("%s", said)
@@ -100,7 +113,7 @@ async def _undo(
 async def _partition(
     handle: Handle, note: PartitionNote, path: Path, deadline: Deadline, bar: Bar
 ) -> None:
-    await define(handle, note.definition, within(deadline, _RESTORING))
+    await define(handle, note.definition, within(deadline, _RESTORING), restores=True)
     with ExitStack() as opened:  # closes the file even if opening it is cancelled
         reader: RecordReader = await filing(
             lambda: opened.enter_context(closing(RecordReader(path)))

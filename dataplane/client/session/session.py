@@ -135,6 +135,8 @@ class Session:
         self.leases, self.permits = Holdings(), Holdings()
         self.producers: set[tuple[str, int]] = set()
         """Partitions with the threads and tasks in the body of a loop over `producing`."""
+        self.restoring: set[str] = set()
+        """Partitions that a `restore` of this client is restoring."""
         self.closed: str | None = None
         self.peer_died = False
         self.farewell: PeerLost | None = None

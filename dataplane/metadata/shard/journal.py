@@ -47,7 +47,7 @@ from dataplane.metadata.tables.outgoing import OutgoingValues
 from dataplane.metadata.tables.pieces import MAX_BLOCK_ROWS, Chunk, Piece, Pieces, pieces_of, split
 from dataplane.metadata.tables.tags import MISSING
 from dataplane.wire import tables as wire
-from dataplane.wire.checkpoint import Restore
+from dataplane.wire.checkpoint import Restore, Restored
 from dataplane.wire.journal import (
     Begun,
     Blocks,
@@ -689,6 +689,7 @@ _HOW: dict[type[Any], Callable[[Store, Any, float], object]] = {
     Lost: lambda store, record, now: store.lost(record.owner),
     Relocated: _relocated,
     Restore: lambda store, record, now: store.restore(record),
+    Restored: lambda store, record, now: store.restored(),
     Groups: _groups,
     Blocks: _blocks,
     Given: _given,

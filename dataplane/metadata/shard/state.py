@@ -121,6 +121,8 @@ class State:
         self.permits = Permits()
         self.tombstones = Tombstones()
         self.sealed = False
+        self.restorer = 0
+        """the session whose restore of the partition is not complete; 0: none"""
         self.short_groups = 0
         """groups that the seal dropped, because they had fewer rows than groups have"""
         self.closed_groups = 0

@@ -45,7 +45,7 @@ from dataplane.metadata.tables.pieces import nbytes_of
 from dataplane.metadata.tables.tags import Tags
 from dataplane.metadata.tables.where import checked
 from dataplane.wire import tables as wire
-from dataplane.wire.checkpoint import Restore
+from dataplane.wire.checkpoint import Restore, Restored
 from dataplane.wire.events import EventRecord, Kind
 from dataplane.wire.journal import (
     Declared,
@@ -369,6 +369,12 @@ class Store(State):
         checkpoint.restore(self, op)
         drops.seal_if_full(self)
         self.tell(op)
+
+    def restored(self) -> None:
+        """Note that the restore is complete. A repetition changes nothing."""
+        if self.restorer:
+            self.restorer = 0
+            self.tell(Restored(self.partition, self.generation))
 
     def carry_out(self, op: Body) -> Body:
         """Apply one of `CHANGES`. Its reply is remembered."""

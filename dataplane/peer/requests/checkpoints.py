@@ -19,18 +19,19 @@ from dataplane.peer.host import Caller, Entry, call_end
 from dataplane.peer.net.router import Router
 from dataplane.peer.requests.puts import Writing
 from dataplane.peer.requests.reads import Reading
-from dataplane.peer.sessions import Session
+from dataplane.peer.sessions import Session, Sessions
 from dataplane.wire.checkpoint import (
     Census,
     CensusDone,
     Restore,
+    Restored,
     Save,
     SaveDone,
     Survey,
     SurveyDone,
 )
 from dataplane.wire.limits import MAX_CHUNKS_PER_RESTORE
-from dataplane.wire.messages import Body, PutDone, Request
+from dataplane.wire.messages import Body, Done, PutDone, Request
 
 FREED_S = 0.1
 """How long to ask again for a page whose values were freed. After that the client asks for fewer
@@ -38,9 +39,12 @@ rows, whose values arrive sooner."""
 
 
 class Checkpoints:
-    def __init__(self, writing: Writing, reading: Reading, router: Router) -> None:
+    def __init__(
+        self, writing: Writing, reading: Reading, router: Router, sessions: Sessions
+    ) -> None:
         self.host, self.mesh = writing.host, router.mesh
         self.writing, self.reading, self.router = writing, reading, router
+        self.sessions = sessions
 
     # out
 
@@ -60,7 +64,7 @@ class Checkpoints:
 
     async def census_here(self, caller: Caller, body: Census) -> Body:
         entries = self.host.entries.items()
-        return CensusDone({name: entry.store.generation for name, entry in entries})
+        return CensusDone({name: e.generation for name, e in entries if not e.store.restorer})
 
     async def survey(self, session: Session, request: Request, body: Survey) -> SurveyDone:
         found: SurveyDone = await self.router.ask(body)
@@ -103,3 +107,19 @@ class Checkpoints:
             self.writing.share.check_rows()
         entry.store.restore(body)
         return PutDone()
+
+    async def restored(self, session: Session, request: Request, body: Restored) -> Body:
+        """Tell all shards of a restore that it is complete. From here on the client's end changes
+        nothing: this peer resends until each shard confirms."""
+        parts = {body.partition: body.generation, **body.others}
+        told = asyncio.gather(*[self.router.tell(Restored(*part)) for part in parts.items()])
+        self.sessions.completing[told] = session.id
+        told.add_done_callback(self.sessions.completing.pop)
+        for part, is_there in zip(parts.items(), await told, strict=True):
+            if not is_there:
+                raise self.host.gone(*part)
+        return Done()
+
+    def restored_here(self, caller: Caller, body: Restored) -> Body:
+        self.host.shard(body.partition, body.generation).store.restored()
+        return Done()

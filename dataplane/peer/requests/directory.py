@@ -76,7 +76,8 @@ class Directory:
             looked: Body = await parts.router.ask(body)
             return looked
         if body.definition is not None:
-            return await parts.define(name, body.definition, wait_s)
+            restorer = self.host.caller(session.id) if body.restores else None
+            return await parts.define(name, body.definition, wait_s, restorer)
 
         def why() -> Why:
             return self.undeclared(name), {}

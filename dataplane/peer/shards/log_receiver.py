@@ -265,6 +265,7 @@ class LogReceiver:
             if isinstance(record, Begun):
                 self.partitions.heard(name, generation)
                 store = Store(name, record.definition, generation, self.host.numbers)
+                store.restorer = record.restorer
                 values = Replicas() if record.definition.replicas == 2 else None
                 copy = origin.copies[key] = _Copy(store, values)
                 origin.valued += values is not None

@@ -101,6 +101,10 @@ class _Snapshot:
     """the store was dropped before its turn"""
 
 
+def _begun(store: Store) -> Begun:
+    return Begun(store.declared, store.restorer)
+
+
 def _ended() -> Generator[LogRecord, None, None]:
     """Yield the records of a store that was dropped before its snapshot began."""
     yield Ended()
@@ -172,7 +176,7 @@ class LogSender:
     def watch(self, entry: Entry) -> None:
         """Send the records of a new partition from now on."""
         self._start_emitting(entry)
-        self._queue_record(entry, Begun(entry.store.declared))
+        self._queue_record(entry, _begun(entry.store))
 
     def _start_emitting(self, entry: Entry) -> None:
         if self.backup is not None or entry.replicas is not None:
@@ -277,7 +281,7 @@ class LogSender:
     async def _snapshot_one(self, one: _Snapshot) -> None:
         """Queue the records of a snapshot. The last one counts for all of them in `progress`."""
         entry = one.entry
-        last = encode(Begun(entry.store.declared))
+        last = encode(_begun(entry.store))
         began = self.host.now()
         with closing(_ended() if one.has_ended else snapshot(entry.store)) as records:
             for record in records:

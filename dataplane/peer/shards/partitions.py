@@ -16,10 +16,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dataplane.errors import (
+    DataplaneError,
     DeadlineExceeded,
+    PartitionConflict,
     PartitionUndefined,
     StaleEpoch,
     Unavailable,
+    counted,
     duration,
 )
 from dataplane.latest import Latest
@@ -40,12 +43,15 @@ from dataplane.wire.messages import (
     LossesDone,
     Request,
 )
+from dataplane.wire.peering import Identified, Identify
 from dataplane.wire.tables import Change, Definition, Owner
 
 log = logging.getLogger(__name__)
 
 ANSWER_S = 3.0
 """How long a shard's answer is awaited, at most to the end of the call."""
+LOOK_S = 1.0
+"""The pause between questions whether the client that restores a partition still lives."""
 MAX_ENDED = 4_096
 """Drops of partitions whose answer is remembered, for retries within the time of a call."""
 MAX_NAMES = 10_000
@@ -75,15 +81,20 @@ class Partitions:
     # asked for by clients of this host
 
     async def define(
-        self, partition: str, definition: Definition | None, wait_s: float = 0
+        self,
+        partition: str,
+        definition: Definition | None,
+        wait_s: float = 0,
+        restorer: Caller | None = None,
     ) -> Defined:
-        """Declare or attach to a partition, at its shard.
+        """Declare or attach to a partition, at its shard. restorer: the client that restores it.
 
         Raise PartitionUndefined if no process declares it within `wait_s`, or PartitionConflict.
         """
         in_vain_s = wait_s - min(0.1, wait_s / 4)  # so that the shard's answer is here in time
-        body = Define(partition, definition, int(in_vain_s * 1000))
-        reply: Defined = await self.router.ask(body, timeout_s=wait_s + ANSWER_S)
+        restores = restorer is not None
+        body = Define(partition, definition, int(in_vain_s * 1000), restores=restores)
+        reply: Defined = await self.router.ask(body, restorer, timeout_s=wait_s + ANSWER_S)
         self.heard(partition, reply.generation)
         self.declared[partition] = None
         return reply
@@ -103,16 +114,15 @@ class Partitions:
         if body.definition is None and body.wait_ms:
             until = self.host.now() + waits_s(body.wait_ms)
             while body.partition not in self.host.entries and self.host.now() < until:
-                if not self.host.serves(body.partition):
-                    raise StaleEpoch(
-                        f"the shard of partition {body.partition!r} has moved to another peer: "
-                        "repeat the call"
-                    )
+                self._check_home(body.partition)
                 with contextlib.suppress(TimeoutError):
                     await within(until - self.host.now(), self._changed.wait())
+        restorer = caller.session if body.restores else 0
+        if restorer:
+            await self._make_way(restorer, body.partition)
         entry = self.host.entries.get(body.partition)
         if entry is None and body.definition is not None:
-            entry = self._open(body.partition, body.definition)
+            entry = self._open(body.partition, body.definition, restorer)
         elif entry is None:
             raise PartitionUndefined(
                 f"partition {body.partition!r} is not declared: declare it in one process with "
@@ -123,7 +133,13 @@ class Partitions:
             entry.store.check_same(body.definition)
         return Defined(entry.generation, entry.store.definition, entry.store.phase)
 
-    def _open(self, partition: str, definition: Definition) -> Entry:
+    def _check_home(self, partition: str) -> None:
+        if not self.host.serves(partition):
+            raise StaleEpoch(
+                f"the shard of partition {partition!r} has moved to another peer: repeat the call"
+            )
+
+    def _open(self, partition: str, definition: Definition, restorer: int) -> Entry:
         """StaleEpoch where nothing may begin to live in this shard: it goes to another peer."""
         check_definition(partition, definition)
         spare = self.host.spare
@@ -134,6 +150,7 @@ class Partitions:
         # The wall clock, because generations of a plane that is gone must not come again.
         self._newest = max(self._newest + 1, time.time_ns())
         store = Store(partition, definition, self._newest, self.host.numbers)
+        store.restorer = restorer
         entry = self.serve(store)
         self.log_sender.watch(entry)
         return entry
@@ -167,6 +184,60 @@ class Partitions:
         if change is not None:
             self._ended[change.caller, change.number] = dropped
         return dropped
+
+    # restores: until `Restored`, a partition belongs to the session that restores it
+
+    async def _make_way(self, restorer: int, partition: str) -> None:
+        """Drop what the restore of a client that has ended left behind. Raise PartitionConflict for
+        any other partition, unless this client restores it: then its request is a retry."""
+        while (entry := self.host.entries.get(partition)) is not None:
+            if entry.store.restorer == restorer:
+                return
+            who, is_over = await self._restorer(entry.store)
+            if not is_over:
+                state = f"is being restored by {who}: wait" if who else "already exists: drop it"
+                raise PartitionConflict(
+                    f"partition {partition!r} {state}, or restore into another run",
+                    partition=partition,
+                )
+            self.host.speak()
+            self._check_home(partition)
+            self._end_restore(entry, who)
+        self._check_home(partition)
+
+    async def _restorer(self, store: Store) -> tuple[str, bool]:
+        """Return the name of the client that restores a partition, and whether it has ended. Only
+        its peer knows. ("", False): no client restores it."""
+        owners = (self.host.owner, *self.host.roster.owners)
+        owner = next((one for one in owners if one.has_session(store.restorer)), None)
+        if owner is None or not store.restorer:
+            return ("a client of a lost peer", True) if store.restorer else ("", False)
+        body = Identify([store.restorer])
+        try:
+            told: Identified = await self.mesh.call(
+                owner.peer, body, timeout_s=ANSWER_S, to=owner.incarnation
+            )
+        except DataplaneError:
+            return f"a client of peer {self.mesh.others.name(owner.peer)!r}", False
+        who, gone_ms = told.clients[0] if told.clients else ("a client", -1)
+        return who, gone_ms >= 0
+
+    def _end_restore(self, entry: Entry, who: str) -> None:
+        if self.host.entries.get(entry.name) is entry and entry.store.restorer:
+            rows = counted(self.drop(entry.name, entry.generation).rows, "row")
+            said = (
+                "partition %r: dropped, because %s ended before its restore was complete, %s freed"
+            )
+            log.warning(said, entry.name, who, rows)
+
+    async def end_restores(self) -> None:
+        """Drop partitions whose restore will never be complete, because its client has ended. Takes
+        at least LOOK_S."""
+        for entry in [one for one in self.host.entries.values() if one.store.restorer]:
+            who, is_over = await self._restorer(entry.store)
+            if is_over and not self.host.silent and self.host.serving.is_sure():
+                self._end_restore(entry, who)
+        await asyncio.sleep(LOOK_S)
 
     # lost rows: the shard stores their names (`tables.remembered`), and callers of `losses` wait
     # there, one turn at a time (`WaitingCalls.losses`)

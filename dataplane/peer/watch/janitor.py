@@ -58,6 +58,7 @@ class Janitor:
         peer.sessions.last_seen = self.host.now()  # to be let in may have taken long
         self._began = True
         faulting: asyncio.Future[None] | None = None
+        restores: asyncio.Future[None] | None = None
         due = self.host.now() + TICK_S
         while not stop.is_set():
             now = self.host.now()
@@ -66,6 +67,8 @@ class Janitor:
             due = now + TICK_S
             if now - self.host.metered_at >= SAMPLE_S:
                 self.host.meter()
+            if restores is None or restores.done():
+                restores = peer.mesh.spawn(peer.partitions.end_restores())
             self._sample(now)
             self.expired_leases += peer.finishing.expire(now)
             if peer.standstill.lasts(peer.room.producers > 0, peer.share.writers > 0):

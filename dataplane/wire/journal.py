@@ -66,8 +66,8 @@ class Leased(Body, tag=201):
 
 
 class Returned(Body, tag=202):
-    """A holder ended. Its leases ended and their rows were returned, oldest lease first. Its plans
-    and permits ended, too."""
+    """A holder ended. Its leases ended and their rows were returned. Its plans and permits ended,
+    too."""
 
     holder: int
 
@@ -204,11 +204,13 @@ class Given(Body, tag=212):
 
 
 class Ready(Body, tag=213):
-    """The rows and groups that are ready for a stage, oldest first. groups: KEY records."""
+    """The rows, or the groups, that are ready for a stage, oldest first. groups: KEY records.
+    returned: how many of the entries, from the first on, came back from leases."""
 
     stage: str
     rows: Parts = []
     groups: bytes = b""
+    returned: int = 0
 
 
 class Held(Body, tag=214):

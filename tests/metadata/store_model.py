@@ -45,9 +45,14 @@ def is_inline(number: int) -> bool:
     return number % 5 == 0
 
 
+RETURNED = -(1 << 30)
+"""Added to when a unit came, it is the stamp of one that came back: it is before all others."""
+
+
 @dataclass
 class Row:
     group: int | None
+    arrived: int
     values: dict[str, list[int]] = field(default_factory=dict)
     writer: dict[str, str | None] = field(default_factory=dict)
     tags: dict[str, Any] = field(default_factory=dict)
@@ -70,6 +75,7 @@ class Row:
 @dataclass
 class Group:
     expected: int | None
+    arrived: int
     seen: int = 0
     dropped: int = 0
     closed: bool = False
@@ -132,7 +138,7 @@ class Model:
     def is_live(self, row: Row) -> bool:
         return any(row is one for one in self.rows.values())
 
-    def settle(self, stamp: int) -> None:
+    def settle(self, stamp: int, returned: bool = False) -> None:
         for row in self.rows.values():
             for stage, fields in STAGES.items():
                 if row.state[stage] == "pending" and set(fields) <= row.values.keys():
@@ -151,7 +157,8 @@ class Model:
                 del self.groups[number]
                 continue
             for stage in STAGES:
-                self.settle_group(group, live, stage, stamp)
+                since = group.arrived + RETURNED if returned else stamp
+                self.settle_group(group, live, stage, since)
 
     def settle_group(self, group: Group, live: list[Row], stage: str, stamp: int) -> None:
         states = [row.state[stage] for row in live]
@@ -310,20 +317,18 @@ class Model:
             self.remove([n for n, row in self.rows.items() if row in rows], dropped=True)
         for row in rows:
             if outcome == "release":
-                row.state[lease.stage], row.stamp[lease.stage] = "ready", -stamp
+                row.state[lease.stage] = "ready"
+                row.stamp[lease.stage] = row.arrived + RETURNED
             elif outcome == "ack":
                 row.state[lease.stage] = "acked"
-        self.settle(-stamp if outcome == "release" else stamp)
+        self.settle(stamp, outcome == "release")
         if outcome == "ack":
             self.free_acked()
             self.settle(stamp)
 
     def come_back(self, numbers: list[int]) -> int:
-        """Leases end; the rows of the oldest come first of all."""
-        total = 0
-        for number in reversed(numbers):
-            total += self.comes_back(self.leases.pop(number))
-        return total
+        """Leases end."""
+        return sum([self.comes_back(self.leases.pop(number)) for number in numbers])
 
     def comes_back(self, lease: Lease) -> int:
         rows = [

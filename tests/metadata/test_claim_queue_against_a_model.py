@@ -5,6 +5,7 @@ once that claim has been short for over a second."""
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,7 @@ class Group:
     second: int
     rows: list[int] = field(default_factory=list)
     split: bool = False
+    arrived: int = 0
 
 
 @dataclass
@@ -60,6 +62,10 @@ class Model:
     whole: list[Group] = field(default_factory=list)
     groups: dict[int, Group] = field(default_factory=dict)
     """of each row that has one"""
+    arrived: dict[int, int] = field(default_factory=dict)
+    """the order in which rows came"""
+    returned: set[int | str] = field(default_factory=set)
+    """the ready rows, and the names of groups, that were leased before"""
     leased: dict[int, list[Unit]] = field(default_factory=dict)
     lengths: dict[int, int] = field(default_factory=dict)
     claims: list[Claim] = field(default_factory=list)
@@ -128,6 +134,7 @@ class Model:
 
     def lease(self, claim: Claim, taken: list[Unit]) -> None:
         rows = {row for unit in taken for row in unit}
+        self.returned -= rows | {group.name for group in map(self.groups.get, rows) if group}
         self.rows = [row for row in self.rows if row not in rows]
         self.whole = [group for group in self.whole if rows.isdisjoint(group.rows)]
         self.leased[claim.number] = taken
@@ -139,11 +146,19 @@ class Model:
         units = self.leased.pop(number)
         rows = [row for unit in units for row in unit]
         if release:
-            self.rows = rows + self.rows
             back = [self.groups[unit[0]] for unit in units if unit[0] in self.groups]
-            self.whole = [group for group in back if not group.split] + self.whole
+            whole = [group for group in back if not group.split]
+            self.returned |= {*rows, *[group.name for group in whole]}
+            self.rows = sorted(rows + self.rows, key=self.age)
+            self.whole = sorted(whole + self.whole, key=self.age)
         else:
             self.forget(rows)
+
+    def age(self, one: int | Group) -> float:
+        """Those that come back go first, in order of arrival; the order of the others stays."""
+        if isinstance(one, Group):
+            return one.arrived if one.name in self.returned else math.inf
+        return self.arrived[one] if one in self.returned else math.inf
 
     def forget(self, rows: list[int]) -> None:
         for row in rows:
@@ -152,7 +167,9 @@ class Model:
 
     def put(self, rows: list[int], group: Group | None) -> None:
         self.rows += rows
+        self.arrived |= {row: len(self.arrived) + at for at, row in enumerate(rows)}
         if group is not None:
+            group.arrived = group.arrived or 1 + self.arrived[rows[0]]
             group.rows += rows
             self.groups |= dict.fromkeys(rows, group)
 

@@ -50,16 +50,24 @@ def test_names_that_are_used_again_are_no_tombstones_and_leave_their_place() -> 
     assert (len(tombstones), tombstones.forgotten) == (10, 6)
 
 
+class Unit(int):
+    @property
+    def number(self) -> int:
+        return int(self)
+
+
 @SEEDS
 def test_queues_hand_out_what_is_ready_oldest_first(seed: int) -> None:
     """The plain queue and a filtered one, over thousands of changes, against two lists."""
     rng = random.Random(seed)
     count, wide = 40, 10
-    even = {unit: 0x155 for unit in range(count)}
+    every = [Unit(number) for number in range(count)]
+    even: dict[int, int] = {unit: 0x155 for unit in every}
     units = Units(lambda where, unit, bits: bits & even[unit])
     units.add(count * wide)
     where = ["exists", "even"]
     order: list[tuple[int, int]] = []
+    back: set[tuple[int, int]] = set()  # what came back: in order of arrival, before the rest
     units.queue(where if seed % 2 else None)  # made early, or late
 
     def single(picked: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -69,16 +77,17 @@ def test_queues_hand_out_what_is_ready_oldest_first(seed: int) -> None:
         return [(unit, row) for unit, row in order if even[unit] >> row & 1]
 
     for _ in range(400):
-        unit = rng.randrange(count)
+        unit = rng.choice(every)
         idle = [row for row in range(wide) if (unit, row) not in order]
         some = sorted(rng.sample(idle, min(len(idle), rng.choice([0, 1, 3, 10]))))
-        front = rng.random() < 0.3
+        returned = rng.random() < 0.3
         if some:
-            units.move(unit, bits_of(some), PENDING, READY, front)
+            units.move(unit, bits_of(some), PENDING, READY, returned)
         came = [(unit, row) for row in some]
-        order = came + order if front else order + came
+        back |= set(came) if returned else set()
+        order = sorted(back) + [one for one in order + came if one not in back]
         if rng.random() < 0.3:
-            other = rng.randrange(count)
+            other = rng.choice(every)
             even[other] ^= 1 << rng.randrange(wide)
             units.retest(other, bits_of(row for one, row in order if one == other))
         assert units.ready(None) == len(order)
@@ -95,6 +104,7 @@ def test_queues_hand_out_what_is_ready_oldest_first(seed: int) -> None:
                 for one, row in found:
                     units.move(one, 1 << row, READY, PENDING)
                 order = [one for one in order if one not in set(found)]
+                back -= set(found)
         assert len(units.queue(None)) < 2_000
 
 

@@ -134,6 +134,21 @@ def test_rows_that_come_back_keep_their_order_at_the_copy() -> None:
     assert keys_of(other, take(other, "reward", Want("rows", 4, 4))) == ["a", "b", "c", "d"]
 
 
+def test_rows_that_came_back_before_a_snapshot_and_after_it_are_in_order_at_the_copy() -> None:
+    s, ops = journaled()
+    put(s, ["a", "b", "c", "d", "e"])
+    first, second, third = [take(s, "reward", Want("rows", 1, 1)) for _ in range(3)]
+    finish(s, second, "release")
+    other = Store("step-1", s.definition, 1)
+    carried_over(other, list(snapshot(s)))
+    before = len(ops)
+    finish(s, third, "release")
+    finish(s, first, "release")
+    carried_over(other, ops[before:])
+    for one in (s, other):
+        assert keys_of(one, take(one, "reward", Want("rows", 5, 5))) == ["a", "b", "c", "d", "e"]
+
+
 def test_a_copy_knows_which_claim_a_lease_met() -> None:
     """It is asked again there, when the peer that met it died before it answered."""
     s, ops = journaled()

@@ -99,12 +99,12 @@ class StoreMachine(Model, RuleBasedStateMachine):
             if mode == "plain" and key in self.rows and self.is_repeated(key, i, here)
         ]
         assert outcome.there == len(over)
-        new = [key for key in keys if key not in self.rows]
+        new, arrived = [key for key in keys if key not in self.rows], next(self.clock)
         for key, number in zip(keys, groups, strict=True):
             if key in new:
-                self.rows[key] = Row(number)
+                self.rows[key] = Row(number, arrived)
                 if number is not None:
-                    self.groups.setdefault(number, Group(self.group_size)).seen += 1
+                    self.groups.setdefault(number, Group(self.group_size, arrived)).seen += 1
         put = [i for i in range(len(keys)) if i not in over]
         targets = [self.rows[keys[i]] for i in put]
         written = {name: [chunks[i] for i in put] for name, (_, chunks) in made.items()}
@@ -154,7 +154,7 @@ class StoreMachine(Model, RuleBasedStateMachine):
             return
         closed = self.store.close(format_minted(group_key(number)), size)
         before = self.made
-        self.groups.setdefault(number, Group(size)).expected = size
+        self.groups.setdefault(number, Group(size, next(self.clock))).expected = size
         self.settle(next(self.clock))
         assert closed == self.made - before
 

@@ -91,14 +91,16 @@ class BeforeImages:
         self._group_told = group.number
         return self._groups.pop(group.number, group)
 
-    def queue(self, queue: ReadyQueue, many: int) -> Iterator[list[tuple[Any, int]]]:
+    def queue(self, queue: ReadyQueue, many: int) -> Iterator[tuple[list[tuple[Any, int]], int]]:
         """Yield the units that were ready, with the rows of each, from at most `many` entries at
-        a time."""
+        a time. The number says how many of them came back from leases; these come first."""
         self.keep_queue(queue)
         entries = self._queues[queue]
         for at in range(0, len(entries), many):
             some = entries[at : at + many]
-            yield [(one.unit, bits) for one in some if (bits := self._entries.get(one, one.bits))]
+            ready = [(one, bits) for one in some if (bits := self._entries.get(one, one.bits))]
+            returned = sum([one.returned for one, _ in ready])
+            yield [(one.unit, bits) for one, bits in ready], returned
         queue.images = None
 
     def tombstones(self, parts: Iterable[Part]) -> Iterator[Part]:

@@ -336,10 +336,10 @@ def _ready(store: Store, record: Ready, now: float) -> None:
             f"stage {record.stage!r}: expected {len(keys)} pending groups, but {wrong} of them are "
             "not pending"
         )
-    for block, bits in rows.parts:
-        stage.move(block, bits, PENDING, READY)
-    for group in groups:
-        stage.move_group(group, READY)
+    for at, (block, bits) in enumerate(rows.parts):
+        stage.move(block, bits, PENDING, READY, at < record.returned)
+    for at, group in enumerate(groups):
+        stage.move_group(group, READY, at < record.returned)
 
 
 def _held(store: Store, record: Held, now: float) -> None:
@@ -505,10 +505,11 @@ def _told(store: Store, images: BeforeImages, many: int) -> Iterator[LogRecord]:
         rows = Rows([(block, block.live) for block in some_blocks])
         yield from _tags_told(store.partition, store.generation, rows)
     for stage in stages:
-        for ready in images.queue(stage.rows.plain, many):
-            yield Ready(stage.name, [(block.number, bytes_of(bits)) for block, bits in ready])
-        for ready in images.queue(stage.groups.plain, many):
-            yield Ready(stage.name, groups=b"".join([group.key for group, _ in ready]))
+        for ready, back in images.queue(stage.rows.plain, many):
+            rows_told = [(block.number, bytes_of(bits)) for block, bits in ready]
+            yield Ready(stage.name, rows_told, returned=back)
+        for ready, back in images.queue(stage.groups.plain, many):
+            yield Ready(stage.name, [], b"".join([group.key for group, _ in ready]), back)
     for lease, left in leases:
         yield _lease_told(lease, left)
     for part in images.tombstones(buried):

@@ -7,8 +7,11 @@ derived from its blocks. Nothing here scans: every change names its blocks.
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import msgspec
@@ -43,19 +46,24 @@ _STATES = [bytes([state]) for state in (PENDING, READY, LEASED, ACKED, SPLIT)]
 Test = Callable[[Where, Unit, int], int]
 Matches = Callable[[Unit, int], int]
 """Returns the mask of the rows of a unit that match; for a group, its mask or 0."""
+_number = attrgetter("unit.number")
 
 
 class Entry(msgspec.Struct, gc=False, eq=False):
-    """before: the entry of the same unit that entered the queue before this one."""
+    """before: the entry of the same unit that entered the queue before this one. returned: whether
+    it came back from leases."""
 
     unit: Unit
     bits: int
     before: Entry | None = None
+    returned: bool = False
 
 
 class ReadyQueue:
-    """A queue of ready units, the oldest first. An entry holds what became ready together. What
-    leaves other than from the front is taken out of its entry, and empty entries are skipped.
+    """A queue of ready units. Those that came back from leases are ahead, in order of arrival, with
+    one entry per unit. The others follow in the order in which they became ready. An entry holds
+    what became ready together. What leaves other than from the front is taken out of its entry,
+    and empty entries are skipped.
 
     matches(unit, bits): which of them pass the filter now; None for the queue without a filter.
     keeps(group): whether the filter lets no row of a group pass; `kept` has its last results.
@@ -70,6 +78,7 @@ class ReadyQueue:
         self._matches = matches
         self.keeps = keeps
         self.kept = {} if kept is None else kept
+        self._returned: list[Entry] = []
         self._queue: deque[Entry] = deque()
         self._of: dict[Unit, Entry] = {}
         """the last entry of each unit"""
@@ -82,14 +91,15 @@ class ReadyQueue:
         """the budgets that all units here cannot fill"""
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self._returned) + len(self._queue)
 
     def __iter__(self) -> Iterator[tuple[Unit, int]]:
-        return ((one.unit, one.bits) for one in self._queue if one.bits)
+        entries = itertools.chain(self._returned, self._queue) if self._returned else self._queue
+        return ((one.unit, one.bits) for one in entries if one.bits)
 
     def entries(self) -> list[Entry]:
         """All entries in order, empty ones too: some 7 ms for a million."""
-        return list(self._queue)
+        return [*self._returned, *self._queue]
 
     def holds(self, unit: Unit) -> int:
         """The rows of this unit in the queue."""
@@ -103,23 +113,36 @@ class ReadyQueue:
         """Return which of these pass the queue's filter now, ready or not."""
         return bits if self._matches is None else self._matches(unit, bits)
 
-    def enter(self, unit: Unit, bits: int, front: bool = False) -> None:
-        """Add what became ready."""
+    def enter(self, unit: Unit, bits: int, returned: bool = False) -> None:
+        """Add what became ready. returned: it came back from a lease."""
         bits = self.matching(unit, bits)
         if not bits:
             return
+        last = self._of.get(unit)
         if self.images is not None:
-            self.images.keep_queue(self)
-        entry = Entry(unit, bits, self._of.get(unit))
-        if front:
-            self._queue.appendleft(entry)
+            self.images.keep_queue(self, last if returned else None)
+        entry = Entry(unit, bits, last, returned)
+        if returned:
+            self._return(entry)
         else:
             self._queue.append(entry)
-        self._of[unit] = entry
+            self._of[unit] = entry
         self.count += bits.bit_count()
         if self.shorts:
             held = self.holds(unit)
             self.shorts = [one for one in self.shorts if one.came(unit, held)]
+
+    def _return(self, entry: Entry) -> None:
+        """Insert an entry in order of arrival, or add its rows to the one that its unit has."""
+        at = self._at(entry)
+        if at < len(self._returned) and self._returned[at].unit is entry.unit:
+            self._returned[at].bits |= entry.bits
+        else:
+            self._returned.insert(at, entry)
+            self._of[entry.unit] = entry
+
+    def _at(self, entry: Entry) -> int:
+        return bisect_left(self._returned, entry.unit.number, key=_number)
 
     def leave(self, unit: Unit, bits: int) -> None:
         """Remove what is no longer ready, if it is here."""
@@ -138,7 +161,10 @@ class ReadyQueue:
             if entry.bits:
                 after = entry
             else:
-                self._spent += 1
+                if entry.returned:
+                    del self._returned[self._at(entry)]
+                else:
+                    self._spent += 1
                 entry.before = None
                 if after is not None:
                     after.before = before
@@ -212,7 +238,7 @@ class Units:
         self.counts[PENDING] += count
         self.changed = True
 
-    def move(self, unit: Unit, bits: int, was: int, to: int | None, front: bool = False) -> None:
+    def move(self, unit: Unit, bits: int, was: int, to: int | None, returned: bool = False) -> None:
         """Set the state of units; None removes them. Ready ones are in the queues."""
         self.changed = True
         many = bits.bit_count()
@@ -224,9 +250,9 @@ class Units:
             for queue in self._filtered.values():
                 queue.leave(unit, bits)
         elif to == READY:
-            self.plain.enter(unit, bits, front)
+            self.plain.enter(unit, bits, returned)
             for queue in self._filtered.values():
-                queue.enter(unit, bits, front)
+                queue.enter(unit, bits, returned)
 
     def retest(self, unit: Unit, ready: int) -> None:
         """Test a unit again after a change of its tags."""
@@ -269,8 +295,9 @@ class Units:
         return self._filtered[name]
 
     def _fill(self, name: bytes, queue: ReadyQueue, of: ReadyQueue) -> None:
-        for unit, bits in of:
-            queue.enter(unit, bits)
+        for one in of.entries():
+            if one.bits:
+                queue.enter(one.unit, one.bits, one.returned)
         self._filtered[name] = queue
         self._evict()
 
@@ -380,8 +407,11 @@ class Stage:
                 self.move(block, pending, PENDING, READY)
         return pending
 
-    def move(self, block: Block, bits: int, was: int, to: int | None, front: bool = False) -> None:
-        """Set the state of rows; None removes them. front: put ready ones ahead of all others."""
+    def move(
+        self, block: Block, bits: int, was: int, to: int | None, returned: bool = False
+    ) -> None:
+        """Set the state of rows; None removes them. returned: they came back from a lease, and go
+        ahead of all others."""
         if self.images is not None:
             self.images.keep_block(block)
         mine = block.standings[self.number]
@@ -404,7 +434,7 @@ class Stage:
             mine.acked = with_all(mine.acked, bits)
             mine.returned &= ~bits
             self.acked_rows += bits.bit_count()
-        self.rows.move(block, bits, was, to, front)
+        self.rows.move(block, bits, was, to, returned)
 
     def forget(self, block: Block, bits: int) -> None:
         """Remove rows that no longer exist."""
@@ -425,7 +455,7 @@ class Stage:
         for block in group.blocks:
             self.move(block, block.live, READY, LEASED)
 
-    def settle(self, group: Group, front: bool = False) -> None:
+    def settle(self, group: Group, returned: bool = False) -> None:
         """Set the state of a group from its rows."""
         number, now = self.number, group.states[self.number]
         ready = acked = group.closed and group.live > 0
@@ -445,16 +475,16 @@ class Stage:
             # a leased group stays so until its rows are all back, or all acked
             then = LEASED if now == LEASED else PENDING
         if then != now:
-            self.move_group(group, then, front)
+            self.move_group(group, then, returned)
 
-    def move_group(self, group: Group, to: int, front: bool = False) -> None:
+    def move_group(self, group: Group, to: int, returned: bool = False) -> None:
         was = group.states[self.number]
         if was != to:
             if self.images is not None:
                 self.images.keep_group(group)
             states, number = group.states, self.number
             group.states = states[:number] + _STATES[to] + states[number + 1 :]
-            self.groups.move(group, 1, was, to, front)
+            self.groups.move(group, 1, was, to, returned)
             if SPLIT in (was, to):
                 self.regrouped(group)
 

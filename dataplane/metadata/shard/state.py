@@ -764,15 +764,16 @@ class State:
             self.happened(ended, lease.started)
 
     def come_back(self, lease: Lease, parts: Sequence[Part] | None = None) -> int:
-        """Make rows of a lease ready again, ahead of all others. Return how many still exist."""
+        """Make rows of a lease ready again, ahead of those that were not leased yet. Return how
+        many still exist."""
         if parts is None:
             back = list(lease.held.parts)
         else:
             back = [(one.block, bits) for one in parts if (bits := one.bits & one.block.live)]
-        for block, bits in reversed(back):
-            lease.stage.move(block, bits, LEASED, READY, front=True)
-        for group in reversed(self.groups_of(back)):
-            lease.stage.settle(group, front=True)
+        for block, bits in back:
+            lease.stage.move(block, bits, LEASED, READY, returned=True)
+        for group in self.groups_of(back):
+            lease.stage.settle(group, returned=True)
         return sum([bits.bit_count() for _, bits in back])
 
     # filters

@@ -242,13 +242,13 @@ class Store(State):
         return leases.get(lease_id) is not None or leases.member(lease_id) is not None
 
     def release_holder(self, holder: int) -> int:
-        """Return the rows and permits of a holder that is gone. Its rows go ahead of all others.
+        """Return the rows and permits of a holder that is gone. Its rows go ahead of others.
         Return how many rows."""
         if holder not in self.lessees:
             return 0
         self.permits.take_back(self.permits.of(holder))
         rows = sum([plans.end(self, one) for one in self.leases.members_of(holder)])
-        rows += sum([finishes.give_back(self, one) for one in reversed(self.leases.of(holder))])
+        rows += sum([finishes.give_back(self, one) for one in self.leases.of(holder)])
         self.tell(Returned(holder))
         return rows
 

@@ -214,6 +214,7 @@ class Demand(msgspec.Struct, eq=False):
     minimum: int | None
     where: Where | None
     unit: str | None
+    in_order: bool = False
 
     def want(self, default_unit: str) -> Want:
         """Return the demand as messages carry it. Raise InvalidCall if it is invalid."""
@@ -223,7 +224,7 @@ class Demand(msgspec.Struct, eq=False):
                 "a claim takes exactly one of rows=, groups= and budget={tag: limit}, got "
                 f"{given or 'none'}: pass one of them"
             )
-        where = filter_of(self.where)
+        where, in_order = filter_of(self.where), flag(self.in_order, "in_order")
         if self.budget is not None:
             unit = default_unit if self.unit is None else self.unit
             return self._budget(self.budget, unit, where)
@@ -239,7 +240,7 @@ class Demand(msgspec.Struct, eq=False):
             raise InvalidCall(
                 f"min={least!r}: expected a number from 1 to {most}, because {kind}={most}"
             )
-        return Want(kind, most, least, where)
+        return Want(kind, most, least, where, in_order=in_order)
 
     def _budget(self, budget: Mapping[str, float], unit: str, where: list[Any] | None) -> Want:
         given = mapping(budget, "budget", "{tag: limit}")

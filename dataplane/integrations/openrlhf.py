@@ -16,29 +16,22 @@ import sys
 import uuid
 from typing import Any
 
-import numpy as np
-
 import dataplane
 from dataplane.integrations.objects import packed_object, unpacked_object
-from dataplane.wire.limits import INLINE_ROW_BYTES
 
 __all__ = ["Empty", "Full", "Queue"]
 
 Empty, Full = queue.Empty, queue.Full
-_GET, _ITEM, _HOST = "get", "item", "host"
-_IN_ARENA = np.zeros(INLINE_ROW_BYTES, np.uint8)
-"""A value that is too large to be inline. An inline item is local to no host, so larger items of
-its host would overtake it. With this value in its row, the item is local to its host. Stored once
-per host.
-"""
+_GET, _ITEM = "get", "item"
 _CLASS = "\0class"
 
 
 class Queue:
     """A queue for any number of processes, threads and hosts.
 
-    Items from one host come out in the order in which they were put. If several hosts put
-    items, `get` may return an item from the caller's host before older items from other hosts.
+    First in, first out, over all hosts: items come out in the order in which they arrived at the
+    peer that holds the queue's partition. If `put` returned before another `put` began, its item
+    comes out first. An item whose consumer died in `get` comes out again, before younger items.
 
     - `maxsize`: the largest number of items in the queue; 0 for no limit. The arena limits memory
       in either case. With several producers, the queue may exceed `maxsize` by one item per
@@ -59,7 +52,7 @@ class Queue:
         self.maxsize = maxsize
         self.name = name or f"queue-{uuid.uuid4().hex[:12]}"
         self._plane = dataplane.connect(run=run)
-        self._part = self._plane.partition(self.name, stages={_GET: [_ITEM, _HOST]})
+        self._part = self._plane.partition(self.name, stages={_GET: [_ITEM]})
 
     def __reduce__(self) -> Any:
         return _attached, (self.maxsize, self.name, self._plane.name)
@@ -80,8 +73,7 @@ class Queue:
                 raise Full(
                     f"queue {self.name!r} is full: it already holds {self.maxsize} items"
                 ) from None
-        row = {_ITEM: [{_ITEM: packed}], _HOST: [_IN_ARENA]}
-        self._part.put(row, dedup=[_ITEM, _HOST])
+        self._part.put({_ITEM: [{_ITEM: packed}]}, dedup=[_ITEM])
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """Remove and return the next item. Wait while the queue is empty, and raise `Empty` after
@@ -89,7 +81,7 @@ class Queue:
         module this process has not imported."""
         try:
             within_s = timeout if block else 0
-            batch = self._part.claim(_GET, rows=1, fields=[_ITEM], timeout=within_s)
+            batch = self._part.claim(_GET, rows=1, in_order=True, timeout=within_s)
         except TimeoutError:
             raise Empty(f"queue {self.name!r} is empty") from None
         with batch:

@@ -303,7 +303,8 @@ class ReadDone(Body, tag=36):
 
 
 class Want(msgspec.Struct, array_like=True, frozen=True):
-    """The rows or groups that a claim wants."""
+    """The rows or groups that a claim wants. in_order: the oldest ones, even if others are local to
+    the claim's peer."""
 
     unit: Literal["rows", "groups"]
     count: int
@@ -311,6 +312,7 @@ class Want(msgspec.Struct, array_like=True, frozen=True):
     where: Where | None = None
     budget_tag: str | None = None
     budget: float = 0.0
+    in_order: bool = False
 
 
 class Claim(Body, tag=40):

@@ -294,6 +294,7 @@ OTHERS: dict[str, tuple[Wrong, type[Exception], str]] = {
         "finite number above 0",
     ),
     "no budget": (lambda p: p.claim("s", budget=5), dataplane.InvalidCall, "mapping {tag: limit}"),  # type: ignore[arg-type]
+    "an order": (lambda p: p.claim("s", rows=1, in_order=1), dataplane.InvalidCall, "True or F"),  # type: ignore[arg-type]
     "a lease of no time": (lambda p: p.claim("s", rows=1, lease=0), dataplane.InvalidCall, "posit"),
     "a collate that is no function": (
         lambda p: p.loader("s", rows=1, collate=5),  # type: ignore[arg-type]

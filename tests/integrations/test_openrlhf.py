@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import pickle  # noqa: S403
+import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -94,36 +97,77 @@ def test_it_is_first_in_first_out_and_says_how_full_it_is(queue: Queue) -> None:
         asyncio.run(queue.get_async(timeout=0.1))
 
 
-def test_the_items_of_each_host_come_out_in_order_at_every_host() -> None:
-    count = 20
+@pytest.fixture
+def queues() -> Iterator[dict[str, Queue]]:
+    """One queue, at each of two hosts."""
     with running("a", "b") as cluster, contextlib.ExitStack() as ends:
-        queues = {}
+        found = {}
         for host in "ab":
             with environment(DATAPLANE_PEER=host):
-                queues[host] = Queue(name="both", run=cluster.run)
-                ends.callback(queues[host].close)
+                found[host] = Queue(name="both", run=cluster.run)
+                ends.callback(found[host].close)
+        yield found
 
-        def put(host: str) -> None:
-            for number in range(count):
-                values = 5_000 if number % 3 else 1  # in the arena of this host, or inline
-                queues[host].put((host, number, np.arange(values)))
 
-        def get(host: str) -> list[tuple[str, int]]:
-            return [queues[host].get(timeout=30)[:2] for _ in range(count)]
+def numbered(number: int) -> tuple[int, np.ndarray]:
+    return number, np.arange(5_000 if number % 3 else 1)  # in the arena of its host, or inline
 
-        def in_order(found: list[tuple[str, int]]) -> bool:
-            each = [[number for host, number in found if host == one] for one in "ab"]
-            return all(numbers == sorted(numbers) for numbers in each)
 
-        every = [(host, number) for host in "ab" for number in range(count)]
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(put, "ab"))
-            found = get("b") + get("a")  # one after the other
-            assert in_order(found) and sorted(found) == every
-            gets = [pool.submit(get, host) for host in "ab"]
-            list(pool.map(put, "ab"))
-            both = [one.result(60) for one in gets]
-        assert all(map(in_order, both)) and sorted(both[0] + both[1]) == every
+@pytest.mark.parametrize("seed", range(3))
+def test_items_come_out_in_order_whichever_host_puts_and_gets(
+    queues: dict[str, Queue], seed: int
+) -> None:
+    count, rng, found = 60, random.Random(seed), list[int]()
+    for number in range(count):
+        queues[rng.choice("ab")].put(numbered(number))
+        if rng.random() < 0.3:
+            found.append(queues[rng.choice("ab")].get(timeout=30)[0])
+    found += [queues[rng.choice("ab")].get(timeout=30)[0] for _ in range(count - len(found))]
+    assert found == list(range(count))
+
+
+def test_items_of_several_producers_come_out_in_order_of_arrival(queues: dict[str, Queue]) -> None:
+    """An item that was put before another `put` began leaves before it."""
+    each, puts, gets = 12, dict[int, tuple[float, float]](), dict[int, tuple[float, float]]()
+    producers = list(enumerate("aabb"))
+
+    def put(producer: tuple[int, str]) -> None:
+        for number in range(producer[0] * each, producer[0] * each + each):
+            began = time.monotonic()
+            queues[producer[1]].put(numbered(number))
+            puts[number] = began, time.monotonic()
+
+    def get(consumer: tuple[int, str]) -> None:
+        for _ in range(each):
+            began = time.monotonic()
+            number = queues[consumer[1]].get(timeout=60)[0]
+            gets[number] = began, time.monotonic()
+
+    for at_once in (False, True):
+        puts.clear()
+        gets.clear()
+        with ThreadPoolExecutor(8) as pool:
+            calls = [pool.submit(get, one) for one in producers] if at_once else []
+            list(pool.map(put, producers))
+            for call in calls:
+                call.result(90)
+        for consumer in () if at_once else producers:
+            get(consumer)
+        assert puts.keys() == gets.keys() == set(range(4 * each))
+        pairs = itertools.permutations(puts, 2)
+        ordered = [(x, y) for x, y in pairs if puts[x][1] < puts[y][0]]
+        assert len(ordered) >= 4 * each * (each - 1) // 2
+        assert not [(x, y) for x, y in ordered if gets[y][1] < gets[x][0]]
+
+
+def test_an_item_that_comes_back_is_the_first_again(queues: dict[str, Queue]) -> None:
+    for number in range(6):
+        queues["b"].put(numbered(number))
+    part = queues["a"]._plane.partition("both")
+    taken = [part.claim("get", rows=1, in_order=True, timeout=30) for _ in range(4)]
+    for at in (2, 0, 3):
+        taken[at].release()
+    assert [queues["b"].get(timeout=30)[0] for _ in range(5)] == [0, 2, 3, 4, 5]
 
 
 def test_a_put_waits_for_a_get_of_another_process(queue: Queue) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -251,9 +253,14 @@ def at(peer: str, s: Store, keys: list[int], groups: list[int] | None = None) ->
 
 
 def claimed(
-    s: Store, peer: str, count: int, unit: Unit = "rows", stage: str = "reward"
+    s: Store,
+    peer: str,
+    count: int,
+    unit: Unit = "rows",
+    stage: str = "reward",
+    in_order: bool = False,
 ) -> list[Name]:
-    want = Want(unit, count, count)
+    want = Want(unit, count, count, in_order=in_order)
     return keys_of(s, take(s, stage, want, credit=PullCredit(peer, 1 << 30)))
 
 
@@ -274,6 +281,46 @@ def test_only_among_the_next_rows_those_that_are_local_go_first(older: int, take
     at("a", s, list(range(older)))
     at("b", s, [100])
     assert claimed(s, "b", 1) == [taken]
+
+
+def test_a_claim_in_order_takes_older_rows_before_local_ones() -> None:
+    s = store()
+    for key, peer in enumerate("aabb", 1):
+        at(peer, s, [key])
+    assert claimed(s, "b", 1, in_order=True) == [1]
+    assert claimed(s, "b", 1) == [3]
+    assert claimed(s, "b", 2, in_order=True) == [2, 4]
+
+
+@pytest.mark.parametrize("unit", ["rows", "groups"])
+@pytest.mark.parametrize("seed", range(10))
+def test_claims_in_order_take_the_oldest_units_whoever_wrote_them(seed: int, unit: Unit) -> None:
+    """Also those that came back, from whichever leases and in whichever order these ended."""
+    rng, s = random.Random(seed), store(free="drop")
+    numbers, ready, leases = itertools.count(), list[int](), list[tuple[Taken, list[int]]]()
+    for _ in range(300):
+        count, peer = rng.randint(1, 4), rng.choice("abc")
+        if rng.random() < 0.4:
+            keys = [next(numbers) for _ in range(count)]
+            sizes = [Value(key, 8, INLINE_AT, bytes(8)) for key in keys]
+            column = Column("tokens", sizes if rng.random() < 0.5 else values(count, first=keys[0]))
+            groups = keys if unit == "groups" else None  # of one row each
+            s.put(wrote(named(keys, groups), [column], [Owner(peer, 7)], {}))
+            for key in groups or ():
+                s.close(key, 1)
+            ready += keys
+        elif leases and rng.random() < 0.5:
+            taken, keys = leases.pop(rng.randrange(len(leases)))
+            outcome: Any = rng.choice(["ack", "release"])
+            finish(s, taken, outcome)
+            ready = sorted(ready + keys) if outcome == "release" else ready
+        elif len(ready) >= count:
+            want = Want(unit, count, count, in_order=True)
+            taken = take(s, "reward", want, credit=PullCredit(peer, 1 << 30))
+            assert keys_of(s, taken) == ready[:count]
+            leases.append((taken, ready[:count]))
+            del ready[:count]
+    assert len(s.peers) > 1
 
 
 def test_rows_that_a_host_has_read_for_one_stage_are_local_to_it_for_the_next() -> None:

@@ -183,6 +183,7 @@ class Partition:
         where: Where | None = None,
         fields: Sequence[str] | None = None,
         unit: str | None = None,
+        in_order: bool = False,
         timeout: float | None = None,
         lease: float | None = None,
     ) -> Batch:
@@ -196,13 +197,15 @@ class Partition:
         - `min`: accept fewer rows or groups, but at least this many.
         - `where`: claim only rows whose tags match, or only groups in which every row matches.
         - `fields`: which fields to fetch with the claim. Default: the fields of the stage.
+        - `in_order`: claim the oldest ready rows, even if others are on this host. Rows that come
+          back from a lease are the oldest.
         - `lease`: seconds after which the rows return to the stage, even if this process is still
           working on them. Default: the lease lasts as long as the process.
 
         Raises ClaimTimeout if too few rows become ready in time, and StreamEnd if the partition is
         sealed and the stage has received every row.
         """
-        demand = Demand(rows, groups, budget, min, where, unit)
+        demand = Demand(rows, groups, budget, min, where, unit, in_order)
         claiming = Claiming(self._handle, stage, demand, fields, timeout, lease)
         return Batch(self._handle, stage, *await claiming.claim())
 
@@ -218,6 +221,7 @@ class Partition:
         where: Where | None = None,
         fields: Sequence[str] | None = None,
         unit: str | None = None,
+        in_order: bool = False,
         batches: int | None = None,
         timeout: float | None = None,
         lease: float | None = None,
@@ -236,7 +240,7 @@ class Partition:
         return Stream(
             self._handle,
             stage,
-            Demand(rows, groups, budget, min, where, unit),
+            Demand(rows, groups, budget, min, where, unit, in_order),
             batches,
             fields=fields,
             timeout=timeout,
@@ -255,6 +259,7 @@ class Partition:
         where: Where | None = None,
         fields: Sequence[str] | None = None,
         unit: str | None = None,
+        in_order: bool = False,
         collate: Callable[[Batch], Any] | None = None,
         prefetch: int = 1,
         batches: int | None = None,
@@ -271,7 +276,7 @@ class Partition:
         return Loader(
             self._handle,
             stage,
-            Demand(rows, groups, budget, min, where, unit),
+            Demand(rows, groups, budget, min, where, unit, in_order),
             collate,
             prefetch,
             batches,

@@ -333,7 +333,7 @@ class ClaimQueue:
             if counts.ready < least:
                 return None
             if least != want.minimum:
-                want = Want(want.unit, want.count, least, want.where)
+                want = Want(want.unit, want.count, least, want.where, in_order=want.in_order)
         last = all_there and want.budget_tag is not None and not kept
         try:
             rows_out.check_known(self.store, claim.asked.fields or (), self.stage)

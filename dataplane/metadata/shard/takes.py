@@ -3,7 +3,7 @@
 A take is granted whole or not at all. Its cost depends on the units taken, never on the number
 of rows. Of the first ready units, those whose values are local to the claiming host go first, then
 the oldest. If writers and readers share hosts, values therefore stay where they are; if not, they
-are pulled by one host for all stages.
+are pulled by one host for all stages. A claim `in_order` gets the oldest units.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def take(
     kept: Sequence[Reservation] = (),
 ) -> Taken:
     """Lease ready units of a stage: of the first ones those that are local to the credit's peer,
-    then the oldest.
+    then the oldest; `in_order`, only the oldest.
 
     Takes `count` of them, or at least `minimum`; any number up to `count` if the whole partition
     is `sealed`; else nothing. A budget takes what fits the sum of its tag (count 0: any number),
@@ -133,7 +133,7 @@ def take(
     if not by_count:
         most = want.count if want.count > 0 else ready
         offer = _by_budget(state, queue, want, most)
-    elif credit.address and len(state.peers) > 1 and ready > want.count:
+    elif not want.in_order and credit.address and len(state.peers) > 1 and ready > want.count:
         offer = _Offer(_local_first(stage, queue, want.count, credit.address))
     else:
         offer = _Offer(first_parts(queue, want.count))

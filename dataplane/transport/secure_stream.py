@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from dataplane.errors import ProtocolError
-from dataplane.transport.stream import BulkStream, Expired
+from dataplane.transport.stream import LATE, BulkStream
 from dataplane.transport.tickets import check_certificate
 from dataplane.wire.packed import Array
 
@@ -53,7 +53,7 @@ class SecureStream(BulkStream):
         """Run the TLS handshake. Raises TicketRefused if the owner presents another certificate,
         and ProtocolError for a reader without TLS 1.3."""
         try:
-            with self._until(deadline, begun=True):
+            with self._until(deadline):
                 self._tls.do_handshake()
         except ssl.SSLError as exc:
             if self._fingerprint is not None:
@@ -70,11 +70,11 @@ class SecureStream(BulkStream):
         return self._tls.pending() > 0 or super().readable(timeout_s)
 
     def send_from(self, vectors: Array, deadline: float) -> None:
-        begun = False
         for parts in _runs(vectors):
             data = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
-            self._send(data, deadline, begun)
-            begun = True
+            while data:
+                with self._until(deadline):
+                    data = data[self._tls.send(data[:SEND_BYTES]) :]
 
     def receive_into(self, vectors: Array, deadline: float) -> None:
         begun = False
@@ -93,14 +93,9 @@ class SecureStream(BulkStream):
         # Not SSLSocket's own: that first forgets TLS, and another thread would go on in the clear.
         socket.socket.shutdown(self._tls, how)
 
-    def _send(self, data: memoryview, deadline: float, begun: bool) -> None:
-        while data:
-            with self._until(deadline, begun):
-                data, begun = data[self._tls.send(data[:SEND_BYTES]) :], True
-
     def _fill(self, room: memoryview, deadline: float, begun: bool) -> None:
         while room:
-            with self._until(deadline, begun):
+            with self._until(deadline):
                 count = self._tls.recv_into(room)
             if not count and not begun:
                 raise EOFError("the connection was closed")
@@ -109,12 +104,11 @@ class SecureStream(BulkStream):
             begun, room = True, room[count:]
 
     @contextmanager
-    def _until(self, deadline: float, begun: bool) -> Iterator[None]:
+    def _until(self, deadline: float) -> Iterator[None]:
         """One call of OpenSSL's, which ends in time, with the errors of a plain socket."""
         left = deadline - time.monotonic()
         if left <= 0:
-            late = "the transfer deadline passed"
-            raise TimeoutError(late) if begun else Expired(late)
+            raise TimeoutError(LATE)
         self._tls.settimeout(left)
         try:
             yield

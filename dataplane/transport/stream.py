@@ -44,7 +44,7 @@ class _MessageHeader(ctypes.Structure):
     ]
 
 
-_LATE = "the transfer deadline passed"
+LATE = "the transfer deadline passed"
 _libc = ctypes.CDLL(None, use_errno=True)
 for _call in (_libc.sendmsg, _libc.recvmsg):
     _call.argtypes = [ctypes.c_int, ctypes.POINTER(_MessageHeader), ctypes.c_int]
@@ -64,11 +64,6 @@ def iovecs(bases: Array, lengths: Array) -> Array:
     joined["base"] = bases[heads]
     joined["length"] = np.add.reduceat(lengths, heads)
     return joined
-
-
-class Expired(TimeoutError):
-    """The deadline passed before the first byte moved, so the stream may still carry another
-    frame."""
 
 
 class BulkStream:
@@ -146,8 +141,8 @@ class BulkStream:
         self.send_from(_iovec_of(held), deadline)
 
     def send_from(self, vectors: Array, deadline: float) -> None:
-        """Send all bytes. Raises TimeoutError at the deadline (Expired if none were sent by
-        then), and OSError if the connection broke."""
+        """Send all bytes. Raises TimeoutError at the deadline, and OSError if the connection
+        broke."""
         self._move(_libc.sendmsg, vectors, socket.MSG_NOSIGNAL, socket.SO_SNDTIMEO, deadline)
 
     def receive_into(self, vectors: Array, deadline: float) -> None:
@@ -183,7 +178,7 @@ class BulkStream:
         moved_before = False
         while len(vectors):
             if not self._arm(timeout_option, deadline):
-                raise TimeoutError(_LATE) if moved_before else Expired(_LATE)
+                raise TimeoutError(LATE)
             moved = self._call(call, vectors[:IOV_MAX], flags)
             if moved == 0:
                 if moved_before:

@@ -7,7 +7,7 @@ import numpy as np
 from dataplane.transport.bulk_frames import MAX_GET_BYTES
 from dataplane.transport.registry import TCP
 from dataplane.transport.seam import ReadRequest, Region, SendRequest, Transport
-from dataplane.transport.stream import Expired, iovecs
+from dataplane.transport.stream import iovecs
 from dataplane.wire.tables import Owner
 
 
@@ -30,10 +30,7 @@ class TcpTransport(Transport):
 
     def send(self, request: SendRequest) -> None:
         vectors = iovecs(self._base + request.sources, request.nbytes)
-        try:
-            request.stream.send_from(vectors, request.deadline)
-        except Expired as exc:  # the reader takes what follows for the bytes, so no frame may
-            raise TimeoutError(str(exc)) from exc
+        request.stream.send_from(vectors, request.deadline)
 
     def forget(self, owner: Owner) -> None:
         """Do nothing: the connections belong to the requests."""

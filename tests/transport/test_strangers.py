@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
@@ -36,6 +37,7 @@ from dataplane.transport.bulk_frames import (
 )
 from dataplane.transport.owner import MAX_INBOUND
 from dataplane.transport.tickets import nonce_of, plane_key, proof, ticket_of
+from dataplane.wire.frames import HEADER_BYTES
 from dataplane.wire.limits import PROTOCOL_VERSION
 from dataplane.wire.tables import Owner
 
@@ -102,6 +104,14 @@ def pull(host: Any, greeting: Greeting, pieces: np.ndarray, /, **changed: Any) -
     nonce = changed.pop("nonce", nonce_of(greeting.challenge, 0))
     get.ticket = ticket_of(changed.pop("key", KEY), nonce, get)
     return encode(msgspec.structs.replace(get, **changed))
+
+
+async def nothing_held(stranger: Stranger) -> None:
+    """The owner ends the connection without `Held` and without bytes, perhaps with a refusal."""
+    rest = await stranger.reader.read()
+    if rest:
+        refused = decode_from_owner(rest[HEADER_BYTES:])
+        assert isinstance(refused, Refused) and refused.code == "DeadlineExceeded", refused
 
 
 async def still_serves(host: Any, start_host: StartHost) -> None:
@@ -245,7 +255,25 @@ async def test_a_ticket_has_no_life_without_end_and_none_before_it(start_host: S
         await stranger.whole()
     async with joined(a) as (stranger, greeting):
         stranger.writer.write(pull(a, greeting, one, expiry_ms=-(2**62)))
-        assert (await stranger.refusal()).code == "DeadlineExceeded"
+        await nothing_held(stranger)
+
+
+async def test_a_ticket_that_expires_before_its_chunks_are_pinned_holds_nothing(
+    start_host: StartHost,
+) -> None:
+    a = await start_host("a")
+    a.place(np.array([0]), np.array([4096]))
+    a.on_pin = lambda: time.sleep(0.1)
+    async with joined(a) as (stranger, greeting):
+        stranger.writer.write(
+            pull(a, greeting, np.array([(1 << 32, 0, 4096)], PIECE), expiry_ms=50)
+        )
+        await nothing_held(stranger)
+    assert a.pins == 1
+    async with asyncio.timeout(20):
+        while a.held:
+            await asyncio.sleep(0.001)
+    await still_serves(a, start_host)
 
 
 async def test_wrong_sizes_and_owners_are_refused(start_host: StartHost) -> None:

@@ -77,15 +77,14 @@ class Get(Frame, tag=2):
     """A request for pieces, which the owner pins until they have arrived.
 
     expiry_ms: how long the owner works on it, from its arrival. pieces: PIECE records. transport:
-    what moves the bytes. tag, card: of the reader, for a transport whose owner sends. ticket: the
-    right to read these pieces, once; see `tickets`.
+    what moves the bytes. card: of the reader, for a transport whose owner sends. ticket: the right
+    to read these pieces, once; see `tickets`.
     """
 
     owner: Owner
     expiry_ms: int
     pieces: bytes
     transport: str = "tcp"
-    tag: int = 0
     card: bytes = b""
     ticket: bytes = b""
 

@@ -401,9 +401,7 @@ class Service:
         there = (sources != GONE) & (pieces["nbytes"] > 0)
         nbytes = np.ascontiguousarray(pieces["nbytes"][there])
         get = transfer.get
-        self._transport.send(
-            SendRequest(get.card, get.tag, sources[there], nbytes, check, stream, deadline)
-        )
+        self._transport.send(SendRequest(get.card, sources[there], nbytes, check, stream, deadline))
 
 
 def _await_release(stream: BulkStream, nbytes: int, deadline: float) -> None:

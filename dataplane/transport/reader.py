@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hmac
 import logging
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -81,8 +80,7 @@ class Reads:
         transport, deadline = self._transport, reading.deadline
         with self._connection(reading) as connection:
             stream, fresh = connection.stream, connection.sequence == 0
-            tag = 0 if transport.one_sided else secrets.randbits(48)
-            nonce = self._ask(connection, reading, tag, card)
+            nonce = self._ask(connection, reading, card)
             answer = _answer(stream, deadline)
             if answer is None:
                 if fresh or reading.stopped:
@@ -97,18 +95,8 @@ class Reads:
             copies, check = reading.copies[moved], _checking(reading, stream)
             nbytes = int(copies["nbytes"].sum())
             if nbytes:
-                transport.read(
-                    ReadRequest(
-                        reading.remote,
-                        copies,
-                        held.card,
-                        sources[moved],
-                        tag,
-                        check,
-                        stream,
-                        deadline,
-                    )
-                )
+                where = reading.remote, copies, held.card, sources[moved]
+                transport.read(ReadRequest(*where, check, stream, deadline))
             if not transport.in_band:
                 stream.send(encode(Release(nbytes)), deadline)
             _confirm(stream, nbytes, deadline)
@@ -127,11 +115,11 @@ class Reads:
             else:
                 self._connections.discard(connection)
 
-    def _ask(self, connection: Connection, reading: Reading, tag: int, card: bytes) -> bytes:
+    def _ask(self, connection: Connection, reading: Reading, card: bytes) -> bytes:
         """Send the request. Return its nonce."""
         pieces, nonce = pieces_of(reading.copies).tobytes(), connection.nonce()
         expiry_ms = max(1, int((reading.deadline - time.monotonic()) * 1000))
-        get = Get(reading.remote.owner, expiry_ms, pieces, self._transport.name, tag, card)
+        get = Get(reading.remote.owner, expiry_ms, pieces, self._transport.name, card)
         get.ticket = ticket_of(self._key, nonce, get)
         with suppress(ConnectionError):  # then there is no answer
             connection.stream.send(encode(get), reading.deadline)

@@ -66,7 +66,6 @@ class ReadRequest:
 
     - `card`: of the owner's region.
     - `sources`: for each copy, the offset in that region.
-    - `tag`: identifies this transfer on both sides of a two-sided one.
     - `check`: raises TransferFailed or DeadlineExceeded if the bytes are no longer needed: the job
       was cancelled, its deadline has passed, or the owner is gone. Call it about every 100 ms while
       waiting, from any thread.
@@ -77,7 +76,6 @@ class ReadRequest:
     copies: Records
     card: bytes
     sources: Offsets
-    tag: int
     check: Callable[[], None]
     stream: BulkStream
     deadline: float
@@ -91,7 +89,6 @@ class SendRequest:
     """
 
     card: bytes
-    tag: int
     sources: Offsets
     nbytes: Offsets
     check: Callable[[], None]
@@ -153,7 +150,8 @@ class Transport(ABC):
     ) -> AbstractContextManager[bytes]:
         """Return a context manager for one transfer from `remote`. It is entered before the owner
         holds the chunks, and left after the owner has confirmed the transfer. For a two-sided
-        transfer it yields the card that the owner sends with. `check`: see `ReadRequest`.
+        transfer it yields the card that the owner sends with. That card may also identify the
+        transfer. `check`: see `ReadRequest`.
 
         An engine that cannot tell transfers apart admits one transfer at a time. `read` is called
         at most once, inside the context and in the same thread.

@@ -54,7 +54,7 @@ def proof(
 
 def ticket_of(key: bytes, nonce: bytes, get: Get) -> bytes:
     """Return the ticket of a request. It signs all fields, the connection and the number there."""
-    way = get.transport, get.tag, get.card
+    way = get.transport, get.card
     return _mac(key, _CONTEXT, nonce, *_named(get.owner), get.expiry_ms, get.pieces, *way)
 
 

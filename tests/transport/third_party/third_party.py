@@ -13,7 +13,8 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from dataplane.errors import TransferFailed
 from dataplane.transport import (
     ReadRequest,
     Region,
+    Remote,
     SendRequest,
     Transport,
 )
@@ -28,6 +30,8 @@ from dataplane.transport.seam import MemoryKind
 from dataplane.transport.stream import iovecs
 from dataplane.wire.tables import Owner
 
+NUMBER_BYTES = 8
+"""Of the number of a transfer, with which the owner of `post` begins what it sends."""
 HOST: frozenset[MemoryKind] = frozenset({"host"})
 Bytes = np.ndarray
 
@@ -116,7 +120,8 @@ class Post(Transport):
         self._door.bind("\0post-" + secrets.token_hex(8))
         self._door.listen(64)
         self._came = threading.Condition()
-        self._calls: dict[int, UnixStream] = {}
+        self._calls: dict[bytes, UnixStream] = {}
+        self._turn = threading.local()
 
     def register(self, region: Region) -> bytes:
         self._base = np.uint64(region.address)
@@ -126,27 +131,32 @@ class Post(Transport):
     def _accept(self) -> None:
         while True:
             call = UnixStream(self._door.accept()[0])
-            tag = int.from_bytes(call.exactly(8), "little")
+            number = call.exactly(NUMBER_BYTES)
             with self._came:
-                self._calls[tag] = call
+                self._calls[number] = call
                 self._came.notify_all()
+
+    @contextmanager
+    def turn(self, remote: Remote, own: bytes, check: Callable[[], None]) -> Iterator[bytes]:
+        self._turn.number = secrets.token_bytes(NUMBER_BYTES)
+        yield self._turn.number + own
 
     def read(self, request: ReadRequest) -> None:
         with self._came:
-            while request.tag not in self._calls:
+            while self._turn.number not in self._calls:
                 request.check()
                 self._came.wait(0.05)
-            call = self._calls.pop(request.tag)
+            call = self._calls.pop(self._turn.number)
         vectors = iovecs(self._base + request.copies["dest"], request.copies["nbytes"])
         with call.sock:
             call.all_of(call.receive_some, vectors, request.check)
 
     def send(self, request: SendRequest) -> None:
         sock = socket.socket(socket.AF_UNIX)
-        sock.connect(request.card)
+        sock.connect(request.card[NUMBER_BYTES:])
         call = UnixStream(sock)
         with sock:
-            sock.sendall(request.tag.to_bytes(8, "little"))
+            sock.sendall(request.card[:NUMBER_BYTES])
             vectors = iovecs(self._base + request.sources, request.nbytes)
             call.all_of(call.send_some, vectors, request.check)
 

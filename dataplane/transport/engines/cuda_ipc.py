@@ -20,7 +20,7 @@ import numpy as np
 
 from dataplane.errors import TransportMissing
 from dataplane.gpu.device import Device, Pool, PoolHandle
-from dataplane.transport.engines.region import OpenRegion, Stretch, Stretches, mapped
+from dataplane.transport.engines.region import AddressRange, AddressRanges, OpenRegion, mapped
 from dataplane.transport.seam import (
     PlacedPool,
     ReadRequest,
@@ -91,12 +91,12 @@ class CudaIpcTransport(Transport):
             pools = self._theirs.get(request.remote.owner)
             if pools is None:
                 pools = self._theirs[request.remote.owner] = _OwnersPools()
-        theirs = Stretches([Stretch(pool.start, 0, pool.handle.nbytes) for pool in placed])
+        theirs = AddressRanges([AddressRange(pool.start, 0, pool.handle.nbytes) for pool in placed])
         dest, nbytes = request.copies["dest"], request.copies["nbytes"]
-        targets = own.stretches.descriptors(dest, nbytes)[:, 0].tolist()
+        targets = own.ranges.descriptors(dest, nbytes)[:, 0].tolist()
         inside = theirs.descriptors(request.sources, nbytes)[:, 0].tolist()
         sources, sizes = theirs.which(request.sources).tolist(), nbytes.tolist()
-        readers = own.stretches.which(dest)
+        readers = own.ranges.which(dest)
         for reader in np.unique(readers).tolist():
             device, asked = own.devices[reader], []
             for at in np.flatnonzero(readers == reader).tolist():

@@ -155,7 +155,7 @@ class NcclTransport(Transport):
         try:
             if line.pair is None:
                 line.pair = joined(line.ranks, line.unique_id, 0, request.check)
-            line.pair.receive(self._stretches(request.copies["dest"], request.copies["nbytes"]))
+            line.pair.receive(self._addresses(request.copies["dest"], request.copies["nbytes"]))
             wait(line.pair, request.check)
         except BaseException:
             line.drop()  # nothing of it is written any more
@@ -182,7 +182,7 @@ class NcclTransport(Transport):
         self._check_apart(card)
         sending = self._pair(card, request.check)
         try:
-            sending.pair.send(self._stretches(request.sources, request.nbytes))
+            sending.pair.send(self._addresses(request.sources, request.nbytes))
             wait(sending.pair, request.check)
             sending.busy = False
         except BaseException:
@@ -229,8 +229,8 @@ class NcclTransport(Transport):
                 transport=NAME,
             )
 
-    def _stretches(self, offsets: Offsets, nbytes: Offsets) -> list[tuple[int, int]]:
-        rows: list[Any] = self._open()[0].stretches.descriptors(offsets, nbytes)[:, :2].tolist()
+    def _addresses(self, offsets: Offsets, nbytes: Offsets) -> list[tuple[int, int]]:
+        rows: list[Any] = self._open()[0].ranges.descriptors(offsets, nbytes)[:, :2].tolist()
         return [(address, length) for address, length in rows]
 
     def forget(self, owner: Owner) -> None:

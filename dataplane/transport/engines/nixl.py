@@ -37,7 +37,7 @@ from dataplane.errors import (
 )
 from dataplane.transport.bulk_frames import MAX_GET_ITEMS
 from dataplane.transport.engines.cuda_ipc import this_host
-from dataplane.transport.engines.region import OpenRegion, Stretch, Stretches
+from dataplane.transport.engines.region import AddressRange, AddressRanges, OpenRegion
 from dataplane.transport.seam import (
     ReadRequest,
     Region,
@@ -94,7 +94,7 @@ class Card(msgspec.Struct, array_like=True, frozen=True):
     "" if unknown."""
 
     metadata: bytes
-    stretches: list[Stretch]
+    ranges: list[AddressRange]
     on_gpu: bool
     host: str
 
@@ -135,12 +135,12 @@ class NixlTransport(Transport):
         self._reads = NixlReads(self._bound, self._memory)
         self._reads.start()
         host = "" if region.pools else self._host  # only host memory is copied by processors
-        card = Card(metadata, list(self._own.stretches.all), self._own.on_gpu, host)
+        card = Card(metadata, list(self._own.ranges.all), self._own.on_gpu, host)
         return msgspec.msgpack.encode(card)
 
     def read(self, request: ReadRequest) -> None:
         card = decoded(_cards, request.card, "a nixl memory description")
-        pieces = _pieces(request, self._own.stretches, Stretches(card.stretches))
+        pieces = _pieces(request, self._own.ranges, AddressRanges(card.ranges))
         threads = self._threads(card, len(pieces))
         reads = []
         for number, thread in enumerate(threads):
@@ -185,7 +185,7 @@ class NixlTransport(Transport):
         return agent
 
     def _register(self, agent: Any) -> None:
-        own = self._own.stretches.all
+        own = self._own.ranges.all
         memory = [(one.address, one.nbytes, one.device, "") for one in own]
         try:
             agent.register_memory(memory, self._memory, [BACKEND])
@@ -203,15 +203,15 @@ def _host() -> str:
         return ""
 
 
-def _pieces(request: ReadRequest, own: Stretches, theirs: Stretches) -> list[Piece]:
+def _pieces(request: ReadRequest, own: AddressRanges, theirs: AddressRanges) -> list[Piece]:
     """Neighbours are joined."""
     copies = request.copies.copy()
     copies["start"] = request.sources
     apart = np.zeros(len(copies) - 1, bool)
-    for name, stretches in (("start", theirs), ("dest", own)):
+    for name, ranges in (("start", theirs), ("dest", own)):
         places = copies[name]
         apart |= places[1:] != places[:-1] + copies["nbytes"][:-1]
-        apart |= np.diff(stretches.which(places)) != 0
+        apart |= np.diff(ranges.which(places)) != 0
     heads = np.flatnonzero(np.concatenate([[True], apart]))
     joined = copies[heads]
     joined["nbytes"] = np.add.reduceat(copies["nbytes"], heads)

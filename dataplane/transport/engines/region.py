@@ -22,7 +22,7 @@ from dataplane.wire.tables import PoolHandle
 Numbers = npt.NDArray[np.intp]
 
 
-class Stretch(msgspec.Struct, array_like=True, frozen=True):
+class AddressRange(msgspec.Struct, array_like=True, frozen=True):
     """An address range: `nbytes` from `start` in the region are at `address` in its process.
     device: the number of its GPU there; also 0 for host memory."""
 
@@ -32,18 +32,18 @@ class Stretch(msgspec.Struct, array_like=True, frozen=True):
     device: int = 0
 
 
-class Stretches:
+class AddressRanges:
     """The address ranges of a region, local or remote. Raises ProtocolError if there are none."""
 
-    def __init__(self, stretches: Sequence[Stretch]) -> None:
-        if not stretches:
+    def __init__(self, ranges: Sequence[AddressRange]) -> None:
+        if not ranges:
             raise mixed_releases("the region is empty: expected at least one memory range")
-        self.all = tuple(sorted(stretches, key=lambda one: one.start))
+        self.all = tuple(sorted(ranges, key=lambda one: one.start))
         columns = [(one.start, one.address, one.nbytes, one.device) for one in self.all]
         self._starts, self._addresses, self._sizes, self._devices = np.array(columns, np.uint64).T
 
     def which(self, offsets: Offsets) -> Numbers:
-        """The stretch in which each of these offsets would be."""
+        """The range in which each of these offsets would be."""
         found: Numbers = np.searchsorted(self._starts, offsets, side="right") - 1
         return np.maximum(found, 0)
 
@@ -77,16 +77,16 @@ class OpenRegion:
         self.on_gpu = any(placed.handle.kind == CUDA for placed in region.pools)
         """else it is host memory to every engine"""
         try:
-            stretches = [self._opened(placed.start, placed.handle) for placed in region.pools]
+            ranges = [self._opened(placed.start, placed.handle) for placed in region.pools]
         except DeviceMissing as exc:
             raise TransportMissing(
                 f"cannot open the device arena: {exc.message}. Choose another --transport"
             ) from exc
         if not region.pools:
-            stretches = [Stretch(0, region.address, region.nbytes)]
-        self.stretches = Stretches(stretches)
+            ranges = [AddressRange(0, region.address, region.nbytes)]
+        self.ranges = AddressRanges(ranges)
 
-    def _opened(self, start: int, handle: PoolHandle) -> Stretch:
+    def _opened(self, start: int, handle: PoolHandle) -> AddressRange:
         if self._by_one and self.devices:
             device = self.devices[0]
             pool = mapped(device, handle)
@@ -95,7 +95,7 @@ class OpenRegion:
             pool = device.open(handle)
             self.devices.append(device)
         self._pools.append(pool)
-        return Stretch(start, pool.address, pool.nbytes, device.number)
+        return AddressRange(start, pool.address, pool.nbytes, device.number)
 
     def bind(self) -> None:
         """Prepare this thread for an engine that finds the devices' contexts by itself."""

@@ -71,6 +71,12 @@ def lacking(report: Report, transport: str) -> list[str]:
 
 def lines(report: Report) -> Iterator[str]:
     """Yield the lines of the report: a block for each peer, a line for each pair and transport."""
+    versions = {peer["version"] for peer in report["peers"] if "error" not in peer}
+    if len(versions) > 1:
+        yield (
+            f"versions differ ({', '.join(sorted(versions))}): install the same dataplane release "
+            "everywhere"
+        )
     for peer in report["peers"]:
         if "error" in peer:
             yield f"peer {peer['peer']}: {peer['error']}"
@@ -87,12 +93,12 @@ def lines(report: Report) -> Iterator[str]:
         for name, why in peer["devices"]["missing"].items():
             yield f"  device transport {name} is not available: {why}"
         for way in peer["from"]:
-            yield from _way(way, peer)
+            yield from _way(way)
         if not peer["from"]:
             yield "   this run has no other peers to test"
 
 
-def _way(way: Report, here: Report) -> Iterator[str]:
+def _way(way: Report) -> Iterator[str]:
     if "error" in way:
         yield f"  from {way['peer']}: {way['error']}"
         return
@@ -101,11 +107,6 @@ def _way(way: Report, here: Report) -> Iterator[str]:
     if devices := way["devices"]:
         yield f"    device values: {devices['transport']}, because {devices['why']}"
         yield from _tried(devices["tried"], "device ")
-    if way["version"] != here["version"]:
-        yield (
-            f"    versions differ: {way['version']} on {way['peer']}, {here['version']} on "
-            f"{here['peer']}; install the same dataplane release everywhere"
-        )
 
 
 def _tried(trials: Report, kind: str = "") -> Iterator[str]:

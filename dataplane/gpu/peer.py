@@ -290,7 +290,7 @@ class DevicePools(Pools):
         source = await self._remote_of(owner)
         if source is None or self.engine is None:
             return None
-        return (await self.paths.tried(source, 1, measures=True))[0]
+        return await self.paths.tried(source, 1, measures=True)
 
     async def _remote_of(self, owner: Owner) -> Remote | None:
         """Return the owner's device worker, or None if it has none."""

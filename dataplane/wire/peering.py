@@ -265,17 +265,13 @@ class Sampled(Body, tag=161):
     """Bytes `(seed + 167 i) xor (i >> 8) xor (i >> 16)`, modulo 256, at index i of one chunk.
 
     nbytes 0: the owner has no space for them. transport: the transport of the owner's bulk
-    workers; missing: why it is not the requested one.
+    workers.
     """
 
     chunk: int
     nbytes: int
     seed: int
     transport: str
-    missing: str
-    requested: str
-    version: str
-    arena_bytes: int
 
 
 class PeerRequest(msgspec.Struct, array_like=True):

@@ -80,14 +80,14 @@ async def test_a_transport_that_both_peers_run_is_used_if_its_content_is_right(
     found: dict[str, Trial | None], transport: str, why: str
 ) -> None:
     sampling = FakeSampling(found)
-    path, _ = await paths_of(sampling, "nixl").tried(Remote(Owner("nixl", 1), ""))
+    path = await paths_of(sampling, "nixl").tried(Remote(Owner("nixl", 1), ""))
     assert (path.transport, path.why) == (transport, why)
     assert sampling.rounds == {"nixl": 1}, "a check costs more than one round, or TCP's time"
 
 
 async def test_a_peer_that_runs_another_transport_is_read_over_tcp() -> None:
     paths = paths_of(FakeSampling({}), "nixl")
-    path, _ = await paths.tried(Remote(Owner("shelf", 1), ""))
+    path = await paths.tried(Remote(Owner("shelf", 1), ""))
     assert path.transport == "tcp"
     assert path.why == "this peer runs nixl, but the other peer runs shelf"
 
@@ -95,13 +95,13 @@ async def test_a_peer_that_runs_another_transport_is_read_over_tcp() -> None:
 async def test_between_pools_the_first_transport_that_works_is_used() -> None:
     sampling = FakeSampling({"cuda_ipc": FAILS, "nixl": WORKS, "nccl": WORKS})
     paths = paths_of(sampling, "cuda_ipc", "nixl", "nccl", plain="host arena")
-    path, _ = await paths.tried(Remote(Owner("a", 1), ""), number=1)
+    path = await paths.tried(Remote(Owner("a", 1), ""), number=1)
     assert path.transport == "nixl" and set(path.trials) == {"cuda_ipc", "nixl"}
 
 
 async def test_a_probe_measures_every_transport_and_tcp() -> None:
     sampling = FakeSampling({"nixl": WORKS, "tcp": WORKS})
-    path, _ = await paths_of(sampling, "nixl").tried(Remote(Owner("nixl", 1), ""), measures=True)
+    path = await paths_of(sampling, "nixl").tried(Remote(Owner("nixl", 1), ""), measures=True)
     assert path.transport == "nixl" and sampling.rounds == {"nixl": 3, "tcp": 3}
 
 

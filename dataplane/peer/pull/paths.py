@@ -40,7 +40,6 @@ from dataplane.transport.engine import BulkEngine
 from dataplane.transport.registry import POOLS_ONLY, TCP
 from dataplane.transport.seam import Remote
 from dataplane.transport.tickets import new_identity
-from dataplane.version import __version__
 from dataplane.wire.messages import Body
 from dataplane.wire.packed import U8, Array
 from dataplane.wire.peering import Sample, Sampled
@@ -148,17 +147,15 @@ class Paths:
 
     async def _check(self, source: Remote, number: int) -> None:
         try:
-            path, _ = await self.tried(source, number)
+            path = await self.tried(source, number)
         except DataplaneError as exc:
             path = Path(self.plain, f"the transport test failed: {exc.message}")
         if self.sampling.host.roster.has(source.owner):  # else the process was lost meanwhile
             self._set(source.owner, path)
 
-    async def tried(
-        self, source: Remote, number: int = ARENA, measures: bool = False
-    ) -> tuple[Path, Sampled]:
-        """Test the transports from a peer. Return the first that works, and what the peer
-        reports about itself. measures: test all of them, and TCP, for their rates."""
+    async def tried(self, source: Remote, number: int = ARENA, measures: bool = False) -> Path:
+        """Test the transports from a peer. Return the first that works. measures: test all of
+        them, and TCP, for their rates."""
         assert self.engine is not None
         sampled = await self.sampling.ask(source.owner.peer, number != ARENA)
         names = [name for name in self.runs if number != ARENA or name == sampled.transport]
@@ -171,17 +168,17 @@ class Paths:
             if trial is None:
                 here = self.runs[0] if self.required else self.plain
                 why = "one of the two peers has no arena space for the test"
-                return Path(here, why, trials), sampled
+                return Path(here, why, trials)
             trials[name] = trial
             if not (trial.error or measures):
                 break
         for name in names:
             if name in trials and not trials[name].error:
-                return Path(name, "self-test passed", trials), sampled
+                return Path(name, "self-test passed", trials)
         why = "; ".join(f"{name} does not work: {trials[name].error}" for name in names)
         if not names and self.runs:
             why = f"this peer runs {self.runs[0]}, but the other peer runs {sampled.transport}"
-        return Path(self.plain, why or "this peer runs no other transport", trials), sampled
+        return Path(self.plain, why or "this peer runs no other transport", trials)
 
     def _set(self, owner: Owner, path: Path) -> None:
         known, self._paths[owner] = self._paths.get(owner), path
@@ -308,10 +305,6 @@ class Sampling:
             nbytes=nbytes if known else 0,
             seed=self._seed,
             transport=engine.transport if engine else TCP,
-            missing=engine.missing if engine else "",
-            requested=str(self.choice),
-            version=__version__,
-            arena_bytes=self.host.space.size_bytes,
         )
 
     async def _known(self, number: int, nbytes: int) -> Array:

@@ -138,7 +138,7 @@ class Reporting:
             hello = await self.mesh.hello(address)
             owner = Owner(address, hello.incarnation)
             source = Remote(owner, hello.bulk, hello.bulk_fingerprint)
-            path, said = await self.peer.pulls.paths.tried(source, measures=True)
+            path = await self.peer.pulls.paths.tried(source, measures=True)
             in_pools = await self.peer.pools.ways(owner)
         except DataplaneError as exc:
             return named | {"error": exc.message}
@@ -146,12 +146,7 @@ class Reporting:
         return {
             "peer": hello.name,
             "address": address,
-            "version": said.version,
-            "requested": said.requested,
-            "runs": said.transport,
-            "missing": said.missing,
             "tls": bool(source.fingerprint),
-            "arena_bytes": said.arena_bytes,
             **path.shown(),
             "devices": devices,
         }

@@ -203,7 +203,6 @@ class Ready(Frame, tag=20):
     """The arena is mapped and the worker serves. missing: the requested engines that it does not
     run, and why."""
 
-    pid: int
     missing: dict[str, str] = {}
 
 

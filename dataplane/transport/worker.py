@@ -173,7 +173,7 @@ def run(control_fd: int, arena_fd: int, arena_bytes: int, listen_fd: int) -> Non
     stream_of = door(first.tls) if first.tls else BulkStream
     ChunkServer(listener, first.owner, first.key, services, stream_of).start()
     with contextlib.suppress(ConnectionError):  # the peer is gone: so is this, in a moment
-        control.send(Ready(os.getpid(), missing))
+        control.send(Ready(missing))
     Worker(control, region, desk, reads).serve()
 
 

@@ -9,6 +9,7 @@ determine their values.
 from __future__ import annotations
 
 import re
+import reprlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
@@ -231,6 +232,14 @@ def shown(value: object) -> str:
         return repr(value).encode(errors="backslashreplace").decode()
     except Exception:
         return f"<{kind_of(value)}>"
+
+
+def beginning(value: object, length: int) -> str:
+    """Return at most `length` characters that show a stored value, which is no array."""
+    try:
+        return reprlib.repr(value)[:length]
+    except ValueError:  # an int of more digits than Python converts
+        return shown(value)[:length]
 
 
 def preview(array: Array, count: int) -> str:

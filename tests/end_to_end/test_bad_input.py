@@ -537,6 +537,15 @@ def test_a_text_of_another_class_names_a_field(part: Partition) -> None:
         assert np.array_equal(np.asarray(values), rows.numpy("x"))
 
 
+@pytest.mark.parametrize("value", [10**5_000, [10**5_000, "a"], {10**5_000: 1}], ids=[*"abc"])
+def test_an_int_that_python_does_not_print_is_read_back(plane: Plane, value: Any) -> None:
+    stored = plane.partition("digits", {"s": ["x"]}, free="drop")
+    rows = plane.get(stored.put({"x": [value]}))
+    assert rows["x"][0] == value
+    assert repr(rows).startswith("<Rows 1 row of 'digits': x: ")
+    stored.drop()
+
+
 def test_a_ref_whose_class_cannot_be_read_is_no_ref(plane: Plane) -> None:
     with pytest.raises(dataplane.InvalidCall, match=r"expected a ref returned by put\(\)"):
         plane.get(Classless())

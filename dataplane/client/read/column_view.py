@@ -8,7 +8,6 @@ as they are decoded.
 
 from __future__ import annotations
 
-import reprlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
@@ -25,6 +24,7 @@ from dataplane.errors import DataplaneError, FieldUnknown, ValueCorrupt, joined
 from dataplane.wire.arrays import (
     Array,
     ArrayForm,
+    beginning,
     preview,
     shown,
 )
@@ -424,6 +424,6 @@ def _side_by_side(spans: Sequence[Memory]) -> Memory | None:
 def _shown(value: Any) -> str:
     """The beginning of a value on one line."""
     if not isinstance(value, np.ndarray):
-        return f"{reprlib.repr(value):.60}"
+        return beginning(value, 60)
     few = preview(value, _SHOWN)
     return f"[{few}]" if value.ndim else few

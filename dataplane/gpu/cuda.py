@@ -204,7 +204,7 @@ class CudaDevice(Device):
         return Located(value.data_ptr(), dtype, tuple(value.shape), stream, value)
 
     def _of_interface(self, value: Any) -> Located | None:
-        """cupy, jax, numba and others; cupy makes contiguous what is not."""
+        """Locate an array of cupy, jax or numba. If it is not contiguous, cupy copies it."""
         told = value.__cuda_array_interface__
         address = int(told["data"][0])
         dtype = np.dtype(told["typestr"])
@@ -220,10 +220,11 @@ class CudaDevice(Device):
         return Located(address, dtype, tuple(told["shape"]), told.get("stream") or 0, value)
 
     def _of_address(self, address: int) -> int:
-        """The number of the GPU whose memory this is; -1 for none's, or another's."""
+        """Return the number of the GPU that has this address; -1 if no GPU has it, or if this
+        process does not use this GPU."""
         if not _in_use(self.number):
             return -1  # no memory of it is mapped here
-        with self._current():  # the question makes a context on whichever GPU is current
+        with self._current():  # this call creates a context on the current GPU
             return int(self._runtime.pointerGetAttributes(address).device)
 
     def finish(self, timeout_s: float) -> bool:
@@ -257,7 +258,7 @@ class CudaDevice(Device):
 
     @contextmanager
     def _said(self) -> Iterator[None]:
-        """Raise DeviceMissing for an error of CUDA."""
+        """Raise DeviceMissing for a CUDA error."""
         try:
             yield
         except self._runtime.CUDARuntimeError as exc:
@@ -269,8 +270,8 @@ class CudaDevice(Device):
 
     @contextmanager
     def _current(self) -> Iterator[None]:
-        """This GPU is the thread's, and the one before is again afterwards, if it is in use: a new
-        thread's is the first, of which it may want nothing."""
+        """Make this GPU current in the thread, and restore the previous one afterwards if this
+        process uses it. In a new thread that is the first GPU, which the process may not use."""
         outer, _entered.device = getattr(_entered, "device", None), self
         if outer is self:
             yield
@@ -382,7 +383,7 @@ def current_gpu() -> int | None:
 
 @functools.cache
 def _of_dtype(dtype: object) -> np.dtype[Any] | None:
-    """As numpy has one of torch's; None for one that cannot travel."""
+    """Return numpy's form of a torch dtype; None if the plane cannot store it."""
     try:
         return dtype_of(str(dtype).removeprefix("torch."))
     except ValueCorrupt:
@@ -390,15 +391,16 @@ def _of_dtype(dtype: object) -> np.dtype[Any] | None:
 
 
 def _typestr(dtype: np.dtype[Any]) -> str:
-    """As the array interface names it: integers of the same width for what it does not know."""
+    """Return the array interface's name of a dtype: for dtypes that it does not have, unsigned
+    integers of the same width."""
     plain = dtype.isbuiltin == 1 and dtype.kind in "biufc"
     return dtype.str if plain else f"<u{dtype.itemsize}"
 
 
 @contextmanager
 def _apart_from_captures() -> Iterator[None]:
-    """Graphs that other threads capture stay whole: unless this thread says that they are none of
-    its business, asking whether an event is done ends every capture of the process."""
+    """Keep CUDA graphs intact that other threads are capturing. In the default capture mode, a
+    query of an event ends every capture of the process."""
     driver = _driver()
     mode = ctypes.c_int(_THREAD_LOCAL)
     said = driver is not None and not driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
@@ -410,9 +412,9 @@ def _apart_from_captures() -> Iterator[None]:
 
 
 def _in_use(number: int) -> bool:
-    """Whether this process has a context on that GPU. `setDevice` makes one where there is none,
-    which takes hundreds of MB there: of the first GPU, in each process that works with another.
-    True where the driver does not tell."""
+    """Return whether this process has a context on that GPU; True if the driver does not say.
+    `setDevice` creates a missing context, which takes hundreds of MB of the GPU. In processes that
+    work with another GPU, that would be the first one."""
     driver = _driver()
     device, flags, active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
     if driver is None or driver.cuDeviceGet(ctypes.byref(device), ctypes.c_int(number)):

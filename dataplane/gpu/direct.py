@@ -70,8 +70,8 @@ def _gpu(number: int) -> Device:
 
 
 class _Copy(NamedTuple):
-    """Asked of a stream. event: None where the driver failed, so that nobody knows of its end.
-    pieces: those that it copies from."""
+    """Copies queued on a stream. event: None if the driver failed, so their end is unknown.
+    pieces: the pieces that they read."""
 
     event: Event | None
     keep: object
@@ -218,7 +218,7 @@ class DirectCopies:
         try:
             return copy.event is not None and copy.event.done()
         except DeviceMissing as exc:
-            # The driver says nothing any more of what it does: all is kept until this process ends.
+            # The state of its copies is unknown, so all sources are kept until this process ends.
             if not self.refused:
                 self._refuse(exc.message)
             return False

@@ -100,8 +100,8 @@ class HostMemory(Space):
                 space.give_back(holder, extents[at])
 
     def _split(self, extents: Records) -> list[tuple[Space | None, Mask]]:
-        """The extents by memory, None: the host arena, which also answers for those that are in no
-        memory at all."""
+        """Return the extents by memory. None: the host arena, which also gets those that are in no
+        memory."""
         starts = extents["offset"]
         spaces = [arena.space for arena in self.devices]
         masks = [(starts >= s.base) & (starts < s.base + s.size_bytes) for s in spaces]

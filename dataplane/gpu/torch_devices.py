@@ -1,4 +1,4 @@
-"""What torch has to say of the devices that a caller names: which exist, and copies to GPUs."""
+"""Torch devices that a caller names: checks that they exist, and copies to GPUs."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ def check_device(device: str) -> None:
 
 
 def place_named(device: str) -> str:
-    """Return the number of the GPU that `cuda` means in this thread; it may mean another one in
-    another thread."""
+    """Return the device with the number of its GPU: `cuda` may mean other GPUs in other threads."""
     torch: Any = sys.modules.get("torch")
     if str(device) != "cuda" or torch is None or not torch.cuda.is_available():
         return device
@@ -45,8 +44,8 @@ def place_named(device: str) -> str:
 
 
 def settled(device: str, work: Callable[[], T]) -> T:
-    """Do the work, and wait until what it made is there. A caller that goes on in another thread
-    needs this, because torch's streams are others there."""
+    """Do the work, and wait until the GPU has finished it. A caller that continues in another
+    thread needs this, because that thread uses another stream of torch."""
     made = work()
     if str(device).startswith("cuda"):
         sys.modules["torch"].cuda.current_stream(device).synchronize()

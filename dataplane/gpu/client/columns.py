@@ -1,9 +1,8 @@
-"""Columns of fetched rows some of which lie on a device: arrays of the device, and torch tensors.
+"""Columns of fetched rows with values on a device: arrays of the device, and torch tensors.
 
-Runs in the client. An entry is made when asked, keeps the pin, and is nothing but a view of the
-device's memory; what wants host memory gets a copy. Tensors, of such a column or straight from the
-arena, are for a process that has imported torch: what is asked of the GPU is asked of torch's
-current stream of this thread, and nothing here waits for it.
+Runs in the client. An entry is made on access. It is a view of the device's memory and keeps the
+pin. Callers that need host memory get a copy. Tensors need a process that has imported torch: work
+for the GPU is queued on this thread's current stream of torch, and nothing here waits for it.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ if TYPE_CHECKING:
     from dataplane.gpu.client.pools import Opened, OpenPools
 
 FETCH_S = 60.0
-"""How long a device may take to copy a column to the host."""
+"""The most seconds that a device may take to copy a column to the host."""
 
 
 class DeviceTableReader(TableReader):
-    """As `TableReader`, of chunks some of which lie on devices."""
+    """A `TableReader` of chunks some of which are on devices."""
 
     def __init__(self, table: Table, pin: object, devices: OpenPools) -> None:
         super().__init__(table, pin)
@@ -54,7 +53,7 @@ class DeviceTableReader(TableReader):
                 f"a chunk of {nbytes} bytes at offset {offset - opened.base} is outside its "
                 f"device arena of {opened.pool.nbytes} bytes"
             )
-        # Of this memory a chunk's columns are only slices.
+        # a chunk's columns only slice this memory
         return cast(Memory, DeviceBytes(opened, offset, nbytes, self._pin))
 
     def _open(self, number: int) -> list[ChunkColumn]:
@@ -68,7 +67,8 @@ class DeviceTableReader(TableReader):
 
 
 class DeviceBytes:
-    """Bytes of a device arena that is open here. address: the first, in the peer's memory."""
+    """Bytes of a device arena that this process has opened. address: of the first byte, in the
+    peer's memory."""
 
     __slots__ = ("address", "nbytes", "opened", "pin")
 
@@ -86,8 +86,8 @@ class DeviceBytes:
         return DeviceBytes(self.opened, self.address + start, stop - start, self.pin)
 
     def array(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
-        """An array of the device over the bytes; of another device than the client's, a private
-        copy."""
+        """Return an array over the bytes. If they are on another device than the client's, it is a
+        private copy."""
         opened, address = self.opened, self.address
         if opened.reached:
             return opened.device.bring(opened.place(address), dtype, shape)
@@ -98,7 +98,7 @@ class DeviceChunkColumn(ChunkColumn):
     """A column of a chunk on a device."""
 
     def device_memory(self, first: int, last: int) -> DeviceBytes:
-        """Where neighbouring rows lie."""
+        """Return the bytes of neighbouring rows."""
         return cast(DeviceBytes, self.span(first, last))
 
     def array(self, row: int) -> Array:
@@ -114,13 +114,13 @@ class DeviceChunkColumn(ChunkColumn):
 
 
 class DeviceColumn(ColumnView):
-    """As `ColumnView`; entries that lie on a device are arrays of it: of cupy's and torch's kind
-    (`__cuda_array_interface__`), bfloat16 and fp8 as unsigned integers of their width. CUDA has no
-    read-only memory between processes: do not write to them. Of another device than the client's
-    each is a private copy on the client's, made when it is asked for."""
+    """A `ColumnView` whose entries may be arrays on a device, for cupy and torch
+    (`__cuda_array_interface__`). bfloat16 and fp8 become unsigned integers of their width. Do not
+    write to them: CUDA has no read-only memory between processes. An entry on another device than
+    the client's is copied to the client's device on each access."""
 
     def described(self) -> str:
-        """Without a value: what is on a device would have to be copied."""
+        """Describe the column without its values, which would have to be copied from the device."""
         dtypes = joined(sorted({dtype.name for dtype in self.dtypes}))
         count = sum([last - first for _, first, last in self._on_device()])
         return f"{dtypes or 'values'}, {count} on a device"
@@ -132,10 +132,10 @@ class DeviceColumn(ColumnView):
         ]
 
     def dense(self) -> None:
-        """None: the rows are not all in host memory."""
+        """Return None: the rows are not all in host memory."""
 
     def on_gpu(self, device: str) -> GpuRows | None:
-        """See `ColumnView.on_gpu`. InvalidValue where torch has no such dtype."""
+        """See `ColumnView.on_gpu`. Raise InvalidValue if torch does not have the dtype."""
         on_device = self._on_device()
         if not str(device).startswith("cuda") or not 0 < len(on_device) == len(self.runs):
             return None
@@ -145,8 +145,8 @@ class DeviceColumn(ColumnView):
         return GpuRows(self, self.tensors(), device)
 
     def on_host(self) -> ColumnView:
-        """The same column with a private copy of what is on a device. DeviceMissing where the
-        device fails."""
+        """Return the column with private host copies of values on a device. Raise DeviceMissing if
+        the device fails."""
         touched = {}
         runs: list[RowSpan] = []
         for column, first, last in self.runs:
@@ -172,13 +172,13 @@ class DeviceColumn(ColumnView):
         return ColumnView(self.field, runs, self.name_of, self.owner_of)
 
     def tensors(self) -> list[Any]:
-        """The rows of each run side by side, as a torch tensor [items] of their GPU that keeps the
-        pin. InvalidValue where torch has no such dtype."""
+        """Return the values of each run as one torch tensor [items] on their GPU, which keeps the
+        pin. Raise InvalidValue if torch does not have the dtype."""
         torch, found = sys.modules["torch"], []
         for column, first, last in self._on_device():
             memory, dtype = column.device_memory(first, last), column.spec.items
             items = memory.array(dtype, (memory.nbytes // dtype.itemsize,))
-            # By its number: where another GPU is the current one, torch would copy there.
+            # with the number, because torch would copy to the current GPU
             plain = torch.as_tensor(items, device=f"cuda:{memory.opened.device.number}")
             whole = dtype.isbuiltin == 1
             found.append(plain if whole else plain.view(_torch_dtype(self.field, dtype)))
@@ -219,10 +219,11 @@ class GpuRows(TensorRows):
 
 
 def copied(direct: DirectCopies, landing: Landing, column: ColumnView) -> GpuRows | None:
-    """The rows of a column, by copies from the arena to a GPU that nobody has waited for yet.
+    """Queue copies of a column from the arena to a GPU, and return its rows there without waiting.
 
-    None where that is no way, or not the faster one: memory that cannot be pinned, values that are
-    not in the arena, are short, or have several dtypes. InvalidValue where torch has no such dtype.
+    Return None if that is impossible or slower: the memory cannot be pinned, or values are not in
+    the arena, are short, or have several dtypes. Raise InvalidValue if torch does not have the
+    dtype.
     """
     if len(column.dtypes) > 1:
         return None

@@ -1,10 +1,10 @@
 """The device arenas of this client's peer, as far as it has opened them.
 
 A pool is opened once, when the client connects and reads in place, or when it first puts a value
-that lies on that device. Pools of the host's other GPUs are opened for copies by the one that this
-client works on, where that reaches them. Whoever reads a device in place may still be reading, on
-streams of its own, when the last view of a value is gone: so what ends there is told behind
-`finish`.
+on that device. Pools of the host's other GPUs are opened for copies by the GPU that this client
+works on, if it can reach them. A caller that reads a device in place may still be reading, on
+streams of its own, after the last view of a value was freed. So the client releases pins and
+extents there only after `finish`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dataplane.wire.tables import Table
 log = logging.getLogger(__name__)
 
 MAX_TOLD = 64
-"""Fields that the log is told of."""
+"""The most fields that the log names."""
 T = TypeVar("T")
 FINISH_S = 1.0
 """How long the housekeeper waits for a device before it looks again."""
@@ -39,8 +39,8 @@ FINISH_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A pool that is mapped here: addresses from `base` are its bytes. number: 1 is the first.
-    device: the pool's own, or where `reached` another one, which only copies from it."""
+    """A pool that this process has mapped: addresses from `base` are its bytes. number: 1 is the
+    first. device: the pool's own; if `reached`, another one, which only copies from the pool."""
 
     number: int
     base: int
@@ -49,16 +49,16 @@ class Opened:
     reached: bool = False
 
     def place(self, address: int) -> int:
-        """Where on the device an address of the peer's memory is."""
+        """Return the device's address of an address in the peer's memory."""
         return self.pool.address + address - self.base
 
 
 @dataclass(slots=True, eq=False)
 class Offered:
-    """A pool of the peer, as far as this client uses it. number: 1 is the first. base: the first of
-    its addresses. kind: None if no package here supports its device. device: the device, once this
-    client has looked at it, which takes nothing of it. opened: the pool as its own device maps it.
-    reached: the same by the device that this client works on."""
+    """A pool of the peer, and what this client has opened of it. number: 1 is the first. base: its
+    first address. kind: None if no installed package supports its device. device: set once this
+    client has looked at it, which takes no device memory. opened: the pool as mapped by its own
+    device. reached: the pool as mapped by the device that this client works on."""
 
     number: int
     base: int
@@ -71,7 +71,7 @@ class Offered:
 
 
 class OpenPools:
-    """Of one session, for its threads."""
+    """The pools of one session. Shared by its threads."""
 
     def __init__(self, wish: Wish) -> None:
         self.mode, self._gpu = wish
@@ -81,7 +81,7 @@ class OpenPools:
         self.pools: list[Offered] = []
         self._told: set[str] = set()
         self._broken = False
-        """a driver failed, which says no more of what it still does"""
+        """a driver failed, so the state of its work is unknown"""
         self._lock = threading.Lock()
         self._ended: SimpleQueue[tuple[list[int], Sequence[Extent], object]] = SimpleQueue()
 
@@ -90,8 +90,8 @@ class OpenPools:
         return f"<OpenPools of {len(self.pools)} pools, open: {opened}>"
 
     def greet(self, welcome: Welcome) -> list[int]:
-        """Told what there is: the pools that are read in place, opened now. DeviceMissing where
-        that is required and cannot be."""
+        """Open the pools that this client reads in place, and return their numbers. Raise
+        DeviceMissing if devices are required and none can be opened."""
         base = self.arena_bytes = welcome.arena_bytes
         for number, handle in enumerate(welcome.pools, 1):
             self.pools.append(Offered(number, base, handle))
@@ -114,7 +114,7 @@ class OpenPools:
         return self.in_place
 
     def _reach(self, pool: Offered, reader: Device) -> None:
-        """Opens the pool for copies by this device; what cannot be goes by way of the host."""
+        """Open the pool for copies by this device. If that fails, values go through the host."""
         try:
             mapped = reader.reach(pool.handle)
         except DeviceMissing as exc:
@@ -125,7 +125,7 @@ class OpenPools:
         self.in_place.append(pool.number)
 
     def _attempt(self, pool: Offered, work: Callable[[], T]) -> T | None:
-        """None, said in the log, where the device cannot be used, and need not."""
+        """Do the work. Return None, and log why, if the device fails and is not required."""
         try:
             return work()
         except DeviceMissing as exc:
@@ -143,7 +143,7 @@ class OpenPools:
             return None
 
     def _is_used(self, pool: Offered) -> bool:
-        """Whether this process works on that device already; to open one takes GPU memory."""
+        """Return whether this process already uses that device. Opening one takes GPU memory."""
         kind, device, required = pool.kind, pool.handle.device, self.mode == "required"
         if kind is None:
             return False
@@ -165,7 +165,8 @@ class OpenPools:
         return pool.device
 
     def locate(self, values: Sequence[object]) -> tuple[Opened, list[Located]] | None:
-        """Where these values lie, at least one, that are all arrays on one of these devices."""
+        """Return the pool and the addresses of these values (at least one) if all are arrays on its
+        device."""
         for pool in self.pools:
             if pool.kind is None or not pool.kind.may_hold(values[0]):
                 continue
@@ -180,14 +181,14 @@ class OpenPools:
         return None
 
     def reader(self, table: Table, pin: object) -> TableReader:
-        """A reader of the table's chunks, some of which may be in a pool that is read in place."""
+        """Return a reader of the table's chunks. Some may be in a pool that is read in place."""
         return DeviceTableReader(table, pin, self) if self.in_place else TableReader(table, pin)
 
     def take(
         self, columns: Mapping[str, Any], n: int | None, dedup: Collection[str]
     ) -> tuple[list[OnDevice], dict[str, Any]]:
-        """Return the fields of a put that go to device arenas, and the others, of which the log
-        says it. Raise InvalidRows if a field does not have n values."""
+        """Return the fields of a put that go to device arenas, and the other fields, which are
+        logged. Raise InvalidRows if a field does not have n values."""
         taken = fields_on_devices(self, columns, n, dedup)
         names = {column.field for one in taken for column in one.columns}
         rest = {name: column for name, column in columns.items() if name not in names}
@@ -197,8 +198,8 @@ class OpenPools:
         return taken, rest
 
     def tell_of_host_copies(self, columns: Mapping[str, Any], why: str) -> None:
-        """Says in the log, once a field, that values on a device are copied to the host arena.
-        Looks at the first and the last value of each."""
+        """Log, once per field, that its values on a device are copied to the host arena. Checks the
+        first and the last value of each field."""
         for name, values in columns.items():
             if name in self._told or len(self._told) == MAX_TOLD:
                 continue
@@ -215,7 +216,7 @@ class OpenPools:
                 )
 
     def at(self, address: int) -> Opened:
-        """The pool that an address behind the arena is in."""
+        """Return the pool of an address behind the arena."""
         for pool in self.pools:
             opened = pool.opened or pool.reached
             if opened and opened.base <= address < opened.base + opened.pool.nbytes:
@@ -225,7 +226,7 @@ class OpenPools:
             "mapped"
         )
 
-    # what ends when the devices are done with what was asked of them
+    # pins and extents that are released when the devices have finished
 
     def ends(
         self,
@@ -233,7 +234,8 @@ class OpenPools:
         extents: Sequence[Extent] = (),
         keep: object = None,
     ) -> None:
-        """Callable from a finalizer, so it takes no lock. keep: what is copied from and to."""
+        """Release pins and extents once the devices have finished. Finalizers call this, so it
+        takes no lock. keep: the memory that is copied from and to."""
         self._ended.put((pins, extents, keep))
 
     @property
@@ -242,8 +244,8 @@ class OpenPools:
         return not self._ended.empty()
 
     def finished(self, timeout_s: float = FINISH_S) -> list[tuple[list[int], Sequence[Extent]]]:
-        """Pins and extents that ended before this call, once no device works on them any more; none
-        where one still does."""
+        """Return the pins and extents that ended before this call; none if a device may still use
+        one of them."""
         ended = []
         while True:
             try:
@@ -271,7 +273,7 @@ class OpenPools:
             return False
 
     def close(self) -> None:
-        """No value on a device is looked at from here any more."""
+        """Unmap all pools. The caller has no views of them any more."""
         with self._lock:
             pools, self.pools = self.pools, []
         for pool in pools:

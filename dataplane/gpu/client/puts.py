@@ -101,8 +101,8 @@ def fields_on_devices(
 
 
 def _located(devices: OpenPools, values: Any) -> tuple[Opened, list[Located]] | None:
-    """The values of a column that lie on one device, and are of one dtype and rank; None where not
-    all do."""
+    """Return the addresses of a column's values if all are on one device and have one dtype and
+    rank; else None."""
     whole = not isinstance(values, (list, tuple))
     found = devices.locate([values] if whole else values) if whole or len(values) else None
     if found is None or len(found[1][0].shape) > MAX_RANK:

@@ -55,7 +55,9 @@ def test_the_lease_of_a_dropped_partition_ends_with_its_batch(
         (threading.Thread, "start", True),  # of the housekeeper
         (threading.Thread, "start", False),
         (space, "ask", True),
+        (Call, "begin", True),
         (Call, "answered", True),
+        (space, "column", True),
         (space, "placed", True),
         (space, "placed", False),
         (space, "copy_chunks", True),

@@ -34,7 +34,7 @@ from dataplane.client.write.chunks import (
 from dataplane.client.write.columns import prepare
 from dataplane.client.write.copying import copy_chunks, is_stored
 from dataplane.errors import ShardFull
-from dataplane.memory.extents import placed
+from dataplane.memory.extents import Extent, placed
 from dataplane.wire.limits import MAX_CHUNKS_PER_MESSAGE
 from dataplane.wire.messages import Reserve, Reserved
 from dataplane.wire.packed import EXTENT, U8, column
@@ -187,8 +187,9 @@ async def room_for(
     where = "on the device" if memory else "in the arena"
     session.tend()  # now, because an interrupt of it after the reply would lose the space
     reserved = await ask(session, body, Reserved, deadline, f"waiting for space {where}")
-    left = space = column(reserved.extents, EXTENT).tolist()
+    left: list[Extent] = []
     try:
+        left = space = column(reserved.extents, EXTENT).tolist()
         chunks = list(dict.fromkeys(chain.from_iterable(units[: reserved.units])))
         if named:
             nbytes = sum([chunk.nbytes for chunk in named])
@@ -198,7 +199,7 @@ async def room_for(
         for chunk, offset in zip(own, offsets, strict=True):
             chunk.offset = offset
     except BaseException:
-        left = space
+        left = column(reserved.extents, EXTENT).tolist()
         for chunk in chain.from_iterable(units):
             chunk.offset, chunk.number = -1, None
         session.pinned(reserved.pin)

@@ -81,7 +81,10 @@ def ask(session: Session, body: Body, expected: type[B], deadline: Deadline, doi
     """Send one request and return its reply, of the expected type. doing: names the operation in
     the error if the deadline passes before anything is sent."""
     deadline.check(doing or type(body).__name__.lower())
-    return expect(send(session, Call(body, deadline)), expected, body)
+    reply = send(session, Call(body, deadline))
+    if reply.__class__ is expected:  # without a call, in which an interrupt would lose the reply
+        return reply
+    return expect(reply, expected, body)
 
 
 def wait_for(session: Session, body: Body, expected: type[B], timeout_s: float | None) -> B:
@@ -98,6 +101,7 @@ def send(session: Session, call: Call) -> Body:
     try:
         if connection is None:  # else it went along with the call before it
             connection = connections.idle() or _opened(session, call)
+            connection.frame_sent = False  # it may still say so of the call before
             frame = call.begin(session)
         while True:
             connection.frame_sent, connection.later = not frame, call.later

@@ -16,7 +16,6 @@ import numpy as np
 from dataplane.memory.extents import PAGE_BYTES
 from dataplane.metadata.tables.bits import all_of, bytes_of, picked, rows_of
 from dataplane.metadata.tables.pieces import (
-    SHARED_SHAPE_BYTES,
     UNUSED,
     BlockShape,
     Chunk,
@@ -31,9 +30,11 @@ from dataplane.wire.tables import INLINE, Owner
 _PIECE_BYTES, _CHUNK_BYTES = 32, 48
 """About what one takes in a message."""
 _NO_NAMES: Mapping[Chunk, tuple[Owner, int]] = {}
-SHARED_BLOCKS = 32
-"""The skeleton of values is cached only if they are of no more blocks: larger ones hardly repeat,
-and would fill the memory."""
+SHARED_BLOCKS = 128
+"""The skeleton of values is cached only if they are of no more blocks, so a batch of rows that were
+put one by one still repeats. Larger ones hardly repeat, and would fill the memory."""
+SHARED_BYTES = 32 << 10
+"""The same for the pieces of these blocks."""
 
 Parts = tuple[tuple[BlockShape, int], ...]
 """Blocks, one behind the other, by shape, and which of their rows leave."""
@@ -60,7 +61,7 @@ class OutgoingValues:
         self, parts: Sequence[tuple[Pieces, int]], fields: Sequence[str] | None = None
     ) -> None:
         is_shared = len(parts) <= SHARED_BLOCKS and (
-            sum([block.nbytes for block, _ in parts]) <= SHARED_SHAPE_BYTES
+            sum([block.nbytes for block, _ in parts]) <= SHARED_BYTES
         )
         made = _skeleton if is_shared else _skeleton.__wrapped__
         shapes = tuple([(block.shape, bits) for block, bits in parts])
@@ -109,7 +110,7 @@ class OutgoingValues:
         return wire.Values(self._skeleton.fields, list(owners), list(layouts), chunks, pieces)
 
 
-@lru_cache(1_024)
+@lru_cache(256)
 def _skeleton(parts: Parts, wanted: tuple[str, ...] | None) -> _Skeleton:
     numbers: dict[str, int] = {} if wanted is None else {f: n for n, f in enumerate(wanted)}
     columns: dict[tuple[str, ...], tuple[int, ...]] = {}

@@ -439,13 +439,18 @@ class Stage:
     def forget(self, block: Block, bits: int) -> None:
         """Remove rows that no longer exist."""
         mine = block.standings[self.number]
-        for was, rows in ((ACKED, mine.acked), (READY, mine.ready), (LEASED, mine.leased)):
+        if acked := mine.acked & bits:  # no call waits for fewer of them
+            mine.acked ^= acked
+            self.rows.counts[ACKED] -= acked.bit_count()
+            bits ^= acked
+        if not bits:
+            return
+        for was, rows in ((READY, mine.ready), (LEASED, mine.leased)):
             if gone := rows & bits:
                 self.move(block, gone, was, None)
                 bits ^= gone
-            if not bits:
-                return
-        self.move(block, bits, PENDING, None)
+        if bits:
+            self.move(block, bits, PENDING, None)
 
     # groups
 

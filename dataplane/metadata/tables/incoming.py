@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from dataplane.errors import InvalidRows, LimitExceeded, ProtocolError, counted, mixed_releases
+from dataplane.latest import Latest
 from dataplane.metadata.tables.bits import in_bytes
 from dataplane.metadata.tables.keys import PROGRESS, KeyRun, Keys, keys_in, run_in, some_of
 from dataplane.metadata.tables.pieces import (
@@ -202,7 +203,12 @@ def values_in(
     check_sizes(values, most)
     chunks, before = _chunks_in(values, known)
     form = message_form(values, rows)
-    shape, used = (_shared_shape if form.is_small else shape_in)(form)
+    known_shape = _shapes.get(form)
+    if known_shape is None:
+        known_shape = shape_in(form)
+        if form.is_small:
+            _shapes[form] = known_shape
+    shape, used = known_shape
     if len(used) == len(chunks):
         return ValuesIn(Pieces(shape, tuple(chunks)), before, ())
     unused = set(range(len(chunks))).difference(used)
@@ -236,7 +242,8 @@ def shape_in(form: MessageForm) -> tuple[BlockShape, tuple[int, ...]]:
     return shape_of(form.rows, tuple(pieces)), tuple(used)
 
 
-_shared_shape = lru_cache(1_024)(shape_in)
+_shapes = Latest[MessageForm, tuple[BlockShape, tuple[int, ...]]](1_024)
+"""The result of `shape_in` for small forms, which most messages repeat."""
 
 
 def check_sizes(values: wire.Values, most_chunks: int = MAX_CHUNKS_PER_MESSAGE) -> None:

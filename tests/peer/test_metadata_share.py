@@ -56,7 +56,7 @@ async def test_names_that_are_remembered_are_not_waited_for() -> None:
     put(shard.store, list(range(1000)))
     shard.store.drop(rows=named(list(range(1000))))
     assert shard.share.figures()["names_bytes"] > 0
-    assert not shard.share.is_full
+    shard.share.check(Values(), has_new_rows=True)
 
 
 async def test_new_rows_end_where_nobody_is_left_who_could_make_room() -> None:
@@ -66,7 +66,7 @@ async def test_new_rows_end_where_nobody_is_left_who_could_make_room() -> None:
     put(shard.store, [1])
 
     async def attempt() -> None:
-        shard.share.check_rows()
+        shard.share.check(Values(), has_new_rows=True)
 
     waits = [asyncio.create_task(shard.carried(one, attempt)) for _ in range(2)]
     await asyncio.sleep(0)

@@ -66,7 +66,7 @@ class Shard:
         nothing: Any = None
         references = References(host, mesh, nothing)
         references.let_go = self._let_go  # type: ignore[method-assign]
-        share: Any = SimpleNamespace(check_rows=lambda: None, check_values=lambda inline: None)
+        share: Any = SimpleNamespace(check=lambda values, has_new_rows: None)
         value_replicas: Any = SimpleNamespace(beforehand=self._beforehand)
         effects: Any = lambda entry: None  # noqa: E731
         writing = Writing(host, nothing, nothing, references, value_replicas, share, effects)
@@ -158,7 +158,7 @@ async def test_a_shard_gets_no_field_that_is_for_the_clients_peer_or_that_only_p
         now=lambda: 0.0,
     )
     grants: Any = SimpleNamespace(commit=lambda *of: NONE, ahead=lambda *of: b"")
-    share: Any = SimpleNamespace(check_rows=lambda: None, check_values=lambda values: None)
+    share: Any = SimpleNamespace(check=lambda values, has_new_rows: None)
     nothing: Any = None
     writing = Writing(host, grants, nothing, nothing, nothing, share, lambda entry: None)
     finishing = Finishing(nothing, leases := Leases(), writing)

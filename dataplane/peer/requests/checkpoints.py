@@ -32,6 +32,7 @@ from dataplane.wire.checkpoint import (
 )
 from dataplane.wire.limits import MAX_CHUNKS_PER_RESTORE
 from dataplane.wire.messages import Body, Done, PutDone, Request
+from dataplane.wire.tables import Values
 
 FREED_S = 0.1
 """How long to ask again for a page whose values were freed. After that the client asks for fewer
@@ -104,7 +105,7 @@ class Checkpoints:
 
     def _restore_at(self, entry: Entry, caller: Caller, body: Restore) -> PutDone:
         if body.rows.keys:
-            self.writing.share.check_rows()
+            self.writing.share.check(Values(), has_new_rows=True)
         entry.store.restore(body)
         return PutDone()
 

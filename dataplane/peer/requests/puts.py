@@ -410,8 +410,6 @@ class Writing:
 
     def _put_into(self, entry: Entry, caller: Caller, body: Put) -> PutDone:
         plan = plan_put(entry.store, body)
-        if len(plan.new):
-            self.share.check_rows()
-        self.share.check_values(body.values)
+        self.share.check(body.values, bool(plan.new))
         body.holder = caller.session
         return entry.store.put(body, plan, self.host.now())

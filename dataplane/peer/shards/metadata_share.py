@@ -62,35 +62,18 @@ class MetadataShare:
             self._measured_at, self._since = now, 0
         return self._measured + self._since
 
-    @property
-    def is_full(self) -> bool:
-        """Whether new rows must wait."""
-        return self.used_bytes > self.size_bytes
-
-    def check_rows(self) -> None:
-        """Raise ShardFull if new rows must wait."""
-        if not self.is_full:
-            return
-        for told in self.on_refused:
-            told()
-        raise ShardFull(
-            f"peer {self._host.name!r}, which stores the metadata of this partition, accepts "
-            "no new rows: the keys, tags and inline values that it stores use "
-            f"{sized(self.used_bytes)}, over the limit of {sized(self.size_bytes)} (a "
-            "fifth of its arena). Consume or drop rows, or give that peer a larger arena "
-            "(--arena, DATAPLANE_ARENA)",
-            peer=self._host.name,
-            used_bytes=self.used_bytes,
-            size_bytes=self.size_bytes,
-        )
-
-    def check_values(self, values: Values) -> None:
-        """Raise ShardFull with `values` if small values must not be stored in the shard.
-        Otherwise count them."""
+    def check(self, values: Values, has_new_rows: bool) -> None:
+        """Raise ShardFull if new rows must wait, or with `values` if small values must not be
+        stored in the shard. Otherwise count these values."""
         nbytes = values.inline_bytes
-        if not nbytes:
+        if not nbytes and not has_new_rows:
             return
-        if self.used_bytes + nbytes > self.inline_bytes:
+        used = self.used_bytes
+        if has_new_rows and used > self.size_bytes:
+            for told in self.on_refused:
+                told()
+            raise self._full(used)
+        if nbytes and used + nbytes > self.inline_bytes:
             self.refused_values += 1
             raise ShardFull(
                 f"peer {self._host.name!r} has no metadata space left for inline values that take "
@@ -99,6 +82,18 @@ class MetadataShare:
                 values=True,
             )
         self._since += nbytes
+
+    def _full(self, used: int) -> ShardFull:
+        return ShardFull(
+            f"peer {self._host.name!r}, which stores the metadata of this partition, accepts "
+            "no new rows: the keys, tags and inline values that it stores use "
+            f"{sized(used)}, over the limit of {sized(self.size_bytes)} (a "
+            "fifth of its arena). Consume or drop rows, or give that peer a larger arena "
+            "(--arena, DATAPLANE_ARENA)",
+            peer=self._host.name,
+            used_bytes=used,
+            size_bytes=self.size_bytes,
+        )
 
     # for clients of this host
 

@@ -141,7 +141,7 @@ async def test_it_has_its_number_there_and_another_put_another() -> None:
     assert [body.change.number for _, body, _ in shards.asked] == [1, 1, 2]
 
 
-async def test_a_shard_gets_no_field_that_is_for_the_clients_peer_or_that_only_peers_set() -> None:
+async def test_a_client_sets_no_field_that_only_peers_set() -> None:
     """A client that numbered its own change could give another caller a wrong answer."""
     store, told, session = Store("p", ONCE, 1), list[LogRecord](), Session(5, 0, "")
     store.put(body(named(["a"])))
@@ -164,13 +164,13 @@ async def test_a_shard_gets_no_field_that_is_for_the_clients_peer_or_that_only_p
     finishing = Finishing(nothing, leases := Leases(), writing)
     leases.open(Lease(held, "p", 1, "s", 1, session))
     request: Any = SimpleNamespace(rid=1)
-    for_peer: dict[str, Any] = {"pin": 3, "want_bytes": 64, "change": change(9)}
-    pooled: dict[str, Any] = {"want_in_pools": [64], "continuing": True, "holder": 9}
-    asked = Put("p", 1, named(["k"]), reuse=True, client_s=2.0, **for_peer, **pooled)
-    assert await writing.put(session, request, asked) == PutDone()
-    asked_too = Finish(held, "ack", partition="q", client_s=2.0, **for_peer)
-    assert await finishing.finish(session, request, asked_too) == PutDone()
+    put = Put("p", 1, named(["k"]), reuse=True, client_s=2.0, change=change(9), holder=9)
+    assert await writing.put(session, request, put) == PutDone()
+    ack = Finish(held, "ack", partition="q", generation=2, client_s=2.0, change=change(9))
+    assert await finishing.finish(session, request, ack) == PutDone()
     assert told[0] == Put("p", 1, named(["k"]), reuse=True, holder=5, client_s=2.0)
+    assert isinstance(told[1], Finish)
+    assert (told[1].partition, told[1].generation, told[1].change) == ("p", 1, None)
     assert store.answers.to(change(9)) is None
 
 

@@ -151,22 +151,28 @@ def _enter(state: State, plan: PutPlan, op: Put, pieces: Pieces) -> int:
     _note_put(state, plan, op, pieces)
     touched = {group.key: group for group in plan.groups if group is not None}
     blocks = enter_rows(state, plan, pieces)
-    parts = [] if plan.known is None else _known_parts(plan)
-    known = [part.block for part in parts]
+    known = [] if plan.known is None else _enter_known(state, plan, pieces)
+    for block in known:
+        if block.group:  # it may be in a group that the message leaves out
+            touched[block.group] = state.groups[block.group]
+    by = Write(pieces.fields, op.holder)
+    closed = state.written(blocks + known, touched.values(), by)
+    if (plan.tags or op.replace) and known:
+        state.retag([block for block in known if block.live])
+    return closed
+
+
+def _enter_known(state: State, plan: PutPlan, pieces: Pieces) -> list[Block]:
+    """Merge fields and tags into the plan's existing rows. Return their blocks."""
+    parts = _known_parts(plan)
     homes = [(plan.places(part.at), part.rows, part.block.count) for part in parts]
     given = split(pieces.parts, homes) if parts else []
     for part, mine in zip(parts, given, strict=True):
         state.merge(part.block, mine, keep=False)
         if plan.tags:
-            tags = tagging.only(plan.tags, part.at, rows.count)
+            tags = tagging.only(plan.tags, part.at, plan.rows.count)
             state.set_tags(part.block, part.rows, tags)
-        if part.block.group:  # it may be in a group that the message leaves out
-            touched[part.block.group] = state.groups[part.block.group]
-    by = Write(pieces.fields, op.holder)
-    closed = state.written([*blocks, *known], touched.values(), by)
-    if (plan.tags or op.replace) and known:
-        state.retag([block for block in known if block.live])
-    return closed
+    return [part.block for part in parts]
 
 
 def _note_put(state: State, plan: PutPlan, op: Put, pieces: Pieces) -> None:

@@ -37,9 +37,6 @@ STALL_S = 0.5
 time. Hard limits do not count such time, because the peer has yet to read acks that arrived
 meanwhile."""
 
-NOT_SENT: dict[str, Any] = {"pin": 0, "want_bytes": 0, "again": False, "change": None}
-"""The fields of a client's `Finish` that its shard does not get: those for its own peer, and the
-one that only peers set."""
 Part = tuple[int, str, int, str]
 """A process in a plan: its session, partition, generation and stage."""
 
@@ -194,16 +191,11 @@ class Finishing:
             raise
         if body.pin:
             self.host.space.unpin(session.id, [body.pin])
-        asked = msgspec.structs.replace(
-            body,
-            values=committed.values,
-            partition=lease.partition,
-            generation=lease.generation,
-            **NOT_SENT,
-        )
+        body.values = committed.values
+        body.partition, body.generation = lease.partition, lease.generation
         keep = partial(self._keep, lease, body, committed)
         try:
-            done = await self.writing.store(session, asked, committed, self._finish_at, keep)
+            done = await self.writing.store(session, body, committed, self._finish_at, keep)
         except LeaseExpired as exc:
             if not _is_repeated(exc):
                 self.leases.close(lease)

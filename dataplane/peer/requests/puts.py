@@ -69,16 +69,6 @@ Carried = Put | Finish | Restore
 Work = Callable[[Entry, Caller, Any], PutDone]
 """Applies such a message at the shard. The caller runs the effects after that."""
 _HASH_BYTES = DIGEST["hash"].itemsize
-NOT_SENT: dict[str, Any] = {
-    "pin": 0,
-    "want_bytes": 0,
-    "want_in_pools": [],
-    "continuing": False,
-    "change": None,
-    "holder": 0,
-}
-"""The fields of a client's `Put` that its shard does not get: those for its own peer, and those
-that only peers set."""
 MAX_AHEAD_BYTES = 64 << 20
 """The most that a reply grants ahead."""
 
@@ -318,10 +308,10 @@ class Writing:
         except BaseException:
             self.grants.refused(session, body.values)
             raise
-        asked = msgspec.structs.replace(body, values=committed.values, **NOT_SENT)
-        done = await self.store(session, asked, committed, self._put_into)
+        sent, body.values = body.values, committed.values
+        done = await self.store(session, body, committed, self._put_into)
         if committed.has_digests:
-            self._share(body.partition, body.values.chunks, committed.values.chunks)
+            self._share(body.partition, sent.chunks, committed.values.chunks)
         if body.pin:
             self.host.space.unpin(session.id, [body.pin])
         self.host.put_by_clients += body.rows.count - done.gone

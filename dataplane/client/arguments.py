@@ -1,7 +1,8 @@
 """Check the arguments of public calls. InvalidCall names the argument and its value. A `timeout`
 becomes a `Deadline`, and the arguments of a claim or a plan become what their message carries.
 
-`client/write` checks whether the rows of a call fit together.
+`client/write` checks whether the rows of a call fit together. A value of the usual type has no code
+of the user's, so it is checked without the guard of `reader`.
 """
 
 from __future__ import annotations
@@ -29,9 +30,15 @@ _FOREVER_S = 1e9
 _MAX_COUNT = 2**63 - 1
 
 
-@reader(InvalidCall)
 def text(value: object, what: str, role: str = "the name of ") -> str:
     """Return the name of `what`. Raise InvalidCall unless it is a non-empty str."""
+    if type(value) is str and 0 < len(value) <= MAX_NAME_BYTES and value.isascii():
+        return value
+    return _unusual_text(value, what, role)
+
+
+@reader(InvalidCall)
+def _unusual_text(value: object, what: str, role: str) -> str:
     if not isinstance(value, str) or not value:
         raise InvalidCall(f"{role}{what} is {shown(value):.80}: expected a non-empty str")
     try:
@@ -51,24 +58,33 @@ def text(value: object, what: str, role: str = "the name of ") -> str:
     return value if type(value) is str else str.__str__(value)
 
 
-@reader(InvalidCall)
 def texts(values: object, what: str) -> list[str]:
     """Return a list of names, such as fields. Raise InvalidCall for a single str."""
-    if not isinstance(values, (list, tuple)) and (  # as most often; an ABC is slow to tell
-        isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable)
-    ):
+    listed: Any = values if type(values) in (list, tuple) else _listed(values, what)
+    return [text(value, what, "an entry of ") for value in listed]
+
+
+@reader(InvalidCall)
+def _listed(values: object, what: str) -> list[Any]:
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
         raise InvalidCall(f"{what}={shown(values):.80}: expected a list of names")
-    return [text(value, what, "an entry of ") for value in items_of(what, values, InvalidCall)]
+    return items_of(what, values, InvalidCall)
 
 
 def optional_texts(values: object, what: str) -> list[str] | None:
     return None if values is None else texts(values, what)
 
 
-@reader(InvalidCall)
 def count(value: object, what: str) -> int:
     """Return a positive int. NumPy ints are accepted."""
-    number = value if type(value) is int else integer(value)
+    if type(value) is int and 0 < value <= _MAX_COUNT:
+        return value
+    return _unusual_count(value, what)
+
+
+@reader(InvalidCall)
+def _unusual_count(value: object, what: str) -> int:
+    number = integer(value)
     if not 0 < number <= _MAX_COUNT:
         raise InvalidCall(f"{what}={shown(value):.80}: expected a positive int")
     return number
@@ -92,9 +108,8 @@ def integer(value: object) -> int:
     return -1
 
 
-@reader(InvalidCall)
 def flag(value: object, what: str) -> bool:
-    if not isinstance(value, bool):
+    if type(value) is not bool:
         raise InvalidCall(f"{what}={shown(value):.80}: expected True or False")
     return value
 
@@ -108,15 +123,18 @@ def choice(value: object, what: str, *options: str) -> str:
     return value
 
 
-@reader(InvalidCall)
 def seconds(value: object, what: str) -> float | None:
     """Return a duration in seconds, or None for no limit. More than 30 years counts as no limit. A
     negative duration is over already."""
     if value is None:
         return None
-    # As most often, and a Real is slow to tell.
     if (type(value) is float or type(value) is int) and -_FOREVER_S < value < _FOREVER_S:
         return float(value)
+    return _unusual_seconds(value, what)
+
+
+@reader(InvalidCall)
+def _unusual_seconds(value: object, what: str) -> float | None:
     if not _is_number(value):
         raise InvalidCall(
             f"{what}={shown(value):.80}: expected a number of seconds, or None for no limit"
@@ -189,11 +207,13 @@ def mapping(value: object, what: str, form: str) -> Mapping[Any, Any]:
     return pairs_of(f"{what}=", value, InvalidCall)
 
 
-@reader(InvalidCall, "where=")
 def filter_of(where: object) -> WireWhere | None:
     """Return a filter as messages carry it."""
-    if where is None:
-        return None
+    return None if where is None else _filter_of(where)
+
+
+@reader(InvalidCall, "where=")
+def _filter_of(where: object) -> WireWhere:
     if not isinstance(where, Where):
         raise InvalidCall(
             f"where={shown(where):.80}: expected a filter over tags, such as "

@@ -6,7 +6,6 @@ error. The reader checks the announced length against the limit before it stores
 
 from __future__ import annotations
 
-import functools
 import struct
 from collections.abc import Iterable
 from typing import TypeVar
@@ -24,6 +23,8 @@ _T = TypeVar("_T")
 _header = struct.Struct("<I")
 _length_in = _header.unpack_from
 _encoder = msgspec.msgpack.Encoder()
+_requests_decoder = msgspec.msgpack.Decoder(Request)
+_replies_decoder = msgspec.msgpack.Decoder(Reply)
 
 
 def encode(envelope: Request | Reply) -> bytes:
@@ -67,8 +68,12 @@ def decoded(
         raise mixed_releases(f"could not decode {what}: {exc}") from exc
 
 
-decode_request = functools.partial(decoded, msgspec.msgpack.Decoder(Request), what="a request")
-decode_reply = functools.partial(decoded, msgspec.msgpack.Decoder(Reply), what="a reply")
+def decode_request(data: bytes | bytearray | memoryview) -> Request:
+    return decoded(_requests_decoder, data, "a request")
+
+
+def decode_reply(data: bytes | bytearray | memoryview) -> Reply:
+    return decoded(_replies_decoder, data, "a reply")
 
 
 class FrameReader:

@@ -21,7 +21,7 @@ from dataplane.client.write.chunks import (
     plan,
     values_of,
 )
-from dataplane.client.write.columns import ValueColumn, prepare
+from dataplane.client.write.columns import ValueColumn, by_name, prepare
 from dataplane.client.write.copying import copy_chunks
 from dataplane.wire.packed import EXTENT, KEY, U8
 from dataplane.wire.tables import Owner, Rows, Table, Values
@@ -117,7 +117,7 @@ class FakeArena:
     ) -> dict[str, list[Any]]:
         """Put and read again: the values of each field, in the order of the put. The same where
         small values go with the message as where they are in the arena."""
-        prepared = prepare(columns, dedup=dedup)
+        prepared = prepare(by_name(columns), dedup=dedup)
         found, beside = (self._put(prepared, group, inline) for inline in (False, True))
         assert all(same(found[name], beside[name]) for name in columns)
         return beside

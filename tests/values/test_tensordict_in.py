@@ -124,9 +124,9 @@ def test_a_stack_has_in_each_row_what_was_put_there(arena: Any) -> None:
 
 def test_what_a_tensordict_cannot_say_is_refused() -> None:
     with pytest.raises(InvalidRows, match=r"batch_size \[\]"):
-        prepare(TensorDict({"x": torch.ones(2)}, batch_size=[]))
+        by_name(TensorDict({"x": torch.ones(2)}, batch_size=[]))
     with pytest.raises(InvalidRows, match=r"key 'a\.b' contains '\.'"):
-        prepare(TensorDict({"a.b": torch.ones(2)}, batch_size=[2]))
+        by_name(TensorDict({"a.b": torch.ones(2)}, batch_size=[2]))
 
 
 def test_data_that_are_no_tensor_are_the_same_for_all_rows_and_a_stack_has_one_a_row(
@@ -148,7 +148,7 @@ def test_data_that_are_no_tensor_are_the_same_for_all_rows_and_a_stack_has_one_a
     assert put["inner.one"] == [b"x", b"x"]
     for odd in (np.array(["a", "b"]), NonTensorData({"x": object()})):
         with pytest.raises(InvalidValue, match=r"^x\[0\].* cannot be stored"):
-            prepare(TensorDict({"x": odd}, batch_size=[2]))
+            prepare(by_name(TensorDict({"x": odd}, batch_size=[2])))
 
 
 def test_rows_of_a_nested_tensor_are_no_copies_and_of_one_form() -> None:

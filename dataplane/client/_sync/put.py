@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -147,7 +148,8 @@ def _put(
         tagged = {tag: v * n if len(v) == 1 else v for tag, v in tagged.items()}
     order = order_of(groups)
     units: list[list[Unit]] = offload(
-        lambda: plan(
+        partial(
+            plan,
             prepared,
             groups,
             handle.takes_inline(),
@@ -160,7 +162,11 @@ def _put(
     )
     generation = attach(handle, deadline)
     check_groups(rows, groups, handle.definition.group_size)
-    work = Putting(handle, generation, n, rows, tagged, replace, deadline, began, reuse)
+    known = continued_keys(rows)
+    continuing = session.known_keys.knows(generation, known[: KEY.itemsize])
+    work = Putting(
+        handle, generation, n, rows, tagged, replace, deadline, began, began, reuse, continuing
+    )
     if order is not None:
         work.order = np.array(order, np.intp)
     if len(units[0]) > 1:
@@ -170,8 +176,7 @@ def _put(
     for other, some in zip(others, units[1:], strict=True):
         other.units = some
     work.put_units(units[0], row_cost(rows))
-    session.known_keys.note(generation, continued_keys(rows))
-    session.tally.put_waited(time.monotonic() - began)
+    session.known_keys.note(generation, known)
     if session.spans is not None:
         session.spans.put(handle.name, began, n, tagged)
     kept = work.gone + work.there
@@ -229,7 +234,7 @@ def _check_passed_over(work: Putting, field: str) -> None:
 
 def _prepare(
     handle: Handle,
-    columns: Mapping[str, Any],
+    columns: dict[str, Any],
     n: int | None,
     dedup: Collection[str],
     deadline: Deadline,
@@ -237,10 +242,7 @@ def _prepare(
     """Return the fields that go to the host arena, and those that go to other memory. All are as
     the schema has them, as far as that is known."""
     session, fields = handle.session, handle.definition.fields
-
-    def check_time() -> None:
-        deadline.check("put")
-
+    check_time = partial(deadline.check, "put")
     if session.pools is None:
         return prepare(columns, n, dedup, fields, check_time=check_time), []
     others, rest = session.pools.take(columns, n, dedup)
@@ -264,7 +266,11 @@ class Putting(msgspec.Struct, eq=False):
     deadline: Deadline
     began: float
     """when the caller called put()"""
+    counted: float
+    """until when the tally has the time of this put"""
     reuse: bool = False
+    continuing: bool = False
+    """whether this client put or leased the first group or row of the put before"""
     order: Index | None = None
     gone: int = 0
     """rows that the peer skipped, because they were put before and have been freed"""
@@ -274,12 +280,6 @@ class Putting(msgspec.Struct, eq=False):
     """the first row of each message that took effect, and the row after its last, in the order of
     the units"""
     others: Sequence[OnDevice] = ()
-    continuing: bool = False
-    """whether this client put or leased the first group or row of the put before"""
-
-    def __post_init__(self) -> None:
-        known = continued_keys(self.rows)[: KEY.itemsize]
-        self.continuing = self.handle.session.known_keys.knows(self.generation, known)
 
     def check_units(self, units: list[Unit]) -> None:
         """Raise ValueTooLarge if a unit can never fit."""
@@ -355,7 +355,9 @@ class Putting(msgspec.Struct, eq=False):
             chunk.offset, chunk.number = -1, None
         self.gone += reply.gone
         self.there += reply.there
-        session.tally.put(last - first, nbytes, copied_bytes)
+        now = time.monotonic()
+        session.tally.put(last - first, nbytes, copied_bytes, now - self.counted)
+        self.counted = now
         self.committed.append((first, last))
         return stop - done
 

@@ -10,6 +10,7 @@ Generated from dataplane/client/_async/space.py: change that.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -34,7 +35,7 @@ from dataplane.client.write.chunks import (
     spaces_of,
     unnamed,
 )
-from dataplane.client.write.columns import prepare
+from dataplane.client.write.columns import by_name, prepare
 from dataplane.client.write.copying import copy_chunks, is_stored
 from dataplane.errors import ShardFull
 from dataplane.memory.extents import Extent, placed
@@ -68,7 +69,8 @@ def write_columns(
     session = handle.session
     generation = attach(handle, deadline)
     fields = handle.definition.fields
-    prepared = prepare(columns, n, (), fields, "the batch has", lambda: deadline.check("add"))
+    check_time = partial(deadline.check, "add")
+    prepared = prepare(by_name(columns), n, (), fields, "the batch has", check_time)
     if order is not None:
         prepared = [column.take(order) for column in prepared]
     inline = handle.takes_inline()

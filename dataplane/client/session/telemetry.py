@@ -65,17 +65,15 @@ class Tally:
         self._before: dict[str, float] = {}
         self._since = time.monotonic()
 
-    def put(self, rows: int, nbytes: int, copied_bytes: int) -> None:
-        """Count one message of a put."""
+    def put(self, rows: int, nbytes: int, copied_bytes: int, wait_s: float) -> None:
+        """Count one message of a put. wait_s: the time since the call began, or since its message
+        before."""
         with self._lock:
             sums = self._put
             sums.rows += rows
             sums.bytes += nbytes
+            sums.wait_s += wait_s
             self._copied_bytes += copied_bytes
-
-    def put_waited(self, wait_s: float) -> None:
-        with self._lock:
-            self._put.wait_s += wait_s
 
     def got(self, rows: int, nbytes: int) -> None:
         with self._lock:

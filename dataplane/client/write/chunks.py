@@ -233,11 +233,12 @@ def plan(
         small = small if found == small else found
         for start, stop in cuts:
             alike = [Unit(start, stop, small, first, nbytes * (stop - start) // rows)]
-            planner.fill(alike[0], _parts(rest, start, stop))
-            for other in others:
-                alike.append(Unit(start, stop))
-                planner.fill(alike[-1], _parts(other, start, stop), on_device=True)
-            _check_size(alike)
+            if rest or others:
+                planner.fill(alike[0], _parts(rest, start, stop))
+                for other in others:
+                    alike.append(Unit(start, stop))
+                    planner.fill(alike[-1], _parts(other, start, stop), on_device=True)
+                _check_size(alike)
             for memory, unit in enumerate(alike):
                 units[memory].append(unit)
     return units

@@ -164,14 +164,14 @@ class ObjectValue:
 
 
 def prepare(
-    columns: Mapping[str, Any],
+    columns: dict[str, Any],
     n: int | None = None,
     dedup: Collection[str] = (),
     fields: Mapping[str, str] | None = None,
     whose: str = "key= names",
     check_time: Callable[[], object] = lambda: None,
 ) -> list[ValueColumn]:
-    """The columns of a write of `n` rows (None: of as many rows as they have).
+    """The columns of a write of `n` rows (None: of as many rows as they have). columns: `by_name`.
 
     A column is an array or tensor [n, ...], a nested tensor, or a sequence of n values. A flat list
     of numbers of one kind is an array. An array of one dimension is one 0-d value a row.
@@ -180,7 +180,6 @@ def prepare(
     together. InvalidValue, with field and row, for a value that cannot travel or does not match the
     schema.
     """
-    columns = by_name(columns)
     names, given = checked_names(tuple(columns)), list(columns.values())
     if {*map(type, given)} != {list}:
         given = list(map(_rows_of, names, given))
@@ -206,7 +205,6 @@ def prepare(
     return made
 
 
-@reader(InvalidRows, "the mapping of columns")
 def by_name(columns: Any) -> dict[str, Any]:
     """The columns of a mapping or a TensorDict, by field. Nested keys of a TensorDict are joined
     with ".", and its data that are no tensors keep their Python types. A field of a tensorclass
@@ -215,8 +213,11 @@ def by_name(columns: Any) -> dict[str, Any]:
     InvalidRows for what is neither, and for a TensorDict without a batch size, with a "." in a key,
     or whose rows have different keys.
     """
-    if type(columns) is dict:
-        return columns
+    return columns if type(columns) is dict else _by_name(columns)
+
+
+@reader(InvalidRows, "the mapping of columns")
+def _by_name(columns: Any) -> dict[str, Any]:
     if not objects.is_tensordict(columns):
         if not isinstance(columns, Mapping):
             raise InvalidRows(

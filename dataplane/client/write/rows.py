@@ -259,13 +259,15 @@ def row_groups(rows: Rows) -> list[Name | None]:
     return [names[min(i, len(names) - 1)] for i in column(rows.group_index, U4, n).tolist()]
 
 
-@reader(InvalidRows, "tags=")
 def tag_columns(tags: TagValues | None, n: int) -> dict[str, list[Scalar]]:
     """Return tags as columns: one value for all rows, or one per row. Raise InvalidRows, which
     names the tag, if one is invalid."""
+    return {} if tags is None else _tag_columns(tags, n)
+
+
+@reader(InvalidRows, "tags=")
+def _tag_columns(tags: TagValues, n: int) -> dict[str, list[Scalar]]:
     columns: dict[str, list[Scalar]] = {}
-    if tags is None:
-        return columns
     if not isinstance(tags, Mapping):
         raise InvalidRows(
             f"tags={shown(tags):.80}: expected a mapping of tag names to scalars, for example "

@@ -123,6 +123,17 @@ def test_a_host_that_neither_the_keeper_nor_another_member_reaches_is_gone() -> 
     assert clock.run(2 * SLACK_S, hears=(C, D), unreached=(B,), reporters=(C,)) == [B]
 
 
+def test_a_member_that_was_heard_between_two_cuts_is_not_gone() -> None:
+    """The watched connections of the keeper and of another member missed that moment."""
+    clock, cut = Clock(B, C, D), {"unreached": (B,), "reporters": (C,)}
+    assert not clock.run(5.0, hears=(C, D), **cut)
+    assert not clock.run(BEAT_S, hears=(B, C, D), **cut)
+    assert not clock.run(5.0, hears=(C, D), **cut)
+    assert not clock.run(60.0, hears=(B, C, D))
+    assert not clock.run(UNREACHED_S - SLACK_S, hears=(C, D), **cut)
+    assert clock.run(2 * SLACK_S, hears=(C, D), **cut) == [B]
+
+
 def test_a_host_that_another_member_still_reaches_is_not_gone() -> None:
     clock = Clock(B, C, D)
     assert not clock.run(LOST_AFTER_S - SLACK_S, hears=(C, D), unreached=(B,))

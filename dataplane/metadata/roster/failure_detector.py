@@ -8,7 +8,8 @@ A member is lost on one of four grounds:
 
 - process gone: its own host says so (`Contacts.ended`);
 - all processes gone: every port of it is refused for REFUSED_S without a break;
-- host gone: its kernel answers neither the keeper nor one more member for UNREACHED_S;
+- host gone: its kernel answers neither the keeper nor one more member for UNREACHED_S, and the
+  keeper hears nothing from it for as long;
 - silent: it sends no message for `lost_after_s`.
 
 Except for the first ground, a keeper that hears under half of the members doubts itself first.
@@ -179,7 +180,8 @@ class FailureDetector:
             return True
         if silent_s >= REFUSED_S and self._contacts.is_refused(one):
             return True
-        if silent_s < HEARD_S or not self._contacts.is_unreached(one):
+        # Where a link flaps, one connection may miss every moment in which another one answers.
+        if silent_s < UNREACHED_S or not self._contacts.is_unreached(one):
             return False
         others = [other for other in alive if other != one and self._hears(other, now)]
         return not others or any(one in self._reports.get(other, ()) for other in others)

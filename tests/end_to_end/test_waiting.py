@@ -133,6 +133,12 @@ def test_what_is_asked_for_is_part_of_the_reason(plane: Plane) -> None:
         part.put({"x": [1, 2]}, group=group)
     with pytest.raises(dataplane.ClaimTimeout, match=r"2 of its 5 groups have been closed"):
         part.claim("s", groups=3, timeout=0.3)
+    with part.claim("s", rows=1):  # of group 0, of which a claim of groups now gets no rows
+        split = r"rows of 1 group were claimed individually"
+        with pytest.raises(dataplane.ClaimTimeout, match=split):
+            part.claim("s", groups=2, timeout=0.3)
+        with pytest.raises(dataplane.ClaimTimeout, match=split):
+            part.wait("s", below=1, timeout=0.3)
 
 
 def test_a_partition_that_nobody_declares_is_named_without_any_configuration(

@@ -177,6 +177,11 @@ WAITS: dict[str, tuple[dict[str, Any], str]] = {
         "no group ready, 4 wanted; 1 row has no group, so a claim of groups cannot include it; "
         + FROM,
     ),
+    "rows of a group were claimed individually": (
+        {"unit": "groups", "split": 1, **PUT},
+        "no group ready, 4 wanted; rows of 1 group were claimed individually, so a claim of groups "
+        f"cannot include them; {FROM}",
+    ),
     "others come first, and there is no room": (
         {"ready": 2, "units": 2, "before": 1, "waiting_puts": 2, **PUT},
         "2 of 2 rows ready, 4 wanted; 1 older claim waits for the same rows; 2 puts wait for "

@@ -131,6 +131,7 @@ def missing(look: Look, now: float) -> dict[str, Any]:
         "leased": counts.to_come - counts.remaining,
         "excluded": units.ready(None) - ready,
         "alone": look.alone if look.unit == "groups" else 0,
+        "split": counts.outstanding - counts.to_come,
         "missing": dict(look.lacking),
         "adders": {name: by for name in look.lacking if (by := _adder(state, name))},
         "near_fields": _near_fields(state, look.lacking),

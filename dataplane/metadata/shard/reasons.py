@@ -44,25 +44,30 @@ class Producer(NamedTuple):
 class Facts:
     """What keeps a stage's units (`rows` or `groups`) from a call.
 
-    ready: units that match. units: that are neither leased nor done. leased: units. needed: that
-    the call needs at least, 0 if it counts none. excluded: ready, but the filter leaves them out.
-    unknown_tags: tags of the filter that no row has → one with a similar name. unknown_values:
-    (tag, values of the filter that no row has, values that rows have, how many more). alone: rows
-    without a group. open_groups: how many; short: the first of them as (name, rows, rows it needs
-    or -1, a similar name if it has no rows). missing: field → rows without it. adders: field → the
-    stage that has added it to other rows. near_fields: field → a similar one that rows have. idle:
-    stages that no client claims and that have rows ready: of this stage, or of those whose rows
-    this stage waits for; see `inspection.Idle`. leases: [(who, stage, rows, seconds)]. put_rows:
-    that were ever put. groups_wanted: after which the partition seals itself, 0 if it does not;
-    groups_closed: so far. producers: who put rows, the most recent
-    first. lost: rows of the stage that went with a peer. waiting_puts: puts that wait for room, in
-    an arena or in a shard. before: older claims that want the same. weightless: for a claim
-    by budget, how many rows have no weight, its tag, one of these rows. plan: why a rank waits for
-    its part in a plan, where rows are not the reason.
-    reason: all of that in one word, a `wire.events.Reason`.
-    silent: the peer that should know all this, where it does not answer. near_partitions,
-    elsewhere: partitions of a similar name in this run, and other runs of this host that have one
-    of the same name.
+    - ready: units that match. units: units that are neither leased nor done. leased: units.
+    - needed: units that the call needs at least, 0 if it counts none.
+    - excluded: ready units that the filter excludes. unknown_tags: tags of the filter that no row
+      has → one with a similar name. unknown_values: (tag, values of the filter that no row has,
+      values that rows have, how many more).
+    - alone: rows without a group. split: groups of which rows were claimed individually.
+    - open_groups: how many. short: the first of them as (name, rows, rows that it needs or -1, a
+      similar name if it has no rows).
+    - missing: field → rows without it. adders: field → the stage that has added it to other rows.
+      near_fields: field → a similar one that rows have.
+    - idle: stages that no client claims and that have rows ready: this stage, or those whose rows
+      this stage waits for; see `inspection.Idle`.
+    - leases: [(who, stage, rows, seconds)].
+    - put_rows: rows that were ever put. groups_wanted: the number of closed groups that seals the
+      partition, 0 if none does; groups_closed: so far. producers: the most recent first.
+    - lost: rows of the stage that were lost with a peer.
+    - waiting_puts: puts that wait for space, in an arena or in a shard. before: older claims that
+      want the same units.
+    - weightless: for a claim by budget, how many rows have no weight, its tag, one of these rows.
+    - plan: why a rank waits for its part of a plan, if not for rows.
+    - reason: all of that in one word, a `wire.events.Reason`.
+    - silent: the peer that should know all this, if it does not answer.
+    - near_partitions, elsewhere: partitions with a similar name in this run, and other runs of
+      this host that have a partition with this name.
     """
 
     unit: str = "rows"
@@ -74,6 +79,7 @@ class Facts:
     unknown_tags: dict[str, str] = field(default_factory=dict)
     unknown_values: Sequence[tuple[str, str, Sequence[str], int]] = ()
     alone: int = 0
+    split: int = 0
     open_groups: int = 0
     short: Sequence[tuple[Any, int, int, Any]] = ()
     missing: dict[str, int] = field(default_factory=dict)
@@ -121,7 +127,7 @@ class Facts:
     def reasons_here(self) -> bool:
         """Whether something in the partition already keeps the call waiting, rather than rows
         that have yet to be put."""
-        whole = self.unit == "groups" and (self.open_groups or self.alone)
+        whole = self.unit == "groups" and (self.open_groups or self.alone or self.split)
         here = self.leases or self.missing or self.excluded or whole
         return bool(here) and not self.needs_more
 
@@ -159,6 +165,11 @@ def reason(facts: Facts, stage: str, wanted: str, me: str = "", for_rows: bool =
             one, many = "row has no group, so a claim", "rows have no group, so a claim"
             them = "it" if facts.alone == 1 else "them"
             parts.append(f"{counted(facts.alone, one, many)} of groups cannot include {them}")
+        if facts.split:
+            parts.append(
+                f"rows of {counted(facts.split, 'group')} were claimed individually, so a claim of "
+                "groups cannot include them"
+            )
     parts += _leases(facts.leases, stage, me)
     if facts.waiting_puts:
         parts.append(f"{counted(facts.waiting_puts, 'put waits', 'puts wait')} for space")

@@ -12,6 +12,7 @@ import pytest
 import dataplane
 from dataplane.client._sync import put, space
 from dataplane.client._sync.calls import Call
+from dataplane.wire.messages import Put
 from tests.end_to_end.conftest import Cluster, until
 
 
@@ -55,7 +56,6 @@ def test_the_lease_of_a_dropped_partition_ends_with_its_batch(
         (threading.Thread, "start", True),  # of the housekeeper
         (threading.Thread, "start", False),
         (space, "ask", True),
-        (Call, "begin", True),
         (Call, "answered", True),
         (space, "column", True),
         (space, "placed", True),
@@ -93,3 +93,22 @@ def test_an_interrupted_put_loses_no_space(
         until(lambda: arena() == (0, 0), "the space is back")
         part.put({"x": values}, timeout=20)
         assert part.stats()["rows"] == 2
+
+
+def test_an_interrupt_before_its_message_is_sent_loses_no_space(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.start("a")
+    begin = Call.begin
+
+    def interrupted(call: Call, *args: Any, **kwargs: Any) -> bytes:
+        if isinstance(call.body, Put):  # its space is reserved, on the same connection
+            raise KeyboardInterrupt
+        return begin(call, *args, **kwargs)
+
+    with cluster.connect("a") as watching, cluster.connect("a") as plane:
+        part = plane.partition("p", {"s": ["x"]})
+        monkeypatch.setattr(Call, "begin", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            part.put({"x": [np.zeros(3 << 20, np.uint8)]}, timeout=20)
+        until(lambda: not watching.stats()["arena"]["granted_bytes"], "the space is back")

@@ -146,8 +146,9 @@ def test_memory_that_the_driver_does_not_unpin_stays_mapped(
 ) -> None:
     part = plane.partition("p", free="drop")
     part.put({"x": np.ones((4, MIB), np.uint8)}, key=[0, 1, 2, 3])
-    part.get(keys=[0, 1, 2, 3]).torch("x")
-    device.synchronize()
+    tensor = part.get(keys=[0, 1, 2, 3]).torch("x")
+    device.synchronize()  # before the tensor, host memory here, may be freed
+    assert tensor.shape == (4, MIB)
     (address,) = device.pinned
 
     def refuse(address: int) -> None:

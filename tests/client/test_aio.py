@@ -59,6 +59,9 @@ async def test_a_field_that_is_not_here_is_not_fetched_by_subscription(
     batch = await part.claim("s", rows=2)
     with pytest.raises(dataplane.NotFetched, match="await"):
         batch["b"]
+    with pytest.raises(dataplane.NotFetched) as caught:
+        batch["x" * 100_000]
+    assert len(caught.value.message) < 1_000
     await batch.fetch("b")
     assert list(batch["b"]) == ["p", "q"]
     other = await part.claim("s", rows=2)

@@ -237,8 +237,8 @@ class Selection:
     def _bring(self, field: str) -> None:
         """Make the field be here, or raise."""
         raise NotFetched(
-            f"field {field!r} was not fetched (fetched: {self.fields}): name it in fields=, "
-            "or call `await rows.fetch(...)`",
+            f"field {shown(field):.80} was not fetched (fetched: {self.fields}): name it in "
+            "fields=, or call `await rows.fetch(...)`",
             field=field,
         )
 

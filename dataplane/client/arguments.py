@@ -1,8 +1,8 @@
 """Check the arguments of public calls. InvalidCall names the argument and its value. A `timeout`
 becomes a `Deadline`, and the arguments of a claim or a plan become what their message carries.
 
-`client/write` checks whether the rows of a call fit together. A value of the usual type has no code
-of the user's, so it is checked without the guard of `reader`.
+`client/write` checks whether the rows of a call fit together. Checks of built-in types run no code
+of the user, so they need no `reader` guard.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ MAX_PEERS = 65_536
 
 
 class NewEvents(msgspec.Struct, frozen=True):
-    """The reply to one look.
+    """The result of one look.
 
     - `events`: events that no earlier look brought, the earliest first. If events of a peer are
       lost for good, an event of kind `Kind.MISSING` precedes the peer's next event: `reason` says
@@ -61,7 +61,7 @@ class Follower:
         return self._until(now) - OVERLAP_S if self._has_looked else None
 
     def take(self, events: Sequence[Event], asked: float) -> NewEvents:
-        """Return what is new. `events`: as `merged` returns them. `asked`: when the plane was
+        """Return the new events. `events`: as `merged` returns them. `asked`: when the plane was
         asked, on this host's clock."""
         by, now = defaultdict[int, list[Event]](list), list[Event]()
         overwritten = dict[int, int]()

@@ -271,7 +271,8 @@ class CudaDevice(Device):
     @contextmanager
     def _current(self) -> Iterator[None]:
         """Make this GPU current in the thread, and restore the previous one afterwards if this
-        process uses it. In a new thread that is the first GPU, which the process may not use."""
+        process uses it. In a new thread, the previous one is the first GPU, which the process may
+        not use."""
         outer, _entered.device = getattr(_entered, "device", None), self
         if outer is self:
             yield

@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 DEVICE_SHARES = (0.70, 0.30, 0.0)
 """By admission class: nothing is pulled into a device."""
 STAGED = "host arena"
-"""The plain way between devices: through the owner's host arena, and from there as any value."""
+"""The plain way between devices: through the owner's host arena, and from there like any value."""
 FIRST_S = 5.0
 """How long a first pull waits for the check of the transports. The plain path takes space in both
 arenas."""

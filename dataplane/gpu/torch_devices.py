@@ -36,7 +36,7 @@ def check_device(device: str) -> None:
 
 
 def place_named(device: str) -> str:
-    """Return the device with the number of its GPU: `cuda` may mean other GPUs in other threads."""
+    """Return the device with the number of its GPU: each thread has its own `cuda`."""
     torch: Any = sys.modules.get("torch")
     if str(device) != "cuda" or torch is None or not torch.cuda.is_available():
         return device

@@ -51,7 +51,7 @@ class Quotas:
         return max(0, self.balance(admission))
 
     def balance(self, admission: int) -> int:
-        """`room`, below 0 if lower classes use guarantees of higher ones."""
+        """Like `room`, but below 0 if lower classes use guarantees of higher ones."""
         reserved = sum(
             max(0, self.guaranteed[higher] - self.used[higher])
             for higher in range(admission + 1, len(self.used))

@@ -1,8 +1,8 @@
 """The host arena: a sealed memory file that the peer owns and passes to clients by descriptor.
 
-A client maps it twice: for reading, and to write the extents that it was granted. Only these are
-ever made writable, and views never use that mapping. numpy's chain of bases leads from each view to
-the pin that protects its bytes, and to the mapping.
+A client maps it twice: once for reading, and once to write the extents that the peer grants. Only
+granted extents are ever made writable, and views never use the mapping for writing. numpy's chain
+of bases leads from each view to the pin that protects its bytes, and to the mapping.
 
 The file exists as long as a process maps it, and leaves nothing on a file system, whichever process
 is killed. Untouched pages use no memory. A view outlives its peer, and keeps the pages of the whole
@@ -192,10 +192,10 @@ def _mapped(process: Path, marks: str) -> dict[str, int]:
 
 
 class _Mapping:
-    """A shared mapping of the arena that ends with the last reference to it. Not at exit: views may
-    outlive that.
+    """A shared mapping of the arena. It ends with the last reference to it, and not at exit: views
+    may be used after that.
 
-    writable: nothing of it can be accessed until `_let_write`, and forks do not inherit it.
+    writable: no page can be accessed before `_open`, and forks do not inherit the mapping.
     """
 
     __slots__ = ("__weakref__", "address", "length")
@@ -223,16 +223,16 @@ class _Mapping:
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        """For writers. Readers get an array from a pin."""
+        """The array interface for writers. Readers get an array from a pin."""
         return self.array_interface(read_only=False)
 
 
 class Pin:
-    """What the peer pins for one reply. It is released when the last view of that reply is gone.
+    """The chunks that the peer pins for a reply. They are released with the reply's last view.
 
     `np.asarray(pin)` is the arena as read-only uint8, whose base is the pin:
-    `np.ndarray(shape, dtype, buffer=base, offset=offset)` makes views that keep it. A pin is no
-    buffer, so numpy refuses to make views writable.
+    `np.ndarray(shape, dtype, buffer=base, offset=offset)` makes views that keep it. A pin is not
+    a buffer, so numpy refuses to make views writable.
     """
 
     __slots__ = ("__weakref__", "_gone", "_mapping", "number")
@@ -269,9 +269,9 @@ class ReadMap:
         return f"<ReadMap {self.size_bytes} B>"
 
     def pin(self, number: int, gone: Callable[[], object] | None = None) -> Pin:
-        """The pin of a reply; 0 if the peer pinned nothing. gone: called once the last view of
-        the reply is gone, from any thread or by the garbage collector, but not when the process
-        exits."""
+        """Return the pin of a reply. number: 0 if the peer pinned nothing. gone: called once the
+        last view of the reply is gone, from any thread or by the garbage collector, but not when
+        the process exits."""
         return Pin(self._mapping, number, gone)
 
     def close(self) -> None:
@@ -292,11 +292,11 @@ class _WriteMap:
         self.present = bytearray(len(self.open))
         """1 for each page that was populated once; asking the kernel again costs 20 us per MiB"""
         self.runs = 0
-        """of open pages"""
+        """the number of runs of open pages"""
 
 
 class WriteMaps:
-    """Granted extents, which stay writable: the peer tends to grant the same ones again, and a page
+    """Granted extents. They stay writable: the peer tends to grant the same ones again, and a page
     that this process has written before causes no fault.
 
     Thread-safe. `fd` is the arena's writable descriptor. It belongs to the caller and must stay
@@ -318,7 +318,8 @@ class WriteMaps:
         return 0 if self._current is None else self._current.runs
 
     def view(self, offset: int, length: int) -> ByteArray:
-        """The writable bytes of a granted extent, or of a part. They stay mapped while held."""
+        """Return the writable bytes of a granted extent, or of a part of one. They stay mapped as
+        long as arrays of them exist."""
         return self._opened(offset, length)[0].bytes[offset : offset + length]
 
     def populate(self, offset: int, length: int) -> bool:
@@ -333,8 +334,7 @@ class WriteMaps:
         return True
 
     def close(self) -> None:
-        """Release the arena. Mappings of arrays that are still held stay. Later calls raise
-        PeerLost."""
+        """Release the arena. Arrays that still exist stay mapped. Later calls raise PeerLost."""
         with self._lock:
             self._fd, self._current = -1, None
 
@@ -359,7 +359,7 @@ class WriteMaps:
 
 
 def _open(writable: _WriteMap, first: int, last: int) -> None:
-    """Make pages writable. Some may be already."""
+    """Make pages writable. Some of them may be writable already."""
     around = slice(max(first - 1, 0), last + 1)
     before = _runs(writable.open[around])
     address = writable.address + first * MAP_UNIT_BYTES
@@ -371,7 +371,7 @@ def _open(writable: _WriteMap, first: int, last: int) -> None:
 
 
 def _runs(pages: bytearray) -> int:
-    """Return the number of runs of 1."""
+    """Return the number of runs of ones."""
     return pages.startswith(b"\1") + pages.count(b"\0\1")
 
 
@@ -389,13 +389,14 @@ def _want_huge_pages(address: int, length: int) -> None:
 
 
 def _unmap(address: int, length: int, pid: int) -> None:
-    """Unmap a mapping that process `pid` made. A fork of it has none there, or its own."""
+    """Unmap a mapping that process `pid` made. Do nothing in a fork, which has no mapping at this
+    address, or its own."""
     if os.getpid() == pid:
         _libc.munmap(address, length)
 
 
 def _populate(address: int, length: int) -> bool:
-    """Allocate the pages for writing. Return False if this kernel cannot; nothing was done then."""
+    """Allocate the pages for writing. Return False, and do nothing, if this kernel cannot."""
     if not length or _libc.madvise(address, length, _MADV_POPULATE_WRITE) == 0:
         return True
     if ctypes.get_errno() in (errno.EINVAL, errno.ENOSYS):

@@ -53,7 +53,7 @@ def room(nbytes: int) -> int:
 
 
 def some(mask: Mask) -> bool:
-    """`mask.any()`, at a fifth of its cost for short columns, which most are."""
+    """`mask.any()`, at a fifth of its cost for short columns. Most columns are short."""
     return b"\1" in mask.tobytes()
 
 
@@ -72,7 +72,7 @@ def coalesce(starts: Bytes, ends: Bytes) -> Set:
 
 
 def placed(sizes: Sequence[int], extents: Iterable[Extent]) -> tuple[list[int], list[Extent]]:
-    """Return the offset of each chunk in the arena, and what is left of the extents.
+    """Return the offset of each chunk in the arena, and the unused parts of the extents.
 
     The peer grants extents by this rule and the client fills them by it. Chunks are placed in
     order: each into the current extent if it fits there, else into the next one that holds it. No

@@ -1,7 +1,7 @@
 """References of other peers' shards to this arena's chunks, by the incarnation of that peer.
 
-Runs in the peer, without I/O. A peer that is lost can no longer release anything, so this
-one releases its references for it. They also limit what a peer may release if it returns.
+Runs in the peer, without I/O. A lost peer can no longer release its references, so this peer
+releases them. If the lost peer returns, it may release only references that this peer still counts.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class RemoteReferences:
         return f"<RemoteReferences {len(self)} chunks of {len(self._held)} peers>"
 
     def add(self, holder: Owner, chunks: Numbers) -> None:
-        """Add one reference of this peer to each of these."""
+        """Add one reference of `holder` to each of these chunks."""
         held = self._held.setdefault(holder, {})
         for number in chunks.tolist():
             held[number] = held.get(number, 0) + 1
 
     def release(self, holder: Owner, chunks: Numbers, counts: Counts) -> Counts:
-        """Remove these references, as far as the peer had them. Return how many it had."""
+        """Remove references of `holder`. Return, per chunk, how many of them it had."""
         held = self._held.get(holder, {})
         had = np.zeros(len(chunks), U4)
         for at, (number, count) in enumerate(zip(chunks.tolist(), counts.tolist(), strict=True)):

@@ -102,7 +102,7 @@ class Sessions:
         self._over = Latest[int, tuple[str, str, float]](MAX_ENDED)
         """of sessions that are over: label, name in messages, when they ended"""
         self.completing: dict[asyncio.Future[list[bool]], int] = {}
-        """sessions whose restores are complete: they count as connected until the shards know"""
+        """sessions whose restores are complete: they count as connected until the shards confirm"""
         self.last_seen = host.now()
         self.came = False
         """there has been a client"""

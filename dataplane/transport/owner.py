@@ -283,7 +283,7 @@ class ChunkServer:
                 "--run and --token-file"
             )
         self._check_owner(asked.owner)
-        # The reader counts from earlier, so it does not wait for an answer after this.
+        # The reader counts from an earlier time, so after this it waits for no answer.
         deadline = time.monotonic() + min(asked.expiry_ms, EXPIRY_MAX_MS) / 1000
         service.serve(Transfer(stream, asked, pieces, nonce, deadline))
 

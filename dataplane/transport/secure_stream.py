@@ -105,7 +105,7 @@ class SecureStream(BulkStream):
 
     @contextmanager
     def _until(self, deadline: float) -> Iterator[None]:
-        """One call of OpenSSL's, which ends in time, with the errors of a plain socket."""
+        """Run one OpenSSL call until the deadline, with the errors of a plain socket."""
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError(LATE)
@@ -151,7 +151,8 @@ def _context(side: int) -> ssl.SSLContext:
 
 
 def _runs(vectors: Array) -> Iterator[list[memoryview]]:
-    """The memory of the vectors, in order: in groups of up to RUN_BYTES, or one larger one."""
+    """Yield the memory of the vectors in order, in groups of up to RUN_BYTES or one larger
+    vector."""
     nbytes = 0
     run: list[memoryview] = []
     for base, length in vectors.tolist():

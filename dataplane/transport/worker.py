@@ -172,7 +172,7 @@ def run(control_fd: int, arena_fd: int, arena_bytes: int, listen_fd: int) -> Non
         services[name] = Service(transport, card, region, desk, first.key)
     stream_of = door(first.tls) if first.tls else BulkStream
     ChunkServer(listener, first.owner, first.key, services, stream_of).start()
-    with contextlib.suppress(ConnectionError):  # the peer is gone: so is this, in a moment
+    with contextlib.suppress(ConnectionError):  # the peer has ended, and this process ends next
         control.send(Ready(missing))
     Worker(control, region, desk, reads).serve()
 

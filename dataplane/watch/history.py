@@ -246,7 +246,7 @@ class History:
             known = self._generations[key] = _Times(event)
         else:
             known.add(event)
-        # The clocks of several hosts make the numbers, so a later generation may have a lower one.
+        # Generations come from clocks of several hosts, so a later one may have a lower number.
         latest = self._times.setdefault(event.partition, known)
         if known.begin > latest.begin:
             self._times[event.partition] = known

@@ -235,7 +235,7 @@ def shown(value: object) -> str:
 
 
 def beginning(value: object, length: int) -> str:
-    """Return at most `length` characters that show a stored value, which is no array."""
+    """Return at most `length` characters that show a stored value. The value is not an array."""
     try:
         return reprlib.repr(value)[:length]
     except ValueError:  # an int of more digits than Python converts

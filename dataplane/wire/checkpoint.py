@@ -100,9 +100,9 @@ class Restore(Body, tag=76):
 
 
 class Restored(Body, tag=77):
-    """The restore of a partition is complete. others, from a client: further partitions of the same
-    restore, name → generation. The peer of the client tells all their shards, also if the client
-    ends."""
+    """The restore of a partition is complete. others, from a client: the other partitions of the
+    restore, name → generation. The client's peer resends the message to all their shards until they
+    confirm, even if the client ends."""
 
     partition: str
     generation: int

@@ -205,7 +205,7 @@ class Given(Body, tag=212):
 
 class Ready(Body, tag=213):
     """The rows, or the groups, that are ready for a stage, oldest first. groups: KEY records.
-    returned: how many of the entries, from the first on, came back from leases."""
+    returned: the number of entries, counted from the first, that leases returned."""
 
     stage: str
     rows: Parts = []

@@ -100,7 +100,8 @@ class Define(Body, tag=10):
 
     generation: of a partition to which the client has attached. The peer replies with its phase at
     once, or with PartitionGone if that generation has ended. restores: the client restores the
-    partition, which must not exist yet. It is dropped if the client ends before `Restored`."""
+    partition, which must not exist yet. If the client ends before `Restored`, the shard drops
+    it."""
 
     partition: str
     definition: Definition | None

@@ -81,7 +81,7 @@ async def ask(
     the error if the deadline passes before anything is sent."""
     deadline.check(doing or type(body).__name__.lower())
     reply = await send(session, Call(body, deadline))
-    if reply.__class__ is expected:  # without a call, in which an interrupt would lose the reply
+    if reply.__class__ is expected:  # no call here: an interrupt in it would lose the reply
         return reply
     return expect(reply, expected, body)
 
@@ -98,9 +98,9 @@ async def send(session: Session, call: Call) -> Body:
     connection, call.sent = call.sent, None
     body: Body | None = None
     try:
-        if connection is None:  # else it went along with the call before it
+        if connection is None:  # else it was sent along with the call before it
             connection = connections.idle() or await _opened(session, call)
-            connection.frame_sent = False  # it may still say so of the call before
+            connection.frame_sent = False  # the call before may have set it
             frame = call.begin(session)
         while True:
             connection.frame_sent, connection.later = not frame, call.later
@@ -114,7 +114,7 @@ async def send(session: Session, call: Call) -> Body:
                 return body
     except BaseException as exc:
         if connection is not None:
-            # After an interrupt, the housekeeper undoes what the reply grants.
+            # After an interrupt, the housekeeper releases what the reply grants.
             if body is not None and connection.early is None:
                 connection.early = Reply(call.rid, body)  # type: ignore[arg-type]
             call.failed(session, connection, exc)

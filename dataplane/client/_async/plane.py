@@ -208,10 +208,11 @@ class Plane:
 
         All restored rows are placed on this host, whichever plane wrote the checkpoint. Raises
         CheckpointCorrupt if a file has changed, or PartitionConflict if a partition already exists;
-        in both cases nothing is restored. If a restore fails, is cancelled or is interrupted, or
-        its process is killed, the partitions restored so far are dropped, also if other processes
-        have attached to them. Until the restore is complete, `partitions()` and checkpoints leave
-        them out.
+        in both cases nothing is restored.
+
+        If a restore fails, is cancelled or is interrupted, or its process is killed, the plane
+        drops the partitions restored so far, even if other processes have attached to them. Until
+        the restore is complete, `partitions()` and checkpoints leave them out.
         """
         return await restore.restore(self._session, directory, timeout)
 

@@ -264,10 +264,10 @@ class Putting(msgspec.Struct, eq=False):
     began: float
     """when the caller called put()"""
     counted: float
-    """until when the tally has the time of this put"""
+    """the time up to which the tally has counted this put"""
     reuse: bool = False
     continuing: bool = False
-    """whether this client put or leased the first group or row of the put before"""
+    """whether this client has already put or leased the first group or row of this put"""
     order: Index | None = None
     gone: int = 0
     """rows that the peer skipped, because they were put before and have been freed"""

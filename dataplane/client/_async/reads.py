@@ -66,7 +66,7 @@ async def read_rows(
 
 def handle_of(plane: Any, session: Session, ref: Ref) -> Handle:
     """Return the partition of a ref. Raise InvalidCall if the ref belongs to another run."""
-    if not issubclass(type(ref), Ref):  # isinstance would run code of an object that is none
+    if not issubclass(type(ref), Ref):  # isinstance would run the object's own code
         raise InvalidCall(
             f"expected a ref returned by put(), got {shown(ref):.80}. To read by key, use "
             "part.get(keys=…)"

@@ -198,8 +198,8 @@ class Partition:
         - `min`: accept fewer rows or groups, but at least this many.
         - `where`: claim only rows whose tags match, or only groups in which every row matches.
         - `fields`: which fields to fetch with the claim. Default: the fields of the stage.
-        - `in_order`: claim the oldest ready rows, even if others are on this host. Rows that come
-          back from a lease are the oldest.
+        - `in_order`: claim the oldest ready rows, even if others are on this host. Rows that a
+          lease returned go first.
         - `lease`: seconds after which the rows return to the stage, even if this process is still
           working on them. Default: the lease lasts as long as the process.
 

@@ -78,7 +78,7 @@ def _restore(session: Session, path: Path, deadline: Deadline, bar: Bar) -> list
             (name, generation), *others = [(one.name, one.generation) for one, _ in begun]
             body = Restored(name, generation, dict(others))
             ask(session, body, Done, within(deadline, _RESTORING))
-    except GeneratorExit:  # nobody carries out another step
+    except GeneratorExit:  # a closed coroutine cannot await
         raise
     except BaseException as exc:  # cancelled and interrupted ones too
         limit_s = min(UNDO_S, limit_beside(deadline.timeout_s))
@@ -100,7 +100,7 @@ def _undo(
             if handle.defined is None:
                 if refused:
                     continue
-                # Nobody knows whether it was declared: it is there after this, and then it is not.
+                # The declaration may have taken effect. Repeat it to get the generation to drop.
                 define(handle, note.definition, deadline, restores=True)
             body = Drop(handle.name, handle.generation)
             ask(handle.session, body, messages.Dropped, deadline)

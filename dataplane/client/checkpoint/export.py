@@ -119,7 +119,7 @@ class _Part:
     ) -> None:
         self.name = manifest.partitions[number].name
         self._kinds: dict[str, set[object]] = {}
-        """which types of values the keys and the groups have"""
+        """the types of the keys and of the groups"""
         self._tag_kinds: dict[str, set[object]] = {}
         self._types: dict[str, pa.DataType] = {}
         """by field"""
@@ -287,7 +287,7 @@ def _split(rows: _RowsOfPart) -> Iterator[_RowsOfPart]:
 
 
 def _kind(value: Any) -> object:
-    """Return the type of a key, group or tag; of an int also which other number types hold it."""
+    """Return the type of a key, group or tag. For an int, say which other number types hold it."""
     if type(value) is not int:
         return type(value)
     if abs(value) <= 1 << 53:

@@ -422,7 +422,7 @@ def _side_by_side(spans: Sequence[Memory]) -> Memory | None:
 
 
 def _shown(value: Any) -> str:
-    """The beginning of a value on one line."""
+    """Return the beginning of a value on one line."""
     if not isinstance(value, np.ndarray):
         return beginning(value, 60)
     few = preview(value, _SHOWN)

@@ -69,9 +69,9 @@ class TableReader:
         """the columns of chunks that were used; -1: for rows that lack a field"""
         self._runs: dict[str, list[RowSpan]] = {}
         self._rows: Index | None = None
-        """those of the table, in this order; None: all"""
+        """the chosen rows of the table, in this order; None: all"""
         self._chosen: list[tuple[int, int]] = []
-        """the same as runs: the first row of each, and the row after its last"""
+        """the same rows as runs: the first row of each run, and the row after its last"""
         self._pages: list[TableReader] = []
         """the readers that were joined, in the order of their rows; [] for a single table"""
 
@@ -89,7 +89,7 @@ class TableReader:
         return round(shared)
 
     def part(self, rows: Index) -> TableReader:
-        """A reader of only these rows, in this order."""
+        """Return a reader of only these rows, in this order."""
         part = copy(self)
         part._rows = rows if self._rows is None else self._rows[rows]
         part._chosen = row_runs(part._rows)

@@ -66,8 +66,8 @@ class Tally:
         self._since = time.monotonic()
 
     def put(self, rows: int, nbytes: int, copied_bytes: int, wait_s: float) -> None:
-        """Count one message of a put. wait_s: the time since the call began, or since its message
-        before."""
+        """Count one message of a put. wait_s: the time since the call began, or since its
+        previous message."""
         with self._lock:
             sums = self._put
             sums.rows += rows

@@ -554,7 +554,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def values_of(owner: Owner, pieces: Sequence[NewPiece], base: int = 0) -> Values:
-    """Return what a message says of these pieces: each chunk once, in the order of the pieces.
+    """Return these pieces as a message describes them: each chunk once, in the order of the pieces.
     owner: the peer of this host. base: the row of the write that is the first one of the
     message."""
     numbers: dict[NewChunk, int] = {}

@@ -171,14 +171,15 @@ def prepare(
     whose: str = "key= names",
     check_time: Callable[[], object] = lambda: None,
 ) -> list[ValueColumn]:
-    """The columns of a write of `n` rows (None: of as many rows as they have). columns: `by_name`.
+    """Return the columns of a write of `n` rows; None: as many as the columns have.
 
     A column is an array or tensor [n, ...], a nested tensor, or a sequence of n values. A flat list
     of numbers of one kind is an array. An array of one dimension is one 0-d value a row.
-    fields: the partition's schema. whose: what says n, for an error. check_time: called now and
-    then; raises once the deadline of the call has passed. InvalidRows where the columns do not fit
-    together. InvalidValue, with field and row, for a value that cannot travel or does not match the
-    schema.
+
+    columns: the result of `by_name`. fields: the partition's schema. whose: names the source of n
+    in an error. check_time: called now and then; raises once the deadline of the call has passed.
+    Raise InvalidRows if the columns do not fit together. Raise InvalidValue, with field and row,
+    for a value that cannot be stored or does not match the schema.
     """
     names, given = checked_names(tuple(columns)), list(columns.values())
     if {*map(type, given)} != {list}:
@@ -206,12 +207,12 @@ def prepare(
 
 
 def by_name(columns: Any) -> dict[str, Any]:
-    """The columns of a mapping or a TensorDict, by field. Nested keys of a TensorDict are joined
-    with ".", and its data that are no tensors keep their Python types. A field of a tensorclass
-    that is None is left out.
+    """Return the columns of a mapping or a TensorDict, by field. Nested keys of a TensorDict are
+    joined with ".", and its data that are no tensors keep their Python types. A field of a
+    tensorclass that is None is left out.
 
-    InvalidRows for what is neither, and for a TensorDict without a batch size, with a "." in a key,
-    or whose rows have different keys.
+    Raise InvalidRows for any other object, and for a TensorDict without a batch size, with a "." in
+    a key, or whose rows have different keys.
     """
     return columns if type(columns) is dict else _by_name(columns)
 

@@ -1,4 +1,4 @@
-"""The device arenas of this client's peer, as far as it has opened them.
+"""The device arenas of this client's peer that the client has opened.
 
 A pool is opened once, when the client connects and reads in place, or when it first puts a value
 on that device. Pools of the host's other GPUs are opened for copies by the GPU that this client

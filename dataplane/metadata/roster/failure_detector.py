@@ -9,7 +9,7 @@ A member is lost on one of four grounds:
 - process gone: its own host says so (`Contacts.ended`);
 - all processes gone: every port of it is refused for REFUSED_S without a break;
 - host gone: its kernel answers neither the keeper nor one more member for UNREACHED_S, and the
-  keeper hears nothing from it for as long;
+  keeper hears nothing from it in that time;
 - silent: it sends no message for `lost_after_s`.
 
 Except for the first ground, a keeper that hears under half of the members doubts itself first.
@@ -180,7 +180,7 @@ class FailureDetector:
             return True
         if silent_s >= REFUSED_S and self._contacts.is_refused(one):
             return True
-        # Where a link flaps, one connection may miss every moment in which another one answers.
+        # On a flapping link, one connection may fail at every attempt while another one works.
         if silent_s < UNREACHED_S or not self._contacts.is_unreached(one):
             return False
         others = [other for other in alive if other != one and self._hears(other, now)]

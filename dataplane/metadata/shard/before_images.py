@@ -93,7 +93,7 @@ class BeforeImages:
 
     def queue(self, queue: ReadyQueue, many: int) -> Iterator[tuple[list[tuple[Any, int]], int]]:
         """Yield the units that were ready, with the rows of each, from at most `many` entries at
-        a time. The number says how many of them came back from leases; these come first."""
+        a time. The number counts those that leases returned, which come first."""
         self.keep_queue(queue)
         entries = self._queues[queue]
         for at in range(0, len(entries), many):

@@ -268,7 +268,7 @@ class KeyIndex:
     """Blocks by the keys of their live rows.
 
     A block whose keys are a run has one entry, among the blocks of the same prefix. Any other
-    block has one entry per row. Runs of one prefix never overlap: where freed keys are used again,
+    block has one entry per row. Runs of one prefix never overlap: if freed keys are used again,
     their rows are indexed one by one. So a prefix has at most 256 runs, whatever keys a peer sends.
     """
 
@@ -288,7 +288,7 @@ class KeyIndex:
         return self.get(key) is not None
 
     def get(self, key: bytes) -> Block | None:
-        """The block that has a live row with this key."""
+        """Return the block that has a live row with this key."""
         if (block := self._singles.get(key)) is not None:
             return block
         blocks = self._runs.get(key[:PREFIX_BYTES])
@@ -299,7 +299,8 @@ class KeyIndex:
         return None
 
     def blocks_of(self, keys: Keys) -> list[Block | None] | None:
-        """The block of each key; None for a key without a row. None if no key has a row."""
+        """Return the block of each key, None for a key without a row. Return None if no key has a
+        row."""
         if isinstance(keys, KeyRun):
             apart = _fits(self._runs.get(keys.prefix, ()), keys)
         else:
@@ -310,8 +311,8 @@ class KeyIndex:
         return found if any([block is not None for block in found]) else None
 
     def kept(self, keys: Keys, minted: bool) -> KeyRun | tuple[bytes, ...]:
-        """The keys of new rows as their block stores them: a run if they are minted, consecutive,
-        and overlap no other run."""
+        """Return the keys of new rows as their block stores them: a run if they are minted,
+        consecutive, and overlap no other run."""
         run = None
         if minted:
             run = keys if isinstance(keys, KeyRun) else run_in(b"".join(keys))
@@ -323,10 +324,10 @@ class KeyIndex:
         if not _fits(blocks, run):
             return tuple(keys)
         prefix: bytes = blocks[0].keys.prefix  # type: ignore[union-attr]
-        return KeyRun(prefix, run.start, run.count)  # one prefix for all of them
+        return KeyRun(prefix, run.start, run.count)  # all runs share one prefix object
 
     def add(self, block: Block) -> None:
-        """Add the live rows of a block whose keys come from `kept`. The index has none of them."""
+        """Add the live rows of a block. Its keys come from `kept`, and are not in the index."""
         self._rows += block.live.bit_count()
         keys = block.keys
         if isinstance(keys, KeyRun):

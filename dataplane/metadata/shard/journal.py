@@ -420,7 +420,7 @@ def _block(store: Store, number: int) -> Block:
 
 
 def _each_once(rows: Rows) -> Rows:
-    """ProtocolError where a row is among them twice."""
+    """Return the rows. Raise ProtocolError if one of them is listed twice."""
     if len(rows.parts) > 1:
         seen: Counter[int] = Counter()
         for block, bits in rows.parts:

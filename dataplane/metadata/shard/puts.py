@@ -312,8 +312,9 @@ def _check_new_rows(state: State, rows: RowsIn, new: Sequence[int], buried: bool
 
 
 def _there(rows: RowsIn, known: Sequence[Block | None], brought: Mapping[str, int]) -> list[int]:
-    """Places of rows that have every field which the message brings for them. FieldExists for one
-    that has only some: another put has set those. brought: rows of the message, by field."""
+    """Return the positions of rows that have every field that the message brings for them. Raise
+    FieldExists for a row that has only some of them: another put has set those. brought: rows of
+    the message, by field."""
     there = []
     partly: list[tuple[int, str]] = []
     has_it: dict[tuple[int, str], int] = {}

@@ -51,7 +51,7 @@ _number = attrgetter("unit.number")
 
 class Entry(msgspec.Struct, gc=False, eq=False):
     """before: the entry of the same unit that entered the queue before this one. returned: whether
-    it came back from leases."""
+    a lease returned it."""
 
     unit: Unit
     bits: int
@@ -60,10 +60,12 @@ class Entry(msgspec.Struct, gc=False, eq=False):
 
 
 class ReadyQueue:
-    """A queue of ready units. Those that came back from leases are ahead, in order of arrival, with
-    one entry per unit. The others follow in the order in which they became ready. An entry holds
-    what became ready together. What leaves other than from the front is taken out of its entry,
-    and empty entries are skipped.
+    """A queue of ready units.
+
+    Units that leases returned are first, in order of arrival, with one entry per unit. The others
+    follow in the order in which they became ready. An entry holds the rows of a unit that became
+    ready together. Rows that leave from behind the front are removed from their entry. Empty
+    entries are skipped.
 
     matches(unit, bits): which of them pass the filter now; None for the queue without a filter.
     keeps(group): whether the filter lets no row of a group pass; `kept` has its last results.
@@ -114,7 +116,7 @@ class ReadyQueue:
         return bits if self._matches is None else self._matches(unit, bits)
 
     def enter(self, unit: Unit, bits: int, returned: bool = False) -> None:
-        """Add what became ready. returned: it came back from a lease."""
+        """Add rows of a unit that became ready. returned: a lease returned them."""
         bits = self.matching(unit, bits)
         if not bits:
             return
@@ -133,7 +135,7 @@ class ReadyQueue:
             self.shorts = [one for one in self.shorts if one.came(unit, held)]
 
     def _return(self, entry: Entry) -> None:
-        """Insert an entry in order of arrival, or add its rows to the one that its unit has."""
+        """Insert an entry in order of arrival, or add its rows to its unit's returned entry."""
         at = self._at(entry)
         if at < len(self._returned) and self._returned[at].unit is entry.unit:
             self._returned[at].bits |= entry.bits
@@ -145,7 +147,7 @@ class ReadyQueue:
         return bisect_left(self._returned, entry.unit.number, key=_number)
 
     def leave(self, unit: Unit, bits: int) -> None:
-        """Remove what is no longer ready, if it is here."""
+        """Remove rows of a unit that are no longer ready, if the queue has them."""
         entry = self._of.get(unit)
         if entry is None:
             return
@@ -410,8 +412,8 @@ class Stage:
     def move(
         self, block: Block, bits: int, was: int, to: int | None, returned: bool = False
     ) -> None:
-        """Set the state of rows; None removes them. returned: they came back from a lease, and go
-        ahead of all others."""
+        """Set the state of rows; None removes them. returned: a lease returned them, so they go
+        ahead of rows that were never leased."""
         if self.images is not None:
             self.images.keep_block(block)
         mine = block.standings[self.number]
@@ -439,7 +441,7 @@ class Stage:
     def forget(self, block: Block, bits: int) -> None:
         """Remove rows that no longer exist."""
         mine = block.standings[self.number]
-        if acked := mine.acked & bits:  # no call waits for fewer of them
+        if acked := mine.acked & bits:  # no call waits for fewer acked rows
             mine.acked ^= acked
             self.rows.counts[ACKED] -= acked.bit_count()
             bits ^= acked

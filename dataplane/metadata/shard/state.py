@@ -55,7 +55,7 @@ from dataplane.wire.tables import Body, Change, Definition, Name, Owner, Scalar,
 _NO_VALUES = pieces_of(0)
 
 Note = Callable[[EventRecord, float | None], None]
-"""Takes a record, and when what it is about began (monotonic), None where it took no time."""
+"""Takes a record and the monotonic time when its subject began; None if it took no time."""
 
 
 class Write(NamedTuple):
@@ -764,8 +764,8 @@ class State:
             self.happened(ended, lease.started)
 
     def come_back(self, lease: Lease, parts: Sequence[Part] | None = None) -> int:
-        """Make rows of a lease ready again, ahead of those that were not leased yet. Return how
-        many still exist."""
+        """Make rows of a lease ready again, ahead of rows that were never leased. Return how many
+        still exist."""
         if parts is None:
             back = list(lease.held.parts)
         else:

@@ -242,8 +242,8 @@ class Store(State):
         return leases.get(lease_id) is not None or leases.member(lease_id) is not None
 
     def release_holder(self, holder: int) -> int:
-        """Return the rows and permits of a holder that is gone. Its rows go ahead of others.
-        Return how many rows."""
+        """End the leases and permits of a holder that is gone. Its rows are ready again, ahead of
+        rows that were never leased. Return the number of these rows."""
         if holder not in self.lessees:
             return 0
         self.permits.take_back(self.permits.of(holder))

@@ -3,7 +3,7 @@
 A take is granted whole or not at all. Its cost depends on the units taken, never on the number
 of rows. Of the first ready units, those whose values are local to the claiming host go first, then
 the oldest. If writers and readers share hosts, values therefore stay where they are; if not, they
-are pulled by one host for all stages. A claim `in_order` gets the oldest units.
+are pulled by one host for all stages. A claim with `in_order` gets the oldest units.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def take(
     sealed: bool = False,
     kept: Sequence[Reservation] = (),
 ) -> Taken:
-    """Lease ready units of a stage: of the first ones those that are local to the credit's peer,
-    then the oldest; `in_order`, only the oldest.
+    """Lease ready units of a stage: of the first ones, those that are local to the credit's peer,
+    then the oldest. With `in_order`, lease the oldest.
 
     Takes `count` of them, or at least `minimum`; any number up to `count` if the whole partition
     is `sealed`; else nothing. A budget takes what fits the sum of its tag (count 0: any number),

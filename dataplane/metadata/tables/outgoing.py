@@ -31,10 +31,10 @@ _PIECE_BYTES, _CHUNK_BYTES = 32, 48
 """About what one takes in a message."""
 _NO_NAMES: Mapping[Chunk, tuple[Owner, int]] = {}
 SHARED_BLOCKS = 128
-"""The skeleton of values is cached only if they are of no more blocks, so a batch of rows that were
-put one by one still repeats. Larger ones hardly repeat, and would fill the memory."""
+"""The skeleton of values is cached up to this number of blocks, so that batches of rows that were
+put one by one use the cache. Larger skeletons hardly repeat, and would fill the memory."""
 SHARED_BYTES = 32 << 10
-"""The same for the pieces of these blocks."""
+"""The same limit, for the bytes of the pieces of these blocks."""
 
 Parts = tuple[tuple[BlockShape, int], ...]
 """Blocks, one behind the other, by shape, and which of their rows leave."""

@@ -110,8 +110,8 @@ class Checkpoints:
         return PutDone()
 
     async def restored(self, session: Session, request: Request, body: Restored) -> Body:
-        """Tell all shards of a restore that it is complete. From here on the client's end changes
-        nothing: this peer resends until each shard confirms."""
+        """Tell all shards of a restore that it is complete. This peer resends until each shard
+        confirms, even if the client ends."""
         parts = {body.partition: body.generation, **body.others}
         told = asyncio.gather(*[self.router.tell(Restored(*part)) for part in parts.items()])
         self.sessions.completing[told] = session.id

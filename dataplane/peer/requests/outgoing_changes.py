@@ -1,11 +1,12 @@
 """Sends changes to the shards of their partitions, wherever the shards are.
 
 A change gets a number, and each attempt to send it carries that number. The peer that is asked gets
-references to the values that the change names. A peer that did not reply may have applied the
-change. After the call, this peer asks it until it replies or is no longer a member: values of an
-applied change stay referenced, and a change that was not applied never will be, so its values are
-released.
-A change ends when no such peer is left. Then the floor may rise, below which all have ended.
+references to the values that the change names.
+
+A peer that did not reply may have applied the change. After the call, this peer asks it until it
+replies or is no longer a member. Values of an applied change stay referenced. A change that was not
+applied never will be, so its values are released. A change ends when no such peer is left. Then the
+floor may rise, below which all have ended.
 """
 
 from __future__ import annotations

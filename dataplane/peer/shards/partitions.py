@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 ANSWER_S = 3.0
 """How long a shard's answer is awaited, at most to the end of the call."""
 LOOK_S = 1.0
-"""The pause between questions whether the client that restores a partition still lives."""
+"""The pause between checks that the client that restores a partition is still connected."""
 MAX_ENDED = 4_096
 """Drops of partitions whose answer is remembered, for retries within the time of a call."""
 MAX_NAMES = 10_000
@@ -78,7 +78,7 @@ class Partitions:
         self._newest = 0
         """the newest generation that this peer has heard of, of any partition"""
 
-    # asked for by clients of this host
+    # requests of clients of this host
 
     async def define(
         self,
@@ -91,7 +91,7 @@ class Partitions:
 
         Raise PartitionUndefined if no process declares it within `wait_s`, or PartitionConflict.
         """
-        in_vain_s = wait_s - min(0.1, wait_s / 4)  # so that the shard's answer is here in time
+        in_vain_s = wait_s - min(0.1, wait_s / 4)  # so that the shard's reply arrives in time
         restores = restorer is not None
         body = Define(partition, definition, int(in_vain_s * 1000), restores=restores)
         reply: Defined = await self.router.ask(body, restorer, timeout_s=wait_s + ANSWER_S)
@@ -140,14 +140,14 @@ class Partitions:
             )
 
     def _open(self, partition: str, definition: Definition, restorer: int) -> Entry:
-        """StaleEpoch where nothing may begin to live in this shard: it goes to another peer."""
+        """Open a new partition. Raise StaleEpoch if its shard is moving to another peer."""
         check_definition(partition, definition)
         spare = self.host.spare
         if spare is not None and spare[self.host.roster.bucket(partition)]:
             raise StaleEpoch(
                 f"the shard of partition {partition!r} is moving to another peer: repeat the call"
             )
-        # The wall clock, because generations of a plane that is gone must not come again.
+        # from the wall clock, because generations of an earlier plane must not repeat
         self._newest = max(self._newest + 1, time.time_ns())
         store = Store(partition, definition, self._newest, self.host.numbers)
         store.restorer = restorer
@@ -188,8 +188,8 @@ class Partitions:
     # restores: until `Restored`, a partition belongs to the session that restores it
 
     async def _make_way(self, restorer: int, partition: str) -> None:
-        """Drop what the restore of a client that has ended left behind. Raise PartitionConflict for
-        any other partition, unless this client restores it: then its request is a retry."""
+        """Drop a partition whose restoring client has ended. Raise PartitionConflict for any other
+        partition, unless this client restores it: then its request is a retry."""
         while (entry := self.host.entries.get(partition)) is not None:
             if entry.store.restorer == restorer:
                 return

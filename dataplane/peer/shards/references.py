@@ -41,8 +41,7 @@ class References:
         self.room = room
         self.remote_references = host.remote_references
         self._freed: dict[Owner, list[tuple[bytes, bytes]]] = {}
-        """released references to values of others that their owner was not told yet: numbers,
-        counts"""
+        """by owner: released references not yet reported to it, as chunk numbers and counts"""
         self._telling: dict[Owner, set[asyncio.Task[Any]]] = {}
         """owners that have not yet confirmed which of their values this peer took over"""
         self._releases = itertools.count(1)

@@ -204,7 +204,7 @@ def _host() -> str:
 
 
 def _pieces(request: ReadRequest, own: AddressRanges, theirs: AddressRanges) -> list[Piece]:
-    """Neighbours are joined."""
+    """Return the pieces of a request, with neighbours joined."""
     copies = request.copies.copy()
     copies["start"] = request.sources
     apart = np.zeros(len(copies) - 1, bool)

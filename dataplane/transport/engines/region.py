@@ -43,7 +43,7 @@ class AddressRanges:
         self._starts, self._addresses, self._sizes, self._devices = np.array(columns, np.uint64).T
 
     def which(self, offsets: Offsets) -> Numbers:
-        """The range in which each of these offsets would be."""
+        """Return the index of the last range that starts at or before each of these offsets."""
         found: Numbers = np.searchsorted(self._starts, offsets, side="right") - 1
         return np.maximum(found, 0)
 

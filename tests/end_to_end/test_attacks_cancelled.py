@@ -186,9 +186,9 @@ def test_a_cancelled_restore_leaves_no_partition_and_a_cancelled_checkpoint_no_f
             shutil.rmtree(tmp_path / "saved")
 
     def no_partition() -> None:
-        assert not a.stats()["partitions"]
+        assert not a.stats()["partitions"] and not b.stats()["partitions"]
 
-    with cluster.connect("a") as a:
+    with cluster.connect("a") as a, cluster.connect("b") as b:
         for name in ("one", "two"):
             part = a.partition(name, stages={"s": ["x"]})
             part.put({"x": rows(1), "n": list(range(ROWS))})
@@ -213,10 +213,15 @@ def test_a_restore_that_is_cancelled_twice_leaves_no_partition_either(
     is cancelled itself."""
     names = [f"p{number}" for number in range(6)]
 
-    async def twice(watcher: aio.Plane, client: aio.Plane, turns: int) -> bool:
+    async def partitions(a: aio.Plane, b: aio.Plane) -> int:
+        """At both peers, which list only their own; `partitions()` leaves out those that are being
+        restored."""
+        return sum([len((await peer.stats())["partitions"]) for peer in (a, b)])
+
+    async def twice(a: aio.Plane, b: aio.Plane, client: aio.Plane, turns: int) -> bool:
         task = asyncio.ensure_future(client.restore(tmp_path / "saved"))
-        while len((await watcher.stats())["partitions"]) < 3:
-            await asyncio.sleep(0)
+        while not task.done() and await partitions(a, b) < 3:
+            pass
         task.cancel()
         for _ in range(turns):  # of the loop, in which the restore begins to drop
             await asyncio.sleep(0)
@@ -224,17 +229,22 @@ def test_a_restore_that_is_cancelled_twice_leaves_no_partition_either(
         await asyncio.wait([task], timeout=20)
         assert task.done()
         if not task.cancelled():
+            task.result()
             return False
-        assert not (await watcher.stats())["partitions"]
+        assert not await partitions(a, b)
         return True
 
     async def again_and_again() -> None:
-        async with aio.connect("a", run="test") as watcher, aio.connect("a", run="test") as client:
+        async with (
+            aio.connect("a", run="test") as a,
+            aio.connect("b", run="test") as b,
+            aio.connect("a", run="test") as client,
+        ):
             undone = 0
             for turns in range(1, 21):
-                undone += await twice(watcher, client, turns)
-                for name in await watcher.partitions():
-                    await (await watcher.partition(name)).drop()
+                undone += await twice(a, b, client, turns)
+                for name in await a.partitions():
+                    await (await a.partition(name)).drop()
             assert undone
 
     with cluster.connect("a") as a:

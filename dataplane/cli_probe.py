@@ -71,12 +71,10 @@ def lacking(report: Report, transport: str) -> list[str]:
 
 def lines(report: Report) -> Iterator[str]:
     """Yield the lines of the report: a block for each peer, a line for each pair and transport."""
-    versions = {peer["version"] for peer in report["peers"] if "error" not in peer}
-    if len(versions) > 1:
-        yield (
-            f"versions differ ({', '.join(sorted(versions))}): install the same dataplane release "
-            "everywhere"
-        )
+    versions = {peer["peer"]: peer["version"] for peer in report["peers"] if "error" not in peer}
+    if len({*versions.values()}) > 1:
+        shown = ", ".join(f"{version} on {peer}" for peer, version in versions.items())
+        yield f"versions differ: {shown}; install the same dataplane release everywhere"
     for peer in report["peers"]:
         if "error" in peer:
             yield f"peer {peer['peer']}: {peer['error']}"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dataplane import cli
+from dataplane import cli, cli_probe
 from dataplane.launch import rundir
 
 
@@ -82,3 +82,26 @@ def test_looking_at_a_peer_that_has_just_left_starts_none(
     assert cli.main([command]) == 0
     assert "does not answer" in capsys.readouterr().out
     assert not folder.exists() or not list(folder.iterdir())
+
+
+def test_a_probe_names_the_peers_whose_releases_differ() -> None:
+    def report(*versions: str) -> dict[str, object]:
+        peer = {
+            "address": "",
+            "arena_bytes": 1 << 30,
+            "requested": "auto",
+            "runs": "tcp",
+            "tls": False,
+            "missing": "",
+            "devices": {"runs": [], "missing": {}},
+            "from": [],
+        }
+        named = zip("abc", versions, strict=False)
+        return {"peers": [{**peer, "peer": name, "version": it} for name, it in named]}
+
+    first, *_ = cli_probe.lines(report("3.0", "3.1", "3.0"))
+    assert first == (
+        "versions differ: 3.0 on a, 3.1 on b, 3.0 on c; install the same dataplane release "
+        "everywhere"
+    )
+    assert not any("differ" in line for line in cli_probe.lines(report("3.0", "3.0")))

@@ -195,7 +195,11 @@ class Partitions:
                 return
             who, is_over = await self._restorer(entry.store)
             if not is_over:
-                state = f"is being restored by {who}: wait" if who else "already exists: drop it"
+                state = (
+                    f"is being restored by {who}: wait"
+                    if who
+                    else "already exists, and a restore never overwrites: drop it"
+                )
                 raise PartitionConflict(
                     f"partition {partition!r} {state}, or restore into another run",
                     partition=partition,

@@ -125,21 +125,29 @@ def encode(value: object, path: str = "value") -> list[Buffer]:
         raise InvalidValue(f"{path}: {exc}", path=path) from exc
 
 
-def encode_many(values: Sequence[object]) -> list[bytes] | None:
-    """Encode the rows of a column of scalars, texts and bytes. Return None if a row is something
-    else, or if `encode` refuses it."""
+def encode_many(values: Sequence[Any]) -> list[bytes] | None:
+    """Encode the rows of a column of scalars, texts, bytes, and dicts of these. Return None if a
+    row is something else, or if `encode` refuses it."""
     others = {*map(type, values)} - _PLAIN
+    if dict in others and not all([_is_plain(v) for v in values if type(v) is dict]):
+        return None
+    others.discard(dict)
     if not all([issubclass(kind, np.generic) for kind in others]):
         return None
     try:
         if others:
-            values = [v if type(v) in _PLAIN else _lowered_scalar(v) for v in values]
+            values = [_lowered_scalar(v) if type(v) in others else v for v in values]
         heads = list(map(_encoder.encode, values))
     except (InvalidValue, OverflowError, ValueError):
         return None
     if max(map(len, heads)) >= MAX_HEAD_BYTES:
         return None
     return [_SIZE.pack(len(head)) + head for head in heads]
+
+
+def _is_plain(value: dict[Any, Any]) -> bool:
+    """Return whether all keys and items of a dict are scalars, texts or bytes."""
+    return _PLAIN.issuperset(map(type, value)) and _PLAIN.issuperset(map(type, value.values()))
 
 
 def _row(head: bytes, path: str) -> bytes:
@@ -283,10 +291,9 @@ class _Walk:
         return lowered
 
     def _dict(self, value: dict[Any, Any]) -> Any:
-        plain_keys = _PLAIN.issuperset(map(type, value))
-        if self._shortcuts and plain_keys:
-            if _PLAIN.issuperset(map(type, value.values())):
-                return value
+        if self._shortcuts and _is_plain(value):
+            return value
+        if self._shortcuts and _PLAIN.issuperset(map(type, value)):
             return {key: self._below(key, item) for key, item in value.items()}
         # keys that lower to ext values: the encoder cannot hash those, so the map is spelled out
         parts = [_map_header(len(value))]

@@ -25,7 +25,7 @@ from dataplane.latest import Latest
 from dataplane.memory.arena import Arena
 from dataplane.memory.remote_references import RemoteReferences
 from dataplane.memory.space import Space
-from dataplane.metadata.roster.roster import Flags, Heirs, Roster
+from dataplane.metadata.roster.roster import Flags, Roster, Successors
 from dataplane.metadata.shard.reasons import Notices
 from dataplane.metadata.shard.replicas import Replicas
 from dataplane.metadata.shard.stages import Stage
@@ -257,7 +257,7 @@ class Host:
     """epoch of the first roster: equal seeds give equal ones"""
     remote_references: RemoteReferences = field(default_factory=RemoteReferences)
     """references to values here that shards at other peers hold"""
-    heirs: Heirs = field(default_factory=Heirs)
+    successors: Successors = field(default_factory=Successors)
     entries: dict[str, Entry] = field(default_factory=dict)
     """partitions whose shards are here"""
     events: Ring = field(default_factory=Ring)

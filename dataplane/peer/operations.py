@@ -40,7 +40,7 @@ class Sender(enum.Enum):
     MEMBER = enum.auto()
     """A member of the receiver's roster, whichever roster it has itself: the operation does not
     depend on who serves which shard."""
-    HEIR = enum.auto()
+    SUCCESSOR = enum.auto()
     """As MEMBER, and the receiver's roster follows the sender's. A peer that went on alone under a
     roster that nobody else got has undone with its end what it did there."""
     ANYBODY = enum.auto()
@@ -288,13 +288,13 @@ _TABLE = (
     Operation(
         p.Inherited,
         peer=lambda peer: peer.references.inherited,
-        sender=Sender.HEIR,
+        sender=Sender.SUCCESSOR,
         channel=Channel.CONTROL,
     ),
     Operation(
         p.Release,
         peer=lambda peer: peer.references.release_here,
-        sender=Sender.HEIR,
+        sender=Sender.SUCCESSOR,
         channel=Channel.CONTROL,
     ),
     Operation(

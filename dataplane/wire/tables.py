@@ -130,12 +130,12 @@ class PoolHandle(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Takeover(msgspec.Struct, array_like=True, frozen=True):
-    """From the roster with this number, `heir` serves the shards of `owner`. in_sync: it has their
-    data; otherwise they start empty. ended: the process of `owner` is proven to have ended, so it
-    does not answer."""
+    """From the roster with this number, `successor` serves the shards of `owner`. in_sync: it has
+    their data; otherwise they start empty. ended: the process of `owner` is proven to have ended,
+    so it does not answer."""
 
     owner: Owner
-    heir: Owner
+    successor: Owner
     number: int
     in_sync: bool = True
     ended: bool = False

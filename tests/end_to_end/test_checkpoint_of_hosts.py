@@ -40,7 +40,7 @@ def test_what_a_host_without_shards_restored_outlives_another(
     assert not {*batch.keys} & {*done.keys}
 
 
-def test_a_restore_that_meets_a_death_goes_on_at_the_heir(
+def test_a_restore_that_meets_a_death_goes_on_at_the_successor(
     hosts: Addressed, planes: dict[str, Plane], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ended with `Unavailable`: nobody could say whether its rows had been entered."""

@@ -48,7 +48,7 @@ def check(batch: Any) -> None:
         assert (np.asarray(value) == int(key[1:])).all() and len(value) == 5000, key
 
 
-def test_a_put_that_meets_a_death_is_refused_at_the_heir_as_anywhere(
+def test_a_put_that_meets_a_death_is_refused_at_the_successor_as_anywhere(
     hosts: Addressed, planes: dict[str, Plane]
 ) -> None:
     """Its first attempt broke off, and might have been carried out: it returned, though the value
@@ -176,7 +176,7 @@ def test_without_the_keeper_all_goes_on_and_its_new_start_decides_again(
             return False
         return found.keys == ["b3", "c4"]
 
-    until(is_back, "the keeper's new start names an heir", 30)
+    until(is_back, "the keeper's new start names a successor", 30)
     assert len(other.claim("s", rows=20, timeout=GO_ON_S).keys) == 20
 
 

@@ -46,12 +46,12 @@ def test_an_in_sync_backup_takes_over_all_shards_of_the_dead() -> None:
     made = authority(A, B, C, D)
     sync(made, B, C, D)
     before = {address: shards(made, address) for address in (B, C, D)}
-    heir, in_sync = made.roster.backup_of(B)
-    assert in_sync and heir is not None
+    successor, in_sync = made.roster.backup_of(B)
+    assert in_sync and successor is not None
     made.lost(Owner(B, 2))
     assert B not in made.roster.members
-    assert shards(made, heir) == before[heir] | before[B]
-    (other,) = {C, D} - {heir}
+    assert shards(made, successor) == before[successor] | before[B]
+    (other,) = {C, D} - {successor}
     assert shards(made, other) == before[other]
 
 
@@ -85,19 +85,19 @@ def test_a_plane_has_a_bounded_number_of_peers(monkeypatch: pytest.MonkeyPatch) 
     assert D not in made.roster.members
 
 
-def test_shards_taken_over_are_learners_until_the_heirs_backup_has_them() -> None:
+def test_shards_taken_over_are_learners_until_the_successors_backup_has_them() -> None:
     made = authority(A, B, C, D)
     sync(made, B, C, D)
     mine = shards(made, B)
-    heir, _ = made.roster.backup_of(B)
-    assert heir is not None
-    own = shards(made, heir)
-    next_heir, _ = made.roster.backup_of(heir)
+    successor, _ = made.roster.backup_of(B)
+    assert successor is not None
+    own = shards(made, successor)
+    next_successor, _ = made.roster.backup_of(successor)
     made.lost(Owner(B, 2))
-    if next_heir != B:
+    if next_successor != B:
         assert made.roster.in_sync[sorted(own)].all()
     assert not made.roster.in_sync[sorted(mine)].any()
-    sync(made, heir)
+    sync(made, successor)
     assert made.roster.in_sync[sorted(mine | own)].all()
 
 
@@ -121,17 +121,17 @@ def test_a_restarted_peer_returns_as_an_empty_member_and_gets_empty_shards() -> 
     made = authority(A, B, C, D)
     sync(made, B, C, D)
     had = shards(made, B)
-    heir, _ = made.roster.backup_of(B)
-    assert heir is not None
+    successor, _ = made.roster.backup_of(B)
+    assert successor is not None
     made.beat(Owner(B, 22), (0, 1), Beat())
     assert made.roster.has(Owner(B, 22)) and not made.roster.has(Owner(B, 2))
-    assert not shards(made, B) and had <= shards(made, heir)
+    assert not shards(made, B) and had <= shards(made, successor)
     busy = set(sorted(had)[:100])
     sync(made, C, D)
     for address in (C, D):
         offer(made, address, busy)
     assert shards(made, B) and not shards(made, B) & busy
-    assert busy <= shards(made, heir)
+    assert busy <= shards(made, successor)
 
 
 def test_a_roster_says_of_which_shards_both_copies_were_lost() -> None:
@@ -139,15 +139,15 @@ def test_a_roster_says_of_which_shards_both_copies_were_lost() -> None:
     sync(made, B, C, D)
     first = made.roster
     had = {address: shards(made, address) for address in (B, C, D)}
-    heir = made.roster.backup_of(B)[0]
-    assert heir is not None
+    successor = made.roster.backup_of(B)[0]
+    assert successor is not None
     made.lost(Owner(B, 2))
     assert not made.roster.lost_since(first)
-    made.lost(next(one for one in made.roster.owners if one.peer == heir))
-    assert made.roster.lost_since(first) == had[B]  # the heir's own have a backup in sync
+    made.lost(next(one for one in made.roster.owners if one.peer == successor))
+    assert made.roster.lost_since(first) == had[B]  # the successor's own have a backup in sync
     again = Roster.from_table(made.roster.table)
     assert again.lost_since(first) == had[B]
-    (left,) = {B, C, D} - {B, heir}
+    (left,) = {B, C, D} - {B, successor}
     made.lost(next(one for one in made.roster.owners if one.peer == left))
     # Also what began empty before, which may have been filled since.
     everything = had[B] | had[C] | had[D]
@@ -215,7 +215,7 @@ def test_who_leaves_hands_over_first_and_is_let_go_when_no_value_lies_there() ->
     made.lost(Owner(D, 4))
     assert shards(made, B)  # it has yet to follow the rosters since
     made.beat(Owner(B, 2), made.roster.epoch, Beat(synced=True, leaving=True))
-    assert shards(made, B)  # its heir has no backup in sync yet
+    assert shards(made, B)  # its successor has no backup in sync yet
     sync(made, C)
     made.beat(Owner(B, 2), made.roster.epoch, Beat(synced=True, leaving=True))
     assert shards(made, B)  # ... or has not passed on all
@@ -249,32 +249,30 @@ def test_a_backup_that_leaves_counts_until_its_primary_is_heard_again() -> None:
     assert before <= shards(made, backup) and not made.roster.lost.any()
 
 
-def test_an_heir_whose_stream_begins_anew_is_a_learner_again_with_all_its_shards() -> None:
+def test_a_successor_whose_stream_begins_anew_is_a_learner_again_with_all_its_shards() -> None:
     made = authority(A, B, C, D)
     sync(made, B, C, D)
     made.lost(Owner(B, 2))
     lives = {C: 3, D: 4}
     flags = {m: made.roster.in_sync[sorted(shards(made, m))] for m in lives}
-    (heir,) = [m for m in lives if flags[m].any() and not flags[m].all()]
-    made.beat(Owner(heir, lives[heir]), made.roster.epoch, Beat(synced=False))
-    assert not made.roster.in_sync[sorted(shards(made, heir))].any()
+    (successor,) = [m for m in lives if flags[m].any() and not flags[m].all()]
+    made.beat(Owner(successor, lives[successor]), made.roster.epoch, Beat(synced=False))
+    assert not made.roster.in_sync[sorted(shards(made, successor))].any()
 
 
-def test_an_heir_whose_backup_does_not_have_yet_what_it_took_over_loses_nothing_of_its_own() -> (
-    None
-):
+def test_a_successor_whose_backup_lacks_what_it_took_over_loses_nothing_of_its_own() -> None:
     made = authority(A, B, C, D)
     sync(made, B, C, D)
     mine = sorted(shards(made, B))
-    heir, _ = made.roster.backup_of(B)
-    assert heir is not None
-    own = sorted(shards(made, heir))
+    successor, _ = made.roster.backup_of(B)
+    assert successor is not None
+    own = sorted(shards(made, successor))
     made.lost(Owner(B, 2))
     before = made.roster
-    made.beat(Owner(heir, {C: 3, D: 4}[heir]), before.epoch, Beat(synced=None))
+    made.beat(Owner(successor, {C: 3, D: 4}[successor]), before.epoch, Beat(synced=None))
     assert made.roster is before and not before.in_sync[mine].any()
     assert before.in_sync[own].all()
-    made.lost(Owner(heir, {C: 3, D: 4}[heir]))
+    made.lost(Owner(successor, {C: 3, D: 4}[successor]))
     assert made.roster.lost_since(before) == set(mine)
 
 
@@ -342,8 +340,8 @@ def test_whatever_happens_each_shard_has_one_living_primary_and_only_synced_copi
         for member in gone:
             mine = before.shards_of(member)
             synced = mine[before.in_sync[mine]]
-            heirs = {after.members[p] for p in after.primaries[synced]}
-            assert heirs <= {before.members[b] for b in before.backups[synced]}
+            successors = {after.members[p] for p in after.primaries[synced]}
+            assert successors <= {before.members[b] for b in before.backups[synced]}
 
 
 def test_what_was_clear_before_the_shards_moved_counts_for_nothing() -> None:

@@ -359,14 +359,14 @@ def test_a_copy_that_is_served_tells_its_own_backup() -> None:
     dying, ops = journaled()
     put(dying, ["a", "b"])
     taken = take(dying, "reward", Want("rows", 1, 1))
-    heir, more = Store("step-1", dying.definition, 1), list[LogRecord]()
-    carried_over(heir, ops)
-    backup = copy_of(heir)
-    heir.emit = more.append
-    finish(heir, taken)
+    successor, more = Store("step-1", dying.definition, 1), list[LogRecord]()
+    carried_over(successor, ops)
+    backup = copy_of(successor)
+    successor.emit = more.append
+    finish(successor, taken)
     carried_over(backup, more)
-    assert observed(backup) == observed(heir)
-    assert keys_of(heir, take(heir, "reward", ROWS)) == ["b"]
+    assert observed(backup) == observed(successor)
+    assert keys_of(successor, take(successor, "reward", ROWS)) == ["b"]
 
 
 def test_a_copy_that_is_not_whole_yet_is_passed_on_and_becomes_whole_there_too() -> None:

@@ -202,7 +202,7 @@ def test_no_group_is_trained_later_than_its_version_and_the_lag(seed: int) -> No
     free: Any = rng.choice(["acked", "drop"])
     lag, per = rng.choice([0, 1, 1, 2, 3]), rng.choice([1, 2, 3, 5])
     ops: list[LogRecord] = []
-    s, heir = store(free, emit=ops.append), store(free)
+    s, successor = store(free, emit=ops.append), store(free)
     begun: dict[str, int] = {}
     rolling: dict[str, int] = {}
     trained, version, most, number = 0, 0, 0, 0
@@ -251,13 +251,13 @@ def test_no_group_is_trained_later_than_its_version_and_the_lag(seed: int) -> No
             s.advance(version)
     assert version >= 3
     assert s.permits.unfinished(s) + s.permits.left <= (lag + 1) * per
-    carried_over(heir, ops)
+    carried_over(successor, ops)
     fresh = store(free)
     carried_over(fresh, list(snapshot(s, 3)))
-    assert observed(heir)["permits"] == observed(fresh)["permits"] == observed(s)["permits"]
+    assert observed(successor)["permits"] == observed(fresh)["permits"] == observed(s)["permits"]
 
 
-def test_an_heir_knows_permits_versions_and_what_is_finished() -> None:
+def test_a_successor_knows_permits_versions_and_what_is_finished() -> None:
     ops: list[LogRecord] = []
     s = store("drop", emit=ops.append)
     begin(s, "before")
@@ -267,11 +267,11 @@ def test_an_heir_knows_permits_versions_and_what_is_finished() -> None:
     begin(s, "a")
     s.advance(4)
     train(s)
-    fresh, heir = store("drop"), store("drop")
-    carried_over(heir, ops)
+    fresh, successor = store("drop"), store("drop")
+    carried_over(successor, ops)
     carried_over(fresh, list(snapshot(s)))
-    assert observed(s)["permits"] == observed(heir)["permits"] == observed(fresh)["permits"]
-    for one in (s, heir, fresh):
+    assert observed(s)["permits"] == observed(successor)["permits"] == observed(fresh)["permits"]
+    for one in (s, successor, fresh):
         one.emit = None
         assert one.permits.left == 1 and inspection.stats(one)["admission"]["finished_groups"] == 1
         assert one.permits.given[5].version == 3

@@ -91,9 +91,11 @@ def test_a_table_that_does_not_fit_together_is_refused() -> None:
         Roster.from_table(stranger)
 
 
-def test_a_peer_that_missed_rosters_is_no_heir_for_the_empty_shards_that_it_was_given() -> None:
-    gone, heir, new = (Owner(f"tcp://10.0.0.{n}:7101", n) for n in (1, 2, 3))
-    first = Roster.from_seeds([gone.peer, heir.peer])
+def test_a_peer_that_missed_rosters_is_no_successor_for_the_empty_shards_that_it_was_given() -> (
+    None
+):
+    gone, successor, new = (Owner(f"tcp://10.0.0.{n}:7101", n) for n in (1, 2, 3))
+    first = Roster.from_seeds([gone.peer, successor.peer])
     old = dataclasses.replace(
         first,
         incarnations=(1, 2),
@@ -104,12 +106,12 @@ def test_a_peer_that_missed_rosters_is_no_heir_for_the_empty_shards_that_it_was_
     primaries[:10] = 1  # something lives in these
     later = dataclasses.replace(
         old,
-        members=(gone.peer, heir.peer, new.peer),
+        members=(gone.peer, successor.peer, new.peer),
         incarnations=(1, 2, 3),
         primaries=primaries,
         epoch=(9, 8),
-        takeovers=(Takeover(gone, heir, 6),),
+        takeovers=(Takeover(gone, successor, 6),),
     )
-    assert later.heir_of(old, gone) == heir
+    assert later.successor_of(old, gone) == successor
     told_before = dataclasses.replace(old, epoch=(9, 6))
-    assert later.heir_of(told_before, gone) == new
+    assert later.successor_of(told_before, gone) == new

@@ -17,7 +17,7 @@ from dataplane.memory.admission import Admission
 from dataplane.memory.remote_references import RemoteReferences
 from dataplane.memory.space import Space
 from dataplane.metadata.roster.authority import Authority
-from dataplane.metadata.roster.roster import Heirs, Roster
+from dataplane.metadata.roster.roster import Roster, Successors
 from dataplane.peer.host import Caller, Progress
 from dataplane.peer.shards import references as references_module
 from dataplane.peer.shards.log_receiver import LogReceiver
@@ -27,7 +27,7 @@ from dataplane.wire.packed import EXTENT
 from dataplane.wire.peering import Beat, Inherited, Release
 from dataplane.wire.tables import Owner, Takeover
 
-LOST, BETWEEN, HEIR = (Owner(f"tcp://10.0.0.{n}:7101", n) for n in (2, 3, 4))
+LOST, BETWEEN, SUCCESSOR = (Owner(f"tcp://10.0.0.{n}:7101", n) for n in (2, 3, 4))
 TOLD_AT = 8
 
 
@@ -51,41 +51,41 @@ def lent_chunks(**host: Any) -> tuple[References, Any]:
     return references, chunks
 
 
-def heirs(*takeovers: Takeover) -> Heirs:
+def successors(*takeovers: Takeover) -> Successors:
     """As an owner knows them to whom these were told."""
     first = Roster.from_seeds([])
-    known = Heirs()
+    known = Successors()
     known.follow(first, dataclasses.replace(first, takeovers=takeovers))
     return known
 
 
-YET_TO_COME = Owner(HEIR.peer, 0)
+YET_TO_COME = Owner(SUCCESSOR.peer, 0)
 """As a roster names a seed that has not been heard."""
 
 
-@pytest.mark.parametrize("given_to", [HEIR, YET_TO_COME])
+@pytest.mark.parametrize("given_to", [SUCCESSOR, YET_TO_COME])
 @pytest.mark.parametrize(("began", "kept"), [(TOLD_AT, 0), (TOLD_AT + 1, 0), (TOLD_AT - 1, 2)])
-def test_what_was_lent_to_a_lost_peer_is_free_when_its_heir_began_empty(
+def test_what_was_lent_to_a_lost_peer_is_free_when_its_successor_began_empty(
     began: int, kept: int, given_to: Owner
 ) -> None:
     taken = [Takeover(LOST, BETWEEN, TOLD_AT - 4), Takeover(BETWEEN, given_to, TOLD_AT)]
-    references, chunks = lent_chunks(heirs=heirs(*taken))
+    references, chunks = lent_chunks(successors=successors(*taken))
     told = Inherited(YET_TO_COME, b"", b"", began)
-    references.inherited(Caller(HEIR.peer, HEIR.incarnation), told)
+    references.inherited(Caller(SUCCESSOR.peer, SUCCESSOR.incarnation), told)
     # One that came before it was given the shards may have had copies of them: it says which.
     assert references.host.space.alive(chunks).sum() == len(references.remote_references) == kept
 
 
-def test_an_heir_keeps_what_it_names_and_the_rest_is_free() -> None:
-    references, chunks = lent_chunks(heirs=heirs(Takeover(LOST, HEIR, TOLD_AT)))
+def test_a_successor_keeps_what_it_names_and_the_rest_is_free() -> None:
+    references, chunks = lent_chunks(successors=successors(Takeover(LOST, SUCCESSOR, TOLD_AT)))
     told = Inherited(LOST, chunks[:1].tobytes(), np.ones(1, "<u4").tobytes())
-    references.inherited(Caller(HEIR.peer, HEIR.incarnation), told)
+    references.inherited(Caller(SUCCESSOR.peer, SUCCESSOR.incarnation), told)
     assert references.host.space.alive(chunks).tolist() == [True, False]
-    assert references.remote_references.peers == [HEIR]
+    assert references.remote_references.peers == [SUCCESSOR]
 
 
 class SlowToInherit:
-    """An heir's way to the owner of values, on which what it took over comes late."""
+    """A successor's way to the owner of values, on which what it took over comes late."""
 
     def __init__(self, owner: References) -> None:
         self.handlers: dict[type[Body], Any] = {}
@@ -98,42 +98,42 @@ class SlowToInherit:
         return self.tasks[-1]
 
     async def tell(self, to: Owner, body: Body, caller: Caller | None = None) -> Body:
-        heir = Caller(HEIR.peer, HEIR.incarnation)
+        successor = Caller(SUCCESSOR.peer, SUCCESSOR.incarnation)
         if isinstance(body, Inherited):
             for _ in range(10):
                 await asyncio.sleep(0)
             self.told.append(body)
-            return self._owner.inherited(heir, body)
+            return self._owner.inherited(successor, body)
         assert isinstance(body, Release)
-        answer: Body = self._owner.release_here(heir, body)
+        answer: Body = self._owner.release_here(successor, body)
         return answer
 
 
-async def test_what_an_heir_lets_go_at_once_is_free_although_the_owner_hears_late_who_it_is() -> (
-    None
-):
-    owner, chunks = lent_chunks(heirs=heirs(Takeover(LOST, HEIR, TOLD_AT)))
+async def test_what_a_successor_releases_before_its_report_arrives_is_freed() -> None:
+    owner, chunks = lent_chunks(successors=successors(Takeover(LOST, SUCCESSOR, TOLD_AT)))
     way = SlowToInherit(owner)
-    me: Any = SimpleNamespace(owner=HEIR, remote_references=RemoteReferences(), progress=Progress())
-    heir = References(me, way, None)  # type: ignore[arg-type]
+    me: Any = SimpleNamespace(
+        owner=SUCCESSOR, remote_references=RemoteReferences(), progress=Progress()
+    )
+    successor = References(me, way, None)  # type: ignore[arg-type]
     held = np.ones(2, "<u4")
-    heir.took_over(owner.host.owner, Inherited(LOST, chunks.tobytes(), held.tobytes()))
-    heir.let_go(owner.host.owner, chunks[:1], held[:1])
+    successor.took_over(owner.host.owner, Inherited(LOST, chunks.tobytes(), held.tobytes()))
+    successor.let_go(owner.host.owner, chunks[:1], held[:1])
     await asyncio.gather(*way.tasks)
     assert owner.host.space.alive(chunks).tolist() == [False, True]
     assert len(owner.remote_references) == 1
     # And what it lets go later, at once.
-    heir.let_go(owner.host.owner, chunks[1:], held[1:])
+    successor.let_go(owner.host.owner, chunks[1:], held[1:])
     await way.tasks[-1]
     assert owner.host.space.alive(chunks).sum() == len(owner.remote_references) == 0
 
 
-async def test_an_heir_that_holds_more_than_a_message_can_name_says_so_in_several(
+async def test_a_successor_that_holds_more_than_a_message_can_name_says_so_in_several(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The owner heard nothing, as that was too large, and what rows named there was never free."""
     monkeypatch.setattr(references_module, "MOST_CHUNKS", 2)
-    owner, chunks = lent_chunks(heirs=heirs(Takeover(LOST, HEIR, TOLD_AT)))
+    owner, chunks = lent_chunks(successors=successors(Takeover(LOST, SUCCESSOR, TOLD_AT)))
     space, held = owner.host.space, [chunks]
     for _ in range(2):  # five are named, the last of six not, and one more often than it is held
         start = int(space.grant(1, Admission.OPEN, 8192)["offset"][0])
@@ -143,25 +143,27 @@ async def test_an_heir_that_holds_more_than_a_message_can_name_says_so_in_severa
     chunks = np.concatenate(held)
     owner.remote_references.add(LOST, np.concatenate([*held[1:], *held[1:]]))
     way = SlowToInherit(owner)
-    me: Any = SimpleNamespace(owner=HEIR, remote_references=RemoteReferences(), progress=Progress())
-    heir = References(me, way, None)  # type: ignore[arg-type]
+    me: Any = SimpleNamespace(
+        owner=SUCCESSOR, remote_references=RemoteReferences(), progress=Progress()
+    )
+    successor = References(me, way, None)  # type: ignore[arg-type]
     taken, counts = chunks[[0, 1, 2, 3, 4, 3]], np.ones(6, "<u4")
-    heir.took_over(owner.host.owner, Inherited(LOST, taken.tobytes(), counts.tobytes()))
+    successor.took_over(owner.host.owner, Inherited(LOST, taken.tobytes(), counts.tobytes()))
     await asyncio.gather(*way.tasks)
-    assert owner.remote_references.peers == [HEIR] and len(owner.remote_references) == 5
+    assert owner.remote_references.peers == [SUCCESSOR] and len(owner.remote_references) == 5
     assert space.alive(chunks).tolist() == [True] * 5 + [False]
     for first in way.told[:2]:  # asked again: nobody is sure that it was heard
-        owner.inherited(Caller(HEIR.peer, HEIR.incarnation), first)
-    heir.let_go(owner.host.owner, taken, counts)
+        owner.inherited(Caller(SUCCESSOR.peer, SUCCESSOR.incarnation), first)
+    successor.let_go(owner.host.owner, taken, counts)
     await way.tasks[-1]
     assert [len(one.chunks) // 8 for one in way.told] == [2, 2, 1]
     assert space.alive(chunks).sum() == len(owner.remote_references) == 0
 
 
 async def test_an_owner_that_refused_to_let_go_of_values_is_told_again() -> None:
-    owner, chunks = lent_chunks(heirs=heirs(Takeover(LOST, HEIR, TOLD_AT)))
+    owner, chunks = lent_chunks(successors=successors(Takeover(LOST, SUCCESSOR, TOLD_AT)))
     way, told = SlowToInherit(owner), list[int]()
-    by = Caller(HEIR.peer, HEIR.incarnation)
+    by = Caller(SUCCESSOR.peer, SUCCESSOR.incarnation)
     counts = np.ones(2, "<u4")
     way._owner.inherited(by, Inherited(LOST, chunks.tobytes(), counts.tobytes()))
 
@@ -177,40 +179,42 @@ async def test_an_owner_that_refused_to_let_go_of_values_is_told_again() -> None
         return False
 
     host: Any = SimpleNamespace(
-        owner=HEIR, remote_references=RemoteReferences(), progress=Progress(), roster=None,
+        owner=SUCCESSOR, remote_references=RemoteReferences(), progress=Progress(), roster=None,
         now=lambda: 0.0,
         another_roster=another_roster,
     )  # fmt: skip
     way.tell = tell  # type: ignore[assignment, method-assign]
-    heir = References(host, way, None)  # type: ignore[arg-type]
+    successor = References(host, way, None)  # type: ignore[arg-type]
     twice = np.full(2, 2, "<u4")
     owner.host.space.hold(chunks)
-    owner.remote_references.add(HEIR, chunks)  # another value of theirs, which stays
-    heir.let_go(owner.host.owner, chunks, counts)
+    owner.remote_references.add(SUCCESSOR, chunks)  # another value of theirs, which stays
+    successor.let_go(owner.host.owner, chunks, counts)
     await asyncio.gather(*way.tasks)
     assert owner.host.space.alive(chunks).sum() == 2 and told == [1, 2]
-    assert owner.remote_references.release(HEIR, chunks, twice).tolist() == [1, 1]
+    assert owner.remote_references.release(SUCCESSOR, chunks, twice).tolist() == [1, 1]
 
 
 async def test_what_is_taken_over_while_frees_wait_for_the_backup_is_told_before_them() -> None:
     """They go together: what came free of the takeover must not overtake it."""
-    owner, chunks = lent_chunks(heirs=heirs(Takeover(LOST, HEIR, TOLD_AT)))
+    owner, chunks = lent_chunks(successors=successors(Takeover(LOST, SUCCESSOR, TOLD_AT)))
     there, held = owner.host.owner, np.ones(2, "<u4")
     way, progress = SlowToInherit(owner), Progress()
-    me: Any = SimpleNamespace(owner=HEIR, remote_references=RemoteReferences(), progress=progress)
-    heir = References(me, way, None)  # type: ignore[arg-type]
+    me: Any = SimpleNamespace(
+        owner=SUCCESSOR, remote_references=RemoteReferences(), progress=progress
+    )
+    successor = References(me, way, None)  # type: ignore[arg-type]
     progress.required, progress.done = True, 1
-    heir.let_go(there, chunks[:0], held[:0])
+    successor.let_go(there, chunks[:0], held[:0])
     await asyncio.sleep(0)  # it waits for the backup now
-    heir.took_over(there, Inherited(LOST, chunks.tobytes(), held.tobytes()))
-    heir.let_go(there, chunks, held)
+    successor.took_over(there, Inherited(LOST, chunks.tobytes(), held.tobytes()))
+    successor.let_go(there, chunks, held)
     progress.move(1)
     await asyncio.gather(*way.tasks)
     assert owner.host.space.alive(chunks).sum() == len(owner.remote_references) == 0
 
 
 def rosters_of_a_takeover_of_a_takeover() -> tuple[Roster, Roster, Roster, Owner, Owner, Owner]:
-    """Before, between and after; who was lost, who took over and was lost as well, and the heir."""
+    """Rosters before, between and after; the lost peer, the one between, and the successor."""
     seeds = [f"tcp://10.0.0.{n}:7101" for n in range(1, 6)]
     made = Authority(Roster.from_seeds(seeds), 77, keeper=seeds[0])
     for number, seed in enumerate(seeds, 1):
@@ -224,54 +228,58 @@ def rosters_of_a_takeover_of_a_takeover() -> tuple[Roster, Roster, Roster, Owner
     before = sync()
     lost = before.owners[1]
     made.lost(lost)
-    between = made.roster.heir_of(before, lost)
+    between = made.roster.successor_of(before, lost)
     middle = sync()
     made.lost(between)
     after = made.roster
-    return before, middle, after, lost, between, after.heir_of(before, lost)
+    return before, middle, after, lost, between, after.successor_of(before, lost)
 
 
 @pytest.mark.parametrize("misses_one", [False, True])
 def test_an_owner_that_missed_a_roster_knows_whose_references_there_are(
     misses_one: bool,
 ) -> None:
-    before, middle, after, lost, between, heir = rosters_of_a_takeover_of_a_takeover()
-    known = Heirs()
+    before, middle, after, lost, between, successor = rosters_of_a_takeover_of_a_takeover()
+    known = Successors()
     seen = [before, after] if misses_one else [before, middle, after]
     for old, new in pairwise(seen):
         known.follow(old, new)
-    references, chunks = lent_chunks(heirs=known)
+    references, chunks = lent_chunks(successors=known)
     references.remote_references.lost(LOST)
     references.remote_references.add(lost, chunks)
     told = Inherited(between, chunks[:1].tobytes(), np.ones(1, "<u4").tobytes())
-    references.inherited(Caller(heir.peer, heir.incarnation), told)
+    references.inherited(Caller(successor.peer, successor.incarnation), told)
     assert references.host.space.alive(chunks).tolist() == [True, False]
-    assert references.remote_references.peers == [heir]
+    assert references.remote_references.peers == [successor]
 
 
 @pytest.mark.parametrize(
     ("misses_one", "began_without"), [(False, False), (True, False), (True, True)]
 )
-def test_an_heir_that_missed_a_roster_says_nothing_of_who_was_lost_under_it(
+def test_a_successor_that_missed_a_roster_says_nothing_of_who_was_lost_under_it(
     misses_one: bool, began_without: bool
 ) -> None:
-    """Whoever took over from that one was lost as well, and what the heir has of it is all. Its
-    first shards may have been those."""
-    before, middle, after, lost, between, heir = rosters_of_a_takeover_of_a_takeover()
+    """Whoever took over from that one was lost as well, and what the successor has of it is all.
+    Its first shards may have been those."""
+    before, middle, after, lost, between, successor = rosters_of_a_takeover_of_a_takeover()
     if began_without:
         its = before.primaries == before.members.index(between.peer)
-        primaries = np.where(its, before.members.index(heir.peer), before.primaries)
+        primaries = np.where(its, before.members.index(successor.peer), before.primaries)
         before = dataclasses.replace(before, primaries=primaries)
     told: list[Inherited] = []
     me: Any = SimpleNamespace(
-        owner=heir, address=heir.peer, heirs=Heirs(), roster=before, lose=lambda shards: None
+        owner=successor,
+        address=successor.peer,
+        successors=Successors(),
+        roster=before,
+        lose=lambda shards: None,
     )
     mesh: Any = SimpleNamespace(handlers={})
     sender: Any = SimpleNamespace(value_replicas=None)
     references: Any = SimpleNamespace(inherited=None, took_over=lambda to, body: told.append(body))
     replicas = LogReceiver(me, mesh, None, sender, references)  # type: ignore[arg-type]
     for old, new in pairwise([before, after] if misses_one else [before, middle, after]):
-        me.heirs.follow(old, new)
+        me.successors.follow(old, new)
         me.roster = new
         replicas.turned(old, new)
     assert {one.origin for one in told} == {between}

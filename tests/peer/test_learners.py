@@ -13,7 +13,7 @@ import pytest
 
 from dataplane.errors import ProtocolError, StaleEpoch
 from dataplane.metadata.roster.authority import Authority
-from dataplane.metadata.roster.roster import Heirs, Roster
+from dataplane.metadata.roster.roster import Roster, Successors
 from dataplane.metadata.shard.store import Store
 from dataplane.peer.host import Caller, Entry
 from dataplane.peer.shards.log_receiver import LogReceiver
@@ -60,7 +60,7 @@ class Backup:
             roster=roster,
             numbers=itertools.count(1),
             now=lambda: 0.0,
-            heirs=Heirs(),
+            successors=Successors(),
             lose=lambda shards: self.lost.update(shards),
             serves=lambda name: self.host.roster.home(name) == BACKUP.peer,
         )
@@ -85,7 +85,7 @@ class Backup:
 
     def turn(self, new: Roster) -> None:
         old, self.host.roster = self.host.roster, new
-        self.host.heirs.follow(old, new)
+        self.host.successors.follow(old, new)
         self.log_receiver.turned(old, new)
 
 
@@ -207,7 +207,7 @@ def test_a_copy_has_the_stages_that_were_declared_later_and_ends_with_its_partit
     assert (backup.taken, backup.stages) == (["p"], ["late"])
 
 
-def test_what_an_heir_only_passed_on_is_not_served_when_it_dies() -> None:
+def test_what_a_successor_only_passed_on_is_not_served_when_it_dies() -> None:
     """The peer that leaves has its shards still."""
     first, *between, last = rosters(in_sync=True, misses_that=False)
     backup = Backup(first)
@@ -225,7 +225,7 @@ def test_what_an_heir_only_passed_on_is_not_served_when_it_dies() -> None:
 
 
 def test_what_was_passed_on_to_who_has_the_shard_by_now_is_not_served_there() -> None:
-    """The peer that left gave its shards here, and not to its heir before, which left as well."""
+    """The peer that left gave its shards here, not to its earlier successor, which left as well."""
     first, *later = rosters(in_sync=True, misses_that=False)
 
     def here(roster: Roster) -> Roster:

@@ -27,7 +27,7 @@ from dataplane.wire.peering import Beat, Duplicate
 from dataplane.wire.tables import Definition, Owner
 from tests.metadata.stores import Column, Value, named, wrote
 
-HERE, HEIR, DEAD = (Owner(f"tcp://10.0.0.{i}:7101", i) for i in (1, 2, 3))
+HERE, SUCCESSOR, DEAD = (Owner(f"tcp://10.0.0.{i}:7101", i) for i in (1, 2, 3))
 TURNS = 50
 """Of the loop, in which whoever does not wait has long gone on."""
 
@@ -38,12 +38,12 @@ class Plane:
     host: Any
 
     def __init__(self) -> None:
-        seeds = [owner.peer for owner in (HERE, HEIR, DEAD)]
+        seeds = [owner.peer for owner in (HERE, SUCCESSOR, DEAD)]
         self.authority = Authority(Roster.from_seeds(seeds, keeps=False), 77)
-        for owner in (HERE, HEIR, DEAD):
+        for owner in (HERE, SUCCESSOR, DEAD):
             self.authority.beat(owner, self.authority.roster.epoch, Beat())
         self.now = 100.0
-        self.said, self.keeperless, self.staying = False, False, {HEIR.peer, DEAD.peer}
+        self.said, self.keeperless, self.staying = False, False, {SUCCESSOR.peer, DEAD.peer}
         self.told, self.deposed = asyncio.Event(), asyncio.Event()
         self.host = SimpleNamespace(
             space=SimpleNamespace(stats=lambda: {"used_bytes": 0}),
@@ -59,7 +59,7 @@ class Plane:
         self.host.progress = SimpleNamespace(reached=self._done, required=True)
         self.host.another_roster = self._done
         spawn = asyncio.ensure_future
-        self.linked = {HEIR, DEAD}
+        self.linked = {SUCCESSOR, DEAD}
         """processes that this peer is connected to"""
         mesh: Any = SimpleNamespace(
             spawn=spawn, is_linked=lambda owner: owner in self.linked, hello=self._done
@@ -87,13 +87,13 @@ class Plane:
     def _leave(self) -> None:
         self.said = True
         self.authority.beat(HERE, self.authority.roster.epoch, Beat(synced=True, leaving=True))
-        for heir in {HEIR, DEAD} & {*self.authority.roster.owners}:
-            self.authority.beat(heir, self.authority.roster.epoch, Beat(synced=True))
+        for successor in {SUCCESSOR, DEAD} & {*self.authority.roster.owners}:
+            self.authority.beat(successor, self.authority.roster.epoch, Beat(synced=True))
         self.turn()
 
     def all_beat(self) -> None:
         """Twice: under the roster that follows from the first too."""
-        for owner in (HEIR, DEAD) * 2:
+        for owner in (SUCCESSOR, DEAD) * 2:
             if owner in self.authority.roster.owners:
                 self.authority.beat(owner, self.authority.roster.epoch, Beat(synced=True))
             self.turn()
@@ -208,18 +208,18 @@ async def test_where_all_live_it_goes_at_once() -> None:
     assert plane.said
 
 
-async def test_it_serves_its_shards_until_its_heir_has_a_backup_for_them(
+async def test_it_serves_its_shards_until_its_successor_has_a_backup_for_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """That of the heir was the peer that leaves; the next one gets its copy first."""
+    """That of the successor was the peer that leaves; the next one gets its copy first."""
     monkeypatch.setattr(leaving, "POLL_S", 0.0)
     plane = Plane()
     leave = plane.leaving.membership.leave
 
     def unsynced() -> None:
         leave()
-        for heir in (HEIR, DEAD):
-            plane.authority.beat(heir, plane.authority.roster.epoch, Beat(synced=False))
+        for successor in (SUCCESSOR, DEAD):
+            plane.authority.beat(successor, plane.authority.roster.epoch, Beat(synced=False))
         plane.turn()
 
     plane.leaving.membership.leave = unsynced  # type: ignore[method-assign]
@@ -227,8 +227,8 @@ async def test_it_serves_its_shards_until_its_heir_has_a_backup_for_them(
     leaves = asyncio.create_task(plane.leaving.leave(plane.told))
     await _turns()
     assert plane.said and not plane.host.silent
-    for heir in (HEIR, DEAD):
-        plane.authority.beat(heir, plane.authority.roster.epoch, Beat(synced=True))
+    for successor in (SUCCESSOR, DEAD):
+        plane.authority.beat(successor, plane.authority.roster.epoch, Beat(synced=True))
     plane.turn()
     await asyncio.wait_for(leaves, 10)
     assert plane.host.silent
@@ -241,8 +241,8 @@ async def test_it_serves_its_shards_until_it_is_nobodys_backup(
     monkeypatch.setattr(leaving, "POLL_S", 0.0)
     plane = Plane()
     plane.all_beat()
-    dies = next(m for m in (HEIR, DEAD) if plane.host.roster.backup_of(m.peer)[0] == HERE.peer)
-    lives = {HEIR: DEAD, DEAD: HEIR}[dies]
+    dies = next(m for m in (SUCCESSOR, DEAD) if plane.host.roster.backup_of(m.peer)[0] == HERE.peer)
+    lives = {SUCCESSOR: DEAD, DEAD: SUCCESSOR}[dies]
 
     def unheard() -> None:
         for owner in (HERE, lives, HERE, lives):
@@ -261,29 +261,29 @@ async def test_it_serves_its_shards_until_it_is_nobodys_backup(
     assert plane.host.silent and not plane.authority.roster.lost.any()
 
 
-async def test_it_gives_its_heir_shards_before_the_heir_gets_the_rest_and_so_a_backup(
+async def test_it_gives_its_successor_shards_before_the_successor_gets_the_rest_and_so_a_backup(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It began alone, and two have just joined, which have none: its heir would inherit alone."""
+    """It began alone. Two peers just joined without shards: its successor would have no backup."""
     monkeypatch.setattr(leaving, "POLL_S", 0.0)
     plane = Plane()
     plane.authority = made = Authority(Roster.from_seeds([HERE.peer], keeps=False), 78)
-    for owner in (HERE, HEIR, DEAD):
+    for owner in (HERE, SUCCESSOR, DEAD):
         made.beat(owner, (1, 1), Beat())
     plane.turn()
     plane.told.set()
     leaves = asyncio.create_task(plane.leaving.leave(plane.told))
     await _turns()
-    heir, in_sync = made.roster.backup_of(HERE.peer)
-    assert heir is not None and in_sync and not len(made.roster.shards_of(heir))
+    successor, in_sync = made.roster.backup_of(HERE.peer)
+    assert successor is not None and in_sync and not len(made.roster.shards_of(successor))
     assert plane.said and not plane.host.silent
     empty = np.ones(made.roster.shards, np.bool_)
     empty[:8] = False
     made.beat(HERE, made.roster.epoch, Beat(synced=True, spare=np.packbits(empty).tobytes()))
     plane.turn()
     await _turns()
-    assert len(made.roster.shards_of(heir)) and not plane.host.silent
-    for owner in (HEIR, DEAD):
+    assert len(made.roster.shards_of(successor)) and not plane.host.silent
+    for owner in (SUCCESSOR, DEAD):
         made.beat(owner, made.roster.epoch, Beat(synced=True))
     plane.turn()
     await asyncio.wait_for(leaves, 10)
@@ -317,7 +317,7 @@ async def test_second_copies_become_the_values_when_a_backup_has_its_own_or_no_r
     assert done == ["brought here", *["brought to the backup"] * has_room, "read here"]
 
 
-async def test_with_second_copies_its_heirs_backup_has_them_before_it_falls_silent() -> None:
+async def test_with_second_copies_its_successors_backup_has_them_before_it_falls_silent() -> None:
     """Also where that one knows the next roster already; and where there is no room for them it
     goes all the same."""
     plane = Plane()
@@ -338,14 +338,14 @@ async def test_with_second_copies_its_heirs_backup_has_them_before_it_falls_sile
     plane.leaving.mesh.call = call  # type: ignore[method-assign,assignment]
     plane.told.set()
     await asyncio.wait_for(plane.leaving.leave(plane.told), 10)
-    heir, _ = plane.host.roster.backup_of(HERE.peer)
-    assert told == [(heir, name, False) for name in "ppr"] and plane.host.silent
+    successor, _ = plane.host.roster.backup_of(HERE.peer)
+    assert told == [(successor, name, False) for name in "ppr"] and plane.host.silent
 
 
-async def test_where_its_heir_gets_another_backup_that_has_them_too_before_it_falls_silent() -> (
+async def test_where_its_successor_gets_another_backup_that_has_them_before_it_falls_silent() -> (
     None
 ):
-    """As where the backup of its heir leaves as well, or died."""
+    """As where the backup of its successor leaves as well, or died."""
     plane = Plane()
     plane.host.entries = {"p": Entry(Store("p", Definition(group_size=1, replicas=2), 1))}
     told: list[tuple[str | None, bool]] = []
@@ -354,7 +354,7 @@ async def test_where_its_heir_gets_another_backup_that_has_them_too_before_it_fa
         backup, _ = plane.host.roster.backup_of(address)
         told.append((backup, plane.host.silent))
         if len(told) == 1:
-            plane.authority.lost(next(one for one in (HEIR, DEAD) if one.peer == backup))
+            plane.authority.lost(next(one for one in (SUCCESSOR, DEAD) if one.peer == backup))
             plane.all_beat()
         return Done()
 
@@ -365,7 +365,7 @@ async def test_where_its_heir_gets_another_backup_that_has_them_too_before_it_fa
     assert first != second and not any(silent for _, silent in told) and plane.host.silent
 
 
-async def test_where_its_heir_dies_it_serves_again_until_another_one_and_its_backup_have_them(
+async def test_where_its_successor_dies_it_serves_again_until_another_one_and_its_backup_have_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It had fallen silent, and its shards were about to move."""
@@ -385,16 +385,16 @@ async def test_where_its_heir_dies_it_serves_again_until_another_one_and_its_bac
     leaves = asyncio.create_task(plane.leaving.leave(plane.told))
     await _turns()
     old = plane.host.roster
-    heir, _ = old.backup_of(HERE.peer)
-    assert plane.host.silent and told == [heir]
-    plane.authority.lost(next(one for one in (HEIR, DEAD) if one.peer == heir))
+    successor, _ = old.backup_of(HERE.peer)
+    assert plane.host.silent and told == [successor]
+    plane.authority.lost(next(one for one in (SUCCESSOR, DEAD) if one.peer == successor))
     plane.host.roster = plane.authority.roster
     plane.leaving.turned(old, plane.host.roster)
     await _turns()
     assert not plane.host.silent  # while the next one gets its copy
     plane.all_beat()
     await _turns()
-    assert plane.host.silent and told == [heir, plane.host.roster.backup_of(HERE.peer)[0]]
+    assert plane.host.silent and told == [successor, plane.host.roster.backup_of(HERE.peer)[0]]
     assert len({*told}) == 2
     plane.deposed.set()
     await asyncio.wait_for(leaves, 10)
@@ -440,9 +440,9 @@ async def test_what_rows_held_that_went_while_it_was_silent_is_let_go_once() -> 
     assert not len(plane.host.roster.shards_of(HERE.peer))
     plane.leaving.turned(old, plane.host.roster)
     _, held, counts = next(one for one in store.holdings() if one[0] == HERE)
-    space.release(*plane.host.remote_references.inherited([HERE], HEIR, held, counts))
-    assert space.alive(chunks)[0]  # the heir's row reads it there
-    space.release(held, plane.host.remote_references.release(HEIR, held, counts))
+    space.release(*plane.host.remote_references.inherited([HERE], SUCCESSOR, held, counts))
+    assert space.alive(chunks)[0]  # the successor's row reads it there
+    space.release(held, plane.host.remote_references.release(SUCCESSOR, held, counts))
     assert not space.alive(chunks).any()
 
 
@@ -450,7 +450,7 @@ async def test_who_leaves_as_well_takes_nothing_in_any_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its shards may have moved while values of another that leaves were on their way to it: what
-    it let go of there then, the rows of its heir name."""
+    it let go of there then, the rows of its successor name."""
     monkeypatch.setattr(leaving, "POLL_S", 0.0)
     plane = Plane()
     chunks, nbytes = np.zeros(1, U8), np.full(1, 64)

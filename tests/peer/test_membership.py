@@ -61,7 +61,7 @@ async def test_who_joins_answers_nobody_before_it_has_the_roster_that_lets_it_in
         address=JOINER.peer,
         incarnation=JOINER.incarnation,
         roster=Roster.from_seeds(SEEDS),
-        heirs=SimpleNamespace(follow=lambda old, new: None),
+        successors=SimpleNamespace(follow=lambda old, new: None),
         now=asyncio.get_running_loop().time,
     )
     host.turn = lambda new: setattr(host, "roster", new)

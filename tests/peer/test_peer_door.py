@@ -139,9 +139,9 @@ async def test_what_shards_name_is_heard_once_it_is_known_whose_they_are(
     is_heard: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An owner that is behind would free none of what the heir took over in two steps, for ever;
-    and where a keeper began again, who died with the one before is an heir of nobody, and what it
-    let go of is named by who has its shards since."""
+    """An owner that is behind would free none of what the successor took over in two steps, ever;
+    and where a keeper restarted, a peer that died with the previous one has no successor, and what
+    it released is named by the peer that has its shards since."""
     monkeypatch.setattr("dataplane.peer.net.peer_door.CATCH_UP_S", 0.05)
 
     async def another_roster(than: Roster, until: float) -> bool:
@@ -164,7 +164,7 @@ async def test_what_shards_name_is_heard_once_it_is_known_whose_they_are(
 async def test_what_a_peer_that_leaves_has_done_is_confirmed_when_it_is_passed_on(
     door: Door, leaves: bool
 ) -> None:
-    """Its heir may die as soon as it has the shards."""
+    """Its successor may die as soon as it has the shards."""
     roster = dataclasses.replace(FIRST, leaving=frozenset([THERE] if leaves else []))
     has_it = asyncio.get_running_loop().create_future()
     door.host.roster, door.host.silent = roster, False

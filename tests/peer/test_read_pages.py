@@ -51,7 +51,7 @@ class Reader:
         return list(done.table.rows.names or []), done.cursor
 
 
-async def test_a_page_begins_behind_the_one_before_also_at_an_heir_where_rows_went() -> None:
+async def test_a_page_begins_behind_the_one_before_also_at_a_successor_where_rows_went() -> None:
     shard = store(free="drop")
     for block in (range(3), range(3, 6)):
         put(shard, list(block))

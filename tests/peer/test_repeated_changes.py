@@ -1,5 +1,5 @@
-"""A put, a restore or the end of a lease that is asked for again at an heir: the peer of its shard
-died before it answered."""
+"""A put, a restore or the end of a lease that is asked for again at a successor: the peer of its
+shard died before it answered."""
 
 from __future__ import annotations
 
@@ -99,20 +99,20 @@ class Shard:
         return self._asked(body)
 
 
-def heir_of(dead: Store, told: list[LogRecord]) -> Shard:
+def successor_of(dead: Store, told: list[LogRecord]) -> Shard:
     """Of a peer that told its backup of these, and answered nobody."""
-    heir = Store("p", dead.declared, 1)
+    successor = Store("p", dead.declared, 1)
     for op in told:
-        apply(heir, op)
-    return Shard(heir)
+        apply(successor, op)
+    return Shard(successor)
 
 
 def died(definition: Definition, body: Put) -> Shard:
-    """The heir of a peer that has carried this out."""
+    """The successor of a peer that has carried this out."""
     dead, told = Store("p", definition, 1), list[LogRecord]()
     dead.emit = told.append
     assert Shard(dead).change(body) == PutDone()
-    return heir_of(dead, told)
+    return successor_of(dead, told)
 
 
 def chunks_of(number: int, count: int, field: str = "x", owner: Owner = OWNERS[0]) -> Values:
@@ -182,33 +182,33 @@ def test_a_retry_is_told_the_same_rows_that_were_passed_over() -> None:
     assert shard.change(body(named(["a", "b"]))) == PutDone()
     finish(dead, take(dead, "s", Want("rows", 1, 1)))
     again = body(named(["a", "b", "c"]), number=8)
-    told_again = [shard.change(again), shard.change(again), heir_of(dead, told).change(again)]
+    told_again = [shard.change(again), shard.change(again), successor_of(dead, told).change(again)]
     assert told_again == [PutDone(gone=1, there=1)] * 3
-    assert heir_of(dead, told).change(body(named(["c"]), number=9)) == PutDone(there=1)
+    assert successor_of(dead, told).change(body(named(["c"]), number=9)) == PutDone(there=1)
 
 
 def test_it_changes_nothing_there_and_what_it_brought_again_is_let_go() -> None:
     """Not what others have set since; nor do rows come again that were consumed since."""
     first = body(named(["a", "b"]), tags={"status": ["new", "new"]})
-    heir = died(ONCE, first)
-    heir.store.tag(named(["b"]), {"status": ["mine"]})
-    finish(heir.store, take(heir.store, "s", Want("rows", 1, 1)))
-    assert heir.change(first) == PutDone()
-    assert heir.freed == [(OWNERS[0], [7_001, 7_002])]
-    table = rows_out.table(heir.store, rows_out.read(heir.store)[0])
+    successor = died(ONCE, first)
+    successor.store.tag(named(["b"]), {"status": ["mine"]})
+    finish(successor.store, take(successor.store, "s", Want("rows", 1, 1)))
+    assert successor.change(first) == PutDone()
+    assert successor.freed == [(OWNERS[0], [7_001, 7_002])]
+    table = rows_out.table(successor.store, rows_out.read(successor.store)[0])
     assert (table.rows.names, table.tags) == (["b"], {"status": ["mine"]})
-    assert [chunks.tolist() for _, chunks, _ in heir.store.freed()] == [[7_001]], "consumed"
+    assert [chunks.tolist() for _, chunks, _ in successor.store.freed()] == [[7_001]], "consumed"
 
 
 @pytest.mark.parametrize("how", [{}, {"replace": True}])
 def test_a_value_that_it_replaced_and_another_put_since_stays(how: dict[str, bool]) -> None:
     first = body(named(["a"]), **how)
-    heir = died(Definition(free="drop"), first)
+    successor = died(Definition(free="drop"), first)
     later = body(named(["a"]), 8, replace=True)
     later.values = chunks_of(8, 1, owner=Owner("b", 8))
-    assert heir.change(later) == PutDone()
-    assert heir.change(first) == PutDone()
-    assert [owner for owner, _, _ in heir.store.holdings()] == [Owner("b", 8)]
+    assert successor.change(later) == PutDone()
+    assert successor.change(first) == PutDone()
+    assert [owner for owner, _, _ in successor.store.holdings()] == [Owner("b", 8)]
 
 
 @pytest.mark.parametrize("sealed", [False, True])
@@ -218,12 +218,12 @@ def test_it_is_no_failure_where_rows_of_its_group_were_consumed_singly(sealed: b
     rows = named(["a", "b"], ["g", "g"])
     rows.names = None
     first = body(rows)
-    heir = died(Definition(stages={"s": ["x"]}, free="acked", group_size=2), first)
-    finish(heir.store, take(heir.store, "s", Want("rows", 1, 1)))
+    successor = died(Definition(stages={"s": ["x"]}, free="acked", group_size=2), first)
+    finish(successor.store, take(successor.store, "s", Want("rows", 1, 1)))
     if sealed:
-        heir.store.seal()
-    assert heir.change(first) == PutDone()
-    assert len(heir.store) == 1
+        successor.store.seal()
+    assert successor.change(first) == PutDone()
+    assert len(successor.store) == 1
 
 
 def test_it_is_told_once_more_that_all_of_it_was_consumed_before() -> None:
@@ -237,8 +237,8 @@ def test_it_is_told_once_more_that_all_of_it_was_consumed_before() -> None:
 def test_who_was_not_carried_out_is_told_so_there_as_anywhere() -> None:
     """It was taken for a repetition: the value that was there stayed, its own went, and its
     producer heard that all was well."""
-    heir = died(Definition(free="drop"), body(named(["a"])))
-    assert heir.change(body(named(["a"]), 8)) == PutDone(there=1)
+    successor = died(Definition(free="drop"), body(named(["a"])))
+    assert successor.change(body(named(["a"]), 8)) == PutDone(there=1)
 
 
 ADDED = {"values": chunks_of(9, 2, "y")}
@@ -262,11 +262,11 @@ def test_the_end_of_a_lease_is_answered_there_and_changes_nothing(how: dict[str,
     assert lease is not None
     end = Finish(lease, change=change(9), **how)
     assert Shard(dead).change(end) == PutDone()
-    heir = heir_of(dead, told)
-    before = observed(heir.store)
-    assert heir.change(end) == PutDone()
-    assert observed(heir.store) == before
-    assert heir.freed == ([(OWNERS[0], [9_001, 9_002])] if "values" in how else [])
+    successor = successor_of(dead, told)
+    before = observed(successor.store)
+    assert successor.change(end) == PutDone()
+    assert observed(successor.store) == before
+    assert successor.freed == ([(OWNERS[0], [9_001, 9_002])] if "values" in how else [])
 
 
 def test_a_lease_that_another_change_has_ended_is_no_repetition_there() -> None:
@@ -277,7 +277,7 @@ def test_a_lease_that_another_change_has_ended_is_no_repetition_there() -> None:
     assert lease is not None
     assert Shard(dead).change(Finish(lease, "release", change=change(9))) == PutDone()
     with pytest.raises(LeaseExpired):
-        heir_of(dead, told).change(Finish(lease, "ack", change=change(10)))
+        successor_of(dead, told).change(Finish(lease, "ack", change=change(10)))
 
 
 def test_rows_that_were_restored_there_are_not_restored_again() -> None:
@@ -286,11 +286,11 @@ def test_rows_that_were_restored_there_are_not_restored_again() -> None:
     came = chunks_of(7, 2)
     asked = Restore("p", 1, named(["a", "b"]), came, {}, Progress(), change=change(7))
     assert Shard(dead).change(asked) == PutDone()
-    heir = heir_of(dead, told)
-    finish(heir.store, take(heir.store, "s", Want("rows", 1, 1)))
-    assert heir.change(asked) == PutDone()
-    assert len(heir.store) == 1
-    assert heir.freed == [(OWNERS[0], [7_001, 7_002])]
+    successor = successor_of(dead, told)
+    finish(successor.store, take(successor.store, "s", Want("rows", 1, 1)))
+    assert successor.change(asked) == PutDone()
+    assert len(successor.store) == 1
+    assert successor.freed == [(OWNERS[0], [7_001, 7_002])]
 
 
 async def test_who_asks_again_is_answered_as_the_first_time_also_there_and_at_copies_of_it() -> (
@@ -311,9 +311,9 @@ async def test_who_asks_again_is_answered_as_the_first_time_also_there_and_at_co
     assert answers == [PutDone(), PutDone(kept={"y": 2})]
     drop = Drop("p", 1, named(["a"]), change=change(12))
     assert dead.carry_out(drop) == Dropped(1, 2 * 8_192)
-    heir = heir_of(dead, told)
-    copy = heir_of(dead, list(snapshot(heir.store)))
-    for one in (shard, heir, copy):
+    successor = successor_of(dead, told)
+    copy = successor_of(dead, list(snapshot(successor.store)))
+    for one in (shard, successor, copy):
         assert one.change(end) == PutDone(kept={"y": 2})
         assert one.store.answers.to(change(12)) == Dropped(1, 2 * 8_192)
 
@@ -395,9 +395,9 @@ def test_what_a_promoted_shard_remembers_is_what_the_old_one_did(end: str) -> No
         dead.lost(OWNERS[0])
     else:
         shard.change(Settle("p", 1, change(5)))
-    heir = heir_of(dead, told)
-    copy = heir_of(dead, list(snapshot(heir.store)))
-    for one in (shard, heir, copy):
+    successor = successor_of(dead, told)
+    copy = successor_of(dead, list(snapshot(successor.store)))
+    for one in (shard, successor, copy):
         assert one.store.answers.callers == (set() if end == "lost" else {OWNERS[0]})
         assert list(one.store.answers.told()) == list(dead.answers.told())
         if end == "settled":
@@ -442,17 +442,17 @@ def partitions_of(*stores: Store) -> Partitions:
     return Partitions(host, mesh, nothing, nothing, lambda entry: None)
 
 
-def test_a_retry_of_a_partitions_drop_hears_what_the_drop_took_also_from_an_heir() -> None:
+def test_a_retry_of_a_partitions_drop_hears_what_the_drop_took_also_from_a_successor() -> None:
     store, told = Store("p", ONCE, 1), list[LogRecord]()
     store.put(body(named(["k", "l"])))
     store.emit = told.append
-    primary, heir = partitions_of(store), partitions_of()
+    primary, successor = partitions_of(store), partitions_of()
     took = primary.drop("p", 1, change(8))
     assert took == Dropped(2, 2 * 8_192)
     (ended,) = told
     assert isinstance(ended, Ended)
-    heir.ended(ended.change, Dropped(ended.rows, ended.bytes))
-    for peer in (primary, heir):
+    successor.ended(ended.change, Dropped(ended.rows, ended.bytes))
+    for peer in (primary, successor):
         assert peer.drop("p", 1, change(8)) == took
         assert peer.drop("p", 1, change(9)) == Dropped(0, 0)
 

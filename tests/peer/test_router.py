@@ -20,7 +20,7 @@ from dataplane.errors import (
     Unavailable,
 )
 from dataplane.memory.remote_references import RemoteReferences
-from dataplane.metadata.roster.roster import Heirs, Roster
+from dataplane.metadata.roster.roster import Roster, Successors
 from dataplane.peer.host import CallContext, Caller, call_context
 from dataplane.peer.net.router import LEAST_S, MOST_WITHDRAWN, RETRY_S, TURN_S, Router
 from dataplane.peer.requests.changes import Changes
@@ -56,7 +56,7 @@ class Asked:
             space=SimpleNamespace(hold=lambda chunks: None, release=lambda *chunks: None),
             put_by_clients=0,
             remote_references=RemoteReferences(),
-            heirs=Heirs(),
+            successors=Successors(),
             owner=Owner(HERE, 1),
             roster=at(first, THERE),
             now=lambda: self.time,

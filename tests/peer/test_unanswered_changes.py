@@ -21,7 +21,7 @@ from dataplane.memory.admission import Admission
 from dataplane.memory.extents import Records
 from dataplane.memory.remote_references import RemoteReferences
 from dataplane.memory.space import Space
-from dataplane.metadata.roster.roster import Heirs, Roster
+from dataplane.metadata.roster.roster import Roster, Successors
 from dataplane.metadata.tables.answers import Answers
 from dataplane.peer.host import Caller
 from dataplane.peer.net.mesh import Mesh
@@ -100,7 +100,7 @@ class Near:
             space=self.space,
             remote_references=self.remote_references,
             roster=SEEDS,
-            heirs=Heirs(),
+            successors=Successors(),
             address=HERE,
             owner=Owner(HERE, 1),
             now=lambda: self.time,
@@ -222,9 +222,9 @@ def test_a_peer_that_is_lost_is_asked_no_more(had_shards: bool) -> None:
             await near.hand_over()
         near.host.roster = Roster.from_seeds([HERE])
         if had_shards:
-            near.host.heirs._enter(TO, Owner(HERE, 1), 2)
+            near.host.successors._enter(TO, Owner(HERE, 1), 2)
         await near.ended()
         assert len(near.outgoing) == 0
-        assert len(near.remote_references) == had_shards  # until its heir says what it holds
+        assert len(near.remote_references) == had_shards  # until its successor says what it holds
 
     asyncio.run(scenario())

@@ -206,8 +206,8 @@ async def test_a_write_that_finds_no_room_for_them_ends_before_its_deadline(
 
 
 async def test_those_of_rows_that_a_dead_peer_had_come_later_and_whoever_has_room_first() -> None:
-    """An heir answered nobody before it had made all of them anew: where there was no room nobody
-    could make any."""
+    """A successor answered nobody before it had made all of them anew: where there was no room
+    nobody could make any."""
     peer, copies = Peer(Engine(set())), Replicas()
     chunks = chunk_numbers([(n, 1) for n in range(VALUES)])
     left = peer.space.stats()["classes"]["open"]["room_bytes"]
@@ -276,8 +276,10 @@ async def test_a_backup_in_sync_makes_copies_of_what_came_with_a_partition_in_th
     assert engine.reads == [[0]]
 
 
-async def test_what_lies_at_one_that_leaves_and_its_heir_gets_copies_at_the_heirs_backup() -> None:
-    """The heir would be the only one that has it, as soon as it has the shards."""
+async def test_values_of_a_leaving_peer_and_its_successor_are_copied_to_the_successors_backup() -> (
+    None
+):
+    """The successor would be the only one that has it, as soon as it has the shards."""
     peer = Peer(engine := Engine(set()))
     append, replicas = backup(peer)
     shard, ops = stores.store(replicas=2), list[LogRecord]()
@@ -310,8 +312,8 @@ async def test_what_lies_at_one_that_leaves_and_its_heir_gets_copies_at_the_heir
 
 
 async def test_what_waited_for_them_changes_nothing_at_a_peer_that_is_about_to_hand_over() -> None:
-    """A put whose copies took longer than a peer that leaves waits was entered when the heir had
-    the shards, and answered when that peer heard so and had no backup any more."""
+    """A put whose copies took longer than a peer that leaves waits was entered when the successor
+    had the shards, and answered when that peer heard so and had no backup any more."""
     peer = Peer(engine := Engine(set()))
     entry = Entry(stores.store(replicas=2))
     body = put_of("k", THERE, [0])

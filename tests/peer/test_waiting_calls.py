@@ -178,7 +178,7 @@ async def test_a_claim_that_is_asked_again_gets_the_lease_that_it_has() -> None:
     assert shard.keys(repeated.result()) == [2, 3, 4, 5, 6]
 
 
-async def test_an_heir_answers_a_claim_with_the_lease_that_it_took_over() -> None:
+async def test_a_successor_answers_a_claim_with_the_lease_that_it_took_over() -> None:
     """The primary died after it had leased the rows, and before anybody heard of it."""
     before, after = Shard(), Shard()
     before.put(1, 2)

@@ -44,7 +44,7 @@ class Faults:
             self._join,
         ]
         self._kinds = rng.sample(kinds, rng.randint(1, 4))
-        self.heirs = random.Random(f"heirs of {rng.random()}")
+        self.successors = random.Random(f"successors of {rng.random()}")
         self._stalls: list[tuple[float, float]] = []
         """when processes were stopped or links cut, and for how long"""
 
@@ -75,7 +75,7 @@ class Faults:
         place = place or self._place()
         if place.peer is None or not place.machine.runs:
             return
-        at_once, witnessed = self.rng.random() < 0.7, self.heirs.random() < 0.7
+        at_once, witnessed = self.rng.random() < 0.7, self.successors.random() < 0.7
         what = ", with its host" if not at_once else "" if witnessed else ", with its witness"
         self.note(f"{place.name} crashes{what}")
         self.cluster.crash(place, at_once, witnessed)
@@ -85,21 +85,21 @@ class Faults:
 
     async def _leave(self, place: Place | None = None) -> None:
         """As on SIGTERM: what it has moves out, and it ends; later it comes again, as a new one."""
-        dies = self.heirs.random() < 0.5
+        dies = self.successors.random() < 0.5
         busy = [
             p for p in self.cluster.places if dies and p.serves and p.peer and p.peer.host.entries
         ]
-        place = place or (self.heirs.choice(busy) if busy else self._place())
+        place = place or (self.successors.choice(busy) if busy else self._place())
         peer, machine = place.peer, place.machine
         if peer is None or place.leave is None or not place.serves or not machine.runs:
             return
         self.note(f"{place.name} is told to leave")
         place.leave.set()
-        heir = asyncio.ensure_future(self._heir_dies(place)) if dies else None
+        successor = asyncio.ensure_future(self._successor_dies(place)) if dies else None
         while place.peer is peer:
             await asyncio.sleep(0.2)
-        if heir is not None:
-            await heir
+        if successor is not None:
+            await successor
         if place.machine is not machine:
             return  # it crashed meanwhile, and is started by that fault
         self.note(f"{place.name} has ended")
@@ -108,7 +108,7 @@ class Faults:
             self.note(f"{place.name} starts again")
             self.cluster.start(place)
 
-    async def _heir_dies(self, place: Place) -> None:
+    async def _successor_dies(self, place: Place) -> None:
         """Just before it has the shards of one that leaves, or as it gets them, or soon after."""
         peer = place.peer
         assert peer is not None
@@ -118,16 +118,16 @@ class Faults:
                 return
             await asyncio.sleep(0.001)
         address, _ = host.roster.backup_of(host.address)
-        heir = next((p for p in self.cluster.places if p.address == address), None)
-        if self.heirs.random() < 0.3:
+        successor = next((p for p in self.cluster.places if p.address == address), None)
+        if self.successors.random() < 0.3:
             self.cluster.network.byte_s = 1 / 100e3
             self.cluster.loop.call_later(2.0, setattr, self.cluster.network, "byte_s", 0.0)
         await asyncio.sleep(
-            self.heirs.choice((0.0, 0.005, 0.05, 0.3)) * self.heirs.uniform(0.5, 1.5)
+            self.successors.choice((0.0, 0.005, 0.05, 0.3)) * self.successors.uniform(0.5, 1.5)
         )
-        if heir is not None:
-            self.note(f"{heir.name} inherits from {place.name}")
-            await self._crash(heir)
+        if successor is not None:
+            self.note(f"{successor.name} inherits from {place.name}")
+            await self._crash(successor)
 
     async def _join(self) -> None:
         if len(self.cluster.places) < MAX_PLACES:

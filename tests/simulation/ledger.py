@@ -98,7 +98,7 @@ class Ledger:
         """it is dropped as a whole, or about to be"""
         self.handed_over = -math.inf
         """when the shard went last from one that leaves to another"""
-        self.heir = ""
+        self.successor = ""
         """to whom; what both had is at its backup since before"""
         self.spares: set[Owner] = set()
         """who could be its backup then, and has been there since, without being about to leave"""
@@ -238,7 +238,7 @@ class Ledger:
             for peer in together.values():
                 self._excuse_copies(peer, together)
             for group in self.groups if died - self.handed_over < TOGETHER_S else ():
-                if owner in group.owners and owner.peer != self.heir:  # see docs/guarantees.md
+                if owner in group.owners and owner.peer != self.successor:  # see docs/guarantees.md
                     group.excused = group.excused or "its second copies were made anew"
 
     def moved(self, store: Store, old: Owner, new: Owner) -> None:

@@ -196,7 +196,7 @@ class Run:
             } - roster.leaving
             for ledger in run.ledgers:
                 if roster.home(ledger.partition) == address:
-                    ledger.handed_over, ledger.heir = run.loop.now, backup
+                    ledger.handed_over, ledger.successor = run.loop.now, backup
                     ledger.spares = {o for o in roster.owners if o.peer in able - {backup}}
             return moved(authority, address, backup)
 

@@ -76,7 +76,7 @@ def test_a_frozen_machine_does_nothing_until_it_goes_on() -> None:
 def test_second_copies_need_not_have_been_made_anew_where_the_owner_died_unnoticed_at_once(
     died: float, excused: bool
 ) -> None:
-    backup, writer, heir = (Owner(f"tcp://127.0.0.1:{7001 + i}", i + 1) for i in range(3))
+    backup, writer, successor = (Owner(f"tcp://127.0.0.1:{7001 + i}", i + 1) for i in range(3))
     wrong: list[str] = []
     ledger = Ledger("p", Definition({"train": ["x"]}, 1, replicas=2), wrong)
     group = Group("g", acked=True, owners={writer})
@@ -88,16 +88,16 @@ def test_second_copies_need_not_have_been_made_anew_where_the_owner_died_unnotic
             host=SimpleNamespace(owner=one, name=one.peer, entries={"p": entry}),
             log_receiver=SimpleNamespace(_origins={}),
         )
-        for one in (backup, writer, heir)
+        for one in (backup, writer, successor)
     }
-    ledger.removed(known, backup, True, False, {heir}, now=100.0, died=98.0)
-    ledger.removed(known, writer, True, False, {heir}, now=120.0, died=died)
+    ledger.removed(known, backup, True, False, {successor}, now=100.0, died=98.0)
+    ledger.removed(known, writer, True, False, {successor}, now=120.0, died=died)
     ledger.reported(b"k" * 16)
     assert (not wrong) == excused
 
 
 @pytest.mark.parametrize("stays", [False, True])
-def test_an_heir_has_no_shard_alone_where_another_peer_stays_that_could_back_it_up(
+def test_a_successor_has_no_shard_alone_where_another_peer_stays_that_could_back_it_up(
     stays: bool,
 ) -> None:
     run = Run(0)

@@ -222,12 +222,12 @@ class Authority:
         if roster.in_sync[mine].any():
             # Shards that are not in sync yet just moved to the lost member. Its backup has no
             # complete copy of them, so they start empty.
-            heir = int(backups[mine][0])
+            successor = int(backups[mine][0])
             partly = int((mine & ~roster.in_sync).sum())
             log.warning(
                 "peer %s: declared lost; %s is taking over its shards%s",
                 address,
-                roster.members[heir],
+                roster.members[successor],
                 (
                     f", but {partly} of these {int(mine.sum())} shards start empty, because the "
                     "backup had no complete copy of them"
@@ -235,7 +235,7 @@ class Authority:
                 if partly
                 else "",
             )
-            primaries[mine] = heir
+            primaries[mine] = successor
             lost[mine & ~roster.in_sync] += 1
         elif mine.any():
             log.warning(
@@ -270,7 +270,7 @@ class Authority:
             backup, in_sync = self.roster.backup_of(address)
             if backup is not None and in_sync:
                 ready = address in self._heartbeats and self._heartbeats[address].leaving
-                if not ready or not self._may_inherit(backup):
+                if not ready or not self._may_take_over(backup):
                     continue
                 log.info("peer %s: leaving; %s is taking over its shards", address, backup)
                 moved = self._with_takeover(address, self._with_shards_at(address, backup))
@@ -279,20 +279,21 @@ class Authority:
                 log.info("peer %s: left", address)
                 self._remove(address)
 
-    def _may_inherit(self, heir: str) -> bool:
-        _, in_sync = self.roster.backup_of(heir)
+    def _may_take_over(self, successor: str) -> bool:
+        _, in_sync = self.roster.backup_of(successor)
         if not in_sync:
-            return not self.roster.may_be_backed_up(heir)
-        return heir in self._heartbeats and self._heartbeats[heir].synced is True
+            return not self.roster.may_be_backed_up(successor)
+        return successor in self._heartbeats and self._heartbeats[successor].synced is True
 
-    def _with_shards_at(self, address: str, heir: str) -> Roster:
-        """Return the roster with the shards of `address` at `heir`, whose own backup has them."""
+    def _with_shards_at(self, address: str, successor: str) -> Roster:
+        """Return the roster with the shards of `address` at `successor`, whose own backup has
+        them."""
         primaries, backups = self.roster.primaries.copy(), self.roster.backups.copy()
         in_sync = self.roster.in_sync.copy()
-        mine, theirs = self.roster.shards_of(address), self.roster.shards_of(heir)
-        primaries[mine] = self.roster.members.index(heir)
+        mine, theirs = self.roster.shards_of(address), self.roster.shards_of(successor)
+        primaries[mine] = self.roster.members.index(successor)
         backups[mine] = backups[theirs[0]] if len(theirs) else NO_BACKUP
-        in_sync[mine] = self.roster.backup_of(heir)[1]
+        in_sync[mine] = self.roster.backup_of(successor)[1]
         return dataclasses.replace(
             self.roster, primaries=primaries, backups=backups, in_sync=in_sync
         )
@@ -301,11 +302,11 @@ class Authority:
         """Return `then` with a record of who took over the shards of `address`, and whether with
         their rows. ended: that member answers no more requests for them."""
         owner = self.roster.owner_at(address)
-        heir = then.heir_of(self.roster, owner) if owner is not None else None
-        if owner is None or heir is None or heir == owner:
+        successor = then.successor_of(self.roster, owner) if owner is not None else None
+        if owner is None or successor is None or successor == owner:
             return then
         in_sync = bool(self.roster.in_sync[self.roster.shards_of(address)].any())
-        one = Takeover(owner, heir, self._number + 1, in_sync, ended)
+        one = Takeover(owner, successor, self._number + 1, in_sync, ended)
         takeovers = (*then.takeovers, one)[-MAX_TAKEOVERS:]
         return dataclasses.replace(then, takeovers=takeovers)
 

@@ -3,7 +3,7 @@
 Sans-I/O. The first roster is a pure function of the ordered seeds, so all peers compute the same
 table. After that, the roster keeper (`metadata.roster.authority`) makes the next ones. A roster
 never changes, and its epoch identifies it. Of earlier rosters, a peer keeps only which peer took
-over from which (`Heirs`).
+over from which (`Successors`).
 """
 
 from __future__ import annotations
@@ -217,25 +217,25 @@ class Roster:
         known = (self.epoch, *self.ancestors)
         return number <= FIRST or any(by == one and number <= last for one, last in known)
 
-    def heir_of(self, old: Roster, owner: Owner) -> Owner:
+    def successor_of(self, old: Roster, owner: Owner) -> Owner:
         """The peer that now serves what a member served under an older roster. All shards of a
         peer move together. The member itself if it had none, then or since."""
         if self.has(owner) and len(self.shards_of(owner.peer)):
             return owner
         # By what was told of it: where rosters were missed, most of the shards may have gone on
         # from there with nothing in them, to a peer that came, or it had its first ones meanwhile.
-        heir = owner
+        successor = owner
         for one in self.takeovers:
-            if one.number > old.epoch[1] and one.owner == heir:
-                heir = one.heir
-        if heir != owner and heir.incarnation:
-            return heir
+            if one.number > old.epoch[1] and one.owner == successor:
+                successor = one.successor
+        if successor != owner and successor.incarnation:
+            return successor
         held = old.shards_of(owner.peer)
         if not len(held):
             return owner
         at = int(np.bincount(self.primaries[held]).argmax())
-        heir = Owner(self.members[at], self.incarnations[at])
-        return owner if heir == Owner(owner.peer, 0) else heir
+        successor = Owner(self.members[at], self.incarnations[at])
+        return owner if successor == Owner(owner.peer, 0) else successor
 
     def lost_since(self, old: Roster) -> set[int]:
         """The shards that started empty after an older roster."""
@@ -273,7 +273,7 @@ class Roster:
             ) from None
 
 
-class Heirs:
+class Successors:
     """Which peer now serves the shards of a peer that is gone or has moved them.
 
     Every peer derives this from the rosters that it adopts. A peer that misses a roster learns
@@ -282,40 +282,40 @@ class Heirs:
     """
 
     def __init__(self) -> None:
-        self._heirs: dict[Owner, Owner] = {}
+        self._successors: dict[Owner, Owner] = {}
         self._since: dict[Owner, int] = {}
         """number of the roster under which it was taken over"""
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {len(self._heirs)} processes>"
+        return f"<{type(self).__name__} of {len(self._successors)} processes>"
 
     def follow(self, old: Roster, new: Roster) -> None:
         """Apply a newer roster."""
         for one in new.takeovers:
             if one.number > old.epoch[1]:
-                self._enter(one.owner, one.heir, one.number)
+                self._enter(one.owner, one.successor, one.number)
         for owner in old.owners:  # a roster tells no more than the last of them
-            heir = new.heir_of(old, owner)
-            if heir not in (owner, self.heir(owner)):
-                self._enter(owner, heir, new.epoch[1])
+            successor = new.successor_of(old, owner)
+            if successor not in (owner, self.current(owner)):
+                self._enter(owner, successor, new.epoch[1])
 
-    def _enter(self, owner: Owner, heir: Owner, number: int) -> None:
-        self._heirs[owner] = heir
+    def _enter(self, owner: Owner, successor: Owner, number: int) -> None:
+        self._successors[owner] = successor
         self._since[owner] = number
-        self._heirs.pop(heir, None)  # it serves again, whoever took over from it
+        self._successors.pop(successor, None)  # it serves again, whoever took over from it
 
-    def heir(self, owner: Owner) -> Owner:
+    def current(self, owner: Owner) -> Owner:
         """The peer that now serves its shards: the peer itself, or the last successor."""
-        while owner in self._heirs:
-            owner = self._heirs[owner]
+        while owner in self._successors:
+            owner = self._successors[owner]
         return owner
 
     def after(self, owner: Owner) -> Iterator[tuple[int, Owner]]:
         """The successors in order, each with the number of the roster that appointed it."""
-        while owner in self._heirs:
-            heir = self._heirs[owner]
-            yield self._since[owner], heir
-            owner = heir
+        while owner in self._successors:
+            successor = self._successors[owner]
+            yield self._since[owner], successor
+            owner = successor
 
 
 def proposed(members: Sequence[str], hosts: Sequence[int], shards: int = SHARDS) -> U2Column:
@@ -341,7 +341,7 @@ def neighbours(roster: Roster, address: str, count: int) -> list[Owner]:
 
 
 def buddy(members: Sequence[str], hosts: Sequence[int], host: int) -> int:
-    """The backup of a host: its successor on the ring of hashed addresses; NO_BACKUP if it is
+    """The backup of a host: the next one on the ring of hashed addresses; NO_BACKUP if it is
     alone.
 
     With a ring, unlike a second rendezvous hash, every host backs up exactly one other, so no

@@ -133,8 +133,8 @@ class Leaving:
         await _until(self._may_move)
         copied: tuple[str | None, ...] = ()
         while len(self.host.roster.shards_of(self.host.address)):
-            if (heirs := self._heirs()) != copied:
-                copied = heirs
+            if (successors := self._successors()) != copied:
+                copied = successors
                 await self._copy_on()
             else:
                 await self._fall_silent()
@@ -176,18 +176,18 @@ class Leaving:
             return False
         if any(roster.backup_of(host)[0] == here for host in roster.hosts):
             return False
-        heir, _ = roster.backup_of(here)
-        if heir is None or roster.backup_of(heir)[1]:
+        successor, _ = roster.backup_of(here)
+        if successor is None or roster.backup_of(successor)[1]:
             return True
-        if not len(roster.shards_of(heir)):
-            return {one.peer for one in roster.owners} - roster.leaving == {heir}
-        return not roster.may_be_backed_up(heir)
+        if not len(roster.shards_of(successor)):
+            return {one.peer for one in roster.owners} - roster.leaving == {successor}
+        return not roster.may_be_backed_up(successor)
 
-    def _heirs(self) -> tuple[str | None, ...]:
+    def _successors(self) -> tuple[str | None, ...]:
         """Return the peer that takes over this peer's shards, and that peer's backup."""
         roster = self.host.roster
-        heir, _ = roster.backup_of(self.host.address)
-        return heir, None if heir is None else roster.backup_of(heir)[0]
+        successor, _ = roster.backup_of(self.host.address)
+        return successor, None if successor is None else roster.backup_of(successor)[0]
 
     def _knows_who_lives(self, until: float) -> bool:
         """Return whether every member is linked, or `until` has passed.

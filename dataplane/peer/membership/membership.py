@@ -281,7 +281,7 @@ class Membership:
             self.beat_now()
             raise StaleEpoch(
                 f"the peer at {self.host.address} has roster version {ours.epoch} and rejected "
-                f"version {new.epoch}, which is not a successor: send the latest roster"
+                f"version {new.epoch}, which does not follow it: send the latest roster"
             )
         return Done()
 
@@ -298,7 +298,7 @@ class Membership:
             return
         self._admitted |= self.host.owner in new.owners
         gone = [owner for owner in old.owners if not new.has(owner)]
-        self.host.heirs.follow(old, new)
+        self.host.successors.follow(old, new)
         log.info("roster: now version %s, with %s", new.epoch, counted(len(new.members), "peer"))
         self.host.turn(new)
         self.peer.turned(old, new)

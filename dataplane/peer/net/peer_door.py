@@ -204,7 +204,7 @@ class _Call(Call):
         roster, sent_by = host.roster, self.operation.sender
         if request.epoch == roster.epoch:
             known = roster.has(sender)
-        elif sent_by is Sender.HEIR:  # whose its shards are its roster says, or that never happened
+        elif sent_by is Sender.SUCCESSOR:  # its own roster says which shards it has
             known = sender in roster.owners and roster.follows(request.epoch)
         else:
             known = sent_by is Sender.MEMBER and sender in roster.owners

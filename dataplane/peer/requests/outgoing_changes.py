@@ -142,9 +142,9 @@ class OutgoingChanges:
         else:
             if isinstance(said, Settled) and not said.carried_out:
                 self._resolve(number, to, applied=False)
-        # The heir of a lost peer reports what its shards reference. Without shards it has no heir,
-        # and references nothing.
-        gone = not self.host.roster.has(to) and self.host.heirs.heir(to) == to
+        # The successor of a lost peer reports what its shards reference. Without shards it has no
+        # successor, and references nothing.
+        gone = not self.host.roster.has(to) and self.host.successors.current(to) == to
         self._resolve(number, to, applied=not gone)
         self._end(asked)
 

@@ -331,7 +331,7 @@ class LogReceiver:
         # Only the roster's takeovers count. Serving a copy that was never in sync, or that this
         # peer kept from an earlier time as the backup, would undo what its owner answered since.
         last = {t.owner: t for t in new.takeovers}
-        whole = {t.owner for t in last.values() if t.heir == self.host.owner and t.in_sync}
+        whole = {t.owner for t in last.values() if t.successor == self.host.owner and t.in_sync}
         for owner in old.owners:
             if owner == self.host.owner or new.has(owner) and len(new.shards_of(owner.peer)):
                 continue
@@ -339,7 +339,7 @@ class LogReceiver:
                 self._forget(owner)
             if self._is_spoken_for(owner, old):
                 continue
-            if new.heir_of(old, owner) == self.host.owner:
+            if new.successor_of(old, owner) == self.host.owner:
                 origin = self._origins.pop(owner, None)
                 if origin is None and owner in whole:  # the copy broke before the keeper heard
                     self.host.lose(old.shards_of(owner.peer).tolist())
@@ -360,13 +360,17 @@ class LogReceiver:
         """Return whether another peer had the shards of `owner` in between and was lost after it.
         Then only that peer's copy counts. Reporting that `owner` had nothing would free values
         that the later peer's rows referenced."""
-        between = [heir for _, heir in self.host.heirs.after(owner) if heir != self.host.owner]
+        between = [
+            successor
+            for _, successor in self.host.successors.after(owner)
+            if successor != self.host.owner
+        ]
         return any(one in old.owners for one in between)
 
     def _announce_empty_shards(self, first: Roster) -> None:
         """Tell all peers if this process got empty shards of lost peers when it joined."""
         here = (Owner(self.host.address, 0), self.host.owner)
-        if not any(one.heir in here for one in first.takeovers):
+        if not any(one.successor in here for one in first.takeovers):
             return
         body = Inherited(Owner(self.host.address, 0), b"", b"", first.epoch[1])
         for other in first.owners:
@@ -389,7 +393,7 @@ class LogReceiver:
         held: dict[Owner, list[tuple[Array, Array]]] = {}
         new, here = self.host.roster, self.host.address
         empty = new.lost_since(old)
-        served = {one.heir for one in new.takeovers if one.number > old.epoch[1]}
+        served = {one.successor for one in new.takeovers if one.number > old.epoch[1]}
         for copy in origin.copies.values():
             name = copy.store.partition
             has_it = old.home(name) == here and owner not in served

@@ -322,7 +322,7 @@ class LogSender:
             self._change_to(owner)
         self._whole = self.progress.done
         self._require()
-        if new.leaving:  # a peer leaves when its backup and its heir's are in sync
+        if new.leaving:  # a peer leaves when its backup and its successor's are in sync
             self.forgive()
 
     async def _part(self, before: Owner) -> None:

@@ -155,7 +155,7 @@ class References:
         it: values that were in flight to it, under a roster that gave it shards, cannot have
         arrived."""
         self._heard.pop(owner, None)
-        if self.host.heirs.heir(owner) == owner:
+        if self.host.successors.current(owner) == owner:
             self.room.release(*self.remote_references.lost(owner))
 
     def inherited(self, caller: Caller, body: Inherited) -> Body:
@@ -163,10 +163,10 @@ class References:
         empty. Values that it does not list are freed."""
         chunks = column(body.chunks, U8)
         counts = column(body.counts, U4, len(chunks))
-        heir = None if caller.owner == self.host.owner else caller.owner
+        successor = None if caller.owner == self.host.owner else caller.owner
         origins = [o for o in self.remote_references.peers if self._is_about(body, caller.owner, o)]
         self.room.release(
-            *self.remote_references.inherited(origins, heir, chunks, counts, body.more)
+            *self.remote_references.inherited(origins, successor, chunks, counts, body.more)
         )
         return Done()
 
@@ -177,8 +177,8 @@ class References:
             return True
         # The roster may have given shards to who was yet to come, by its address alone.
         about = (body.origin, sender) if body.began else (body.origin,)
-        for given_at, heir in self.host.heirs.after(owner):
-            if heir in about:
+        for given_at, successor in self.host.successors.after(owner):
+            if successor in about:
                 return not body.began or given_at <= body.began
         return False
 

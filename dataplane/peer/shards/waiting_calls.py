@@ -356,7 +356,7 @@ class WaitingCalls:
     def _serve(self, stage: _Stage, number: int = 0) -> Body | DataplaneError | None:
         """Serve the calls that can be served. Return the reply to call `number`; the others get
         theirs."""
-        if not len(stage.queue) or self.host.silent:  # what it did now its heir would not know
+        if not len(stage.queue) or self.host.silent:  # its successor would not know of a change
             return None
         mine: Body | DataplaneError | None = None
         now = self.host.now()

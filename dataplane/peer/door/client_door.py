@@ -69,14 +69,14 @@ from dataplane.wire.refusals import Refusals
 log = logging.getLogger(__name__)
 
 FULL_S = 0.1
-"""How long nobody is accepted when no descriptor is left for clients."""
+"""Seconds in which the door accepts no client after file descriptors ran out."""
 MAX_UNKNOWN = 8
-"""Connections beyond that which have not said yet whose they are; most are refused and go."""
+"""Connections above the limit that have not sent Hello yet; most will be refused."""
 AFTER_S = 0.4
-"""A call that waited for rows until its end may still take so long to bring their values, or to
-find out why there are none."""
+"""Extra time for a call that waited for rows until its timeout, to copy their values or to find out
+why there are none."""
 FRAME_S = 30.0
-"""How long a larger frame keeps the room that it was given while it arrives."""
+"""How long a larger frame keeps its memory while it arrives."""
 _NO_SPACE = {one.__name__ for one in (BackPressure, ShardFull, SpillFull)}
 
 
@@ -87,20 +87,20 @@ class Door:
     host: Host
     sessions: Sessions
     take_back: Callable[[Session, Request, Body], None]
-    """takes back what an answer hands out that nobody is there to receive"""
+    """takes back what a reply grants if the client is not there to receive it"""
     unpin: Callable[[Session, list[int]], None]
     is_over: Callable[[], bool]
-    """asked as a new client comes: whether this peer was about to end before it did"""
+    """called for a new client: whether this peer was already shutting down"""
 
     def __post_init__(self) -> None:
         self.handlers: dict[type[Body], ClientHandler] = {}
         self.observe: Callable[[Body, Body, float], None] | None = None
-        """told of each call that was answered: request, answer, when it began"""
+        """called for each answered call: request, reply, start time"""
         self.on_claimed: Callable[[Claim, Claimed], None] = lambda asked, claimed: None
-        """called as a client gets rows that it claimed"""
+        """called when a client gets rows that it claimed"""
         self.connections: set[Connection] = set()
         self.under_way: set[asyncio.Future[Any]] = set()
-        """calls that are not answered yet, also of connections that closed"""
+        """unanswered calls, also those of closed connections"""
         self.intake = ResourceLimiter(limits.MAX_BYTES_UNDER_WAY)
         self.refusals = Refusals(log, "local door")
         self._listener: socket.socket | None = None
@@ -151,7 +151,7 @@ class Door:
         self.spawn(self._greet(sock))
 
     def _wait_for_room(self, why: str) -> None:
-        """Accept nobody for a while: the listener would stay readable all the time."""
+        """Stop accepting for FULL_S: the listener would stay readable all the time."""
         assert self._listener is not None
         self.refusals.count(f"cannot accept another client: {why}")
         loop = asyncio.get_running_loop()
@@ -183,7 +183,7 @@ class Door:
             )
 
     async def _greet(self, sock: socket.socket) -> None:
-        """Welcome and descriptors go out on the bare socket, then a transport takes over."""
+        """Send Welcome and descriptors on the bare socket, then hand the socket to a transport."""
         pid, uid, _ = struct.unpack(
             "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         )
@@ -217,7 +217,7 @@ class Door:
             sock.close()
 
     def _refusal(self, uid: int) -> DataplaneError | None:
-        """Why a process of this user is not let in."""
+        """Return the reason to refuse a process of this user, if any."""
         if uid not in (os.getuid(), 0):
             return ConnectError(
                 f"peer {self.host.name!r} belongs to uid {os.getuid()} and does not "
@@ -298,7 +298,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's own class
-        # Answers go at once: uvloop keeps what may be kept, and looks for events once more for it.
+        # Write replies at once: uvloop would buffer them for another turn of the loop.
         self._transport.set_write_buffer_limits(high=0)
         self._inflow.transport = self._transport
         self.door.connections.add(self)
@@ -343,7 +343,7 @@ class Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         self._is_untaken = False
         self._inflow.go_on("answers")
-        self.data_received(b"")  # what had come by then
+        self.data_received(b"")  # requests that arrived during the pause
 
     def _request(self, request: Request) -> None:
         body, door, session = request.body, self.door, self._session
@@ -401,7 +401,8 @@ class Connection(asyncio.Protocol):
         return done
 
     def _session_of(self, body: Hello) -> Session:
-        """VersionMismatch, PeerLost; ClientClosed for a session that has ended."""
+        """Return the session that a client opens or joins. Raise VersionMismatch, PeerLost, or
+        ClientClosed for a session that has ended."""
         host, sessions = self.door.host, self.door.sessions
         if not limits.PROTOCOL_VERSION_MIN <= body.version <= limits.PROTOCOL_VERSION:
             raise VersionMismatch(
@@ -497,7 +498,8 @@ class _Call(Call):
     def may_leave(self, reply: Body) -> bool:
         if not self.held or (self.host.progress.is_settled and self.host.serving.is_sure()):
             return True
-        # Such a call changed nothing, and people need the reason most while the backup is silent.
+        # Such a call changed nothing, and its user needs the reason most while the backup is
+        # silent.
         return isinstance(reply, Failed) and reply.code in _NO_SPACE
 
     def is_served_here(self) -> bool:
@@ -543,16 +545,16 @@ class _Call(Call):
 class Inflow:
     """Flow control of one connection: when the peer reads it, and why it is paused.
 
-    A frame above the size of a small one is read once the frames in flight leave enough memory.
-    A frame that stalls halfway gives up its memory to others. The connection stays open, because
-    its client may only be stopped.
+    A large frame is read once the frames in flight leave enough memory. A frame that stalls halfway
+    gives up its memory to others. The connection stays open, because its client may only be
+    stopped.
     """
 
     def __init__(self, intake: ResourceLimiter) -> None:
         self.transport: asyncio.Transport | None = None
         self._intake = intake
         self.arriving: asyncio.Event | None = None
-        """set when the larger frame that is coming in is whole"""
+        """set when the larger frame in progress is complete"""
         self._held: set[str] = set()
 
     def let_in(self, nbytes: int) -> Coroutine[Any, Any, None]:
@@ -571,7 +573,7 @@ class Inflow:
             self._intake.release(nbytes)
 
     def arrived(self) -> None:
-        """Note that a frame is complete, or that no more bytes come."""
+        """Note that a frame is complete, or that no more bytes arrive."""
         if self.arriving is not None:
             self.arriving.set()
             self.arriving = None
@@ -590,7 +592,7 @@ class Inflow:
 
 
 def _log_path() -> str:
-    """The file that this process logs to; "" where that is none, or was removed."""
+    """Return the file that this process logs to, or "" if there is none or it was removed."""
     try:
         path = os.readlink("/proc/self/fd/2")
         return path if stat.S_ISREG(os.fstat(2).st_mode) and os.path.exists(path) else ""
@@ -599,7 +601,7 @@ def _log_path() -> str:
 
 
 def _waits_s(body: Any) -> float:
-    """How long a call that waits for rows may take, from its arrival on. Its handler says when that
-    is over. If it does not, the client does."""
+    """Return how long a waiting call may take, from its arrival. Its handler ends the call. If it
+    does not, the client does."""
     waits_ms: int = body.timeout_ms
     return waits_ms / 1000 + AFTER_S if waits_ms >= 0 else math.inf

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ASK_S = 2.0
-"""How long a new authority waits for what the members know."""
+"""How long a new keeper waits for the members' rosters."""
 TTL_S = 2
-"""etcd's own least: so long after its last word an authority's key goes."""
+"""etcd's minimum. The keeper's key expires this long after its last renewal."""
 SURE_S = 1.6
-"""An authority believes in its key for less, counted from when it asked for it."""
+"""How long a keeper trusts its key, counted from the request that renewed it."""
 LOOK_S = 0.4
 HURRY_S = 0.1
-"""The same where the authority's process is proven to have ended."""
+"""The pause instead of LOOK_S once the keeper's process is proven to have exited."""
 
 Commit = Callable[[Roster], Awaitable[bool]]
 
@@ -90,7 +90,7 @@ class KeeperRole:
         self._member.watching.follow(everybody=False)
 
     def note(self, peer: Owner, body: Beat, epoch: tuple[int, int]) -> None:
-        """A life sign; the role is open."""
+        """Note a heartbeat. The role must be open."""
         assert self._authority is not None
         if peer.peer != self.host.address:
             self._detector.heard(peer, self.host.now())
@@ -105,7 +105,7 @@ class KeeperRole:
                 epoch,
             )
             self.close()
-            self._member.deposed.set()  # it returns as a new process of the plane
+            self._member.deposed.set()  # this peer restarts as a new process
         else:
             self.judge()
 
@@ -130,7 +130,8 @@ class KeeperRole:
         self._publish()
 
     def _publish(self) -> None:
-        """Tell all, and those that are members no more: one that was only stopped learns so."""
+        """Send the next roster to all members and to former ones. A peer that was only stopped
+        learns from it that it was removed."""
         assert self._authority is not None
         new = self._authority.roster
         if new.epoch in (self._published, self.host.roster.epoch):
@@ -157,7 +158,7 @@ class KeeperRole:
             self.mesh.spawn(self._push(address, new))
 
     async def _push(self, address: str, roster: Roster) -> None:
-        with contextlib.suppress(StaleEpoch, Unavailable):  # it asks by itself
+        with contextlib.suppress(StaleEpoch, Unavailable):  # the peer asks by itself
             await self.mesh.call(address, Rostered(roster.table), timeout_s=ASK_S)
 
 
@@ -166,19 +167,19 @@ class SeedKeeper:
     theirs."""
 
     commit: Commit | None = None
-    """before a roster is in force: False where another authority made one"""
+    """called before a roster takes effect; returns False if another keeper has stored one"""
 
     def __init__(self, host: Host, first: str) -> None:
         self.host = host
         self.apart = first
-        """the peer that hosts no shards where there are three or more, or "" """
+        """the peer that hosts no shards if the run has three or more peers, or "" """
 
     def address(self) -> str:
         """The address of the roster keeper. Raises Unavailable if none is known."""
         return self.apart
 
     async def run(self, role: KeeperRole) -> None:
-        """Open the role here when it is this peer's turn; until it is cancelled."""
+        """Open the role here when it is this peer's turn. Runs until cancelled."""
         if self.host.address == self.apart:
             await role.open(self.host.roster, ask=True)
 
@@ -216,9 +217,9 @@ class EtcdKeeper(SeedKeeper):
         self._address = ""
         self._lease = 0
         self._created = 0
-        """revision of the authority's key, where it is this peer's"""
+        """revision of the keeper's key, if this peer owns it"""
         self._changed = 0
-        """revision of the roster that is in etcd"""
+        """revision of the roster in etcd"""
         self._sure_until = 0.0
         self._look_now = asyncio.Event()
 
@@ -258,7 +259,7 @@ class EtcdKeeper(SeedKeeper):
                     await self._look_now.wait()
 
     async def _look(self, role: KeeperRole, began: float) -> None:
-        """Who has the role? If nobody, this peer tries to get it."""
+        """Find out who the keeper is. If there is none, try to become it."""
         kept = await self.etcd.get(self._authority_key)
         if kept is not None and not await self._is_over(kept):
             return
@@ -279,15 +280,15 @@ class EtcdKeeper(SeedKeeper):
         await role.open(roster, ask=False)
 
     async def _is_over(self, kept: EtcdValue) -> bool:
-        """Whether the process that has the key is proven to have ended; then the key goes too."""
+        """Whether the process that owns the key is proven to have exited. If so, revoke the key."""
         address = kept.value.decode()
         if address == self.host.address:
-            return False  # of a life before, or of a lease that was given up: it goes by itself
+            return False  # an abandoned or an earlier incarnation's key, which expires by itself
         self._address = address
         if not self._has_ended(address):
             return False
         log.info("roster keeper at %s: process exited", address)
-        self._address = ""  # who asks it now would wait for one that is no member any more
+        self._address = ""  # callers must not wait for a former member
         await self.etcd.revoke(kept.lease)
         return True
 
@@ -297,7 +298,7 @@ class EtcdKeeper(SeedKeeper):
         before = {self._roster_key: self._changed}
         try:
             revision = await self.etcd.put_if(self._roster_key, raw, mine, before, 0)
-        except Unavailable as exc:  # it may be there or not: whoever comes next reads it
+        except Unavailable as exc:  # the roster may be stored or not: the next keeper reads it
             log.warning("roster keeper: could not store the roster: %s", exc)
             revision = 0
         if not revision:
@@ -307,8 +308,8 @@ class EtcdKeeper(SeedKeeper):
         return self.sure()
 
     def gone(self, owner: Owner) -> None:
-        """Who made the roster that says so has the role now. To ask the one before would only
-        mean to wait."""
+        """Look for a new keeper if the former one is no longer a member. Calls to it would only
+        wait."""
         if owner.peer == self._address:
             self._address = ""
             self._look_now.set()

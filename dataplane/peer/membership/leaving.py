@@ -144,7 +144,7 @@ class Leaving:
         await self.membership.deposed.wait()
 
     async def _nobody_is_left(self) -> None:
-        """Raise Unavailable when no peer is left that could take over shards. Runs beside every
+        """Raise Unavailable when no peer is left that could take over shards. Runs during every
         other wait of a leaving peer. A keeper that died gets `FATE_S` to be restarted."""
         until = None
         while self.membership.stays():
@@ -263,8 +263,9 @@ class Leaving:
                 self.mesh.spawn(self._take_in(owner))
 
     def _hand_over(self) -> None:
-        """Lend the values here that the moved shards reference to their new primary. Not earlier:
-        rows of a peer that was lost while this peer was silent are freed, and their values."""
+        """Give the new primary references to the values here that the moved shards reference. This
+        comes last: if a peer was lost while this peer was silent, its rows and their values are
+        freed first."""
         for entry in self.host.entries.values():
             for owner, chunks, counts in entry.store.holdings():
                 if owner == self.host.owner:
@@ -279,8 +280,8 @@ class Leaving:
         return sorted(leaving - {owner.peer for owner in found})
 
     def _takes_in(self, owner: Owner) -> bool:
-        """Return whether this peer copies the values of `owner`, which leaves. A peer that leaves
-        itself does not: its shards must not change while they move."""
+        """Return whether this peer copies the values of `owner`, which is leaving. If this peer is
+        leaving too, it does not: its shards must not change while they move."""
         roster = self.host.roster
         leaves = roster.has(owner) and owner.peer in roster.leaving
         return leaves and self.host.address not in roster.leaving
@@ -335,7 +336,7 @@ class Leaving:
             self.value_replicas.replace(entry, owner, chunks[:count][here], local)
             self.run_effects(entry)
             if not here.all():
-                break  # the others were freed meanwhile, and the shard is about to hear of it
+                break  # other values were freed, and the shard will learn of it
 
 
 async def _until(true: Callable[[], bool]) -> None:

@@ -46,9 +46,9 @@ BEAT_S = 0.4
 LOG_EVERY_S = 5.0
 ASK_S = 2.0
 AWAY_S = 3.0
-"""A peer that leaves counts on a keeper no more that has answered no life sign for so long."""
+"""The keeper counts as away after this long without a reply to a heartbeat."""
 WANTED_S = 10.0
-"""What the keeper said of the plane's clients holds for so long."""
+"""Seconds that the keeper's statement about the run's clients stays valid."""
 
 
 @dataclass(eq=False, repr=False)
@@ -57,26 +57,26 @@ class Membership:
     mesh: Mesh
     keeper: SeedKeeper
     peer: Peer
-    """says of itself what each life sign has, and follows rosters"""
+    """fills in heartbeats, and applies rosters"""
     lost_after_s: float = LOST_AFTER_S
 
     def __post_init__(self) -> None:
         self.deposed = asyncio.Event()
-        """the plane goes on without this process, which has left it, or may return as a new one"""
+        """set when this process is no longer a member; the peer may return as a new process"""
         self.watching = Watching(self.host, self.mesh, self._evidence)
         self.role = KeeperRole(self)
         self._admitted = False
         self._leaving = False
         self._ending: set[Owner] = set()
-        """who told this peer that it leaves, while the keeper of the roster was away"""
+        """members that reported, while the keeper was away, that they leave"""
         self._unreached: set[str] = set()
-        """where nobody answered who was to be told the same"""
+        """members that did not answer such a report of this peer"""
         self._plane_wanted = False
         self._refused: DataplaneError | None = None
         self._beat_now = asyncio.Event()
         self.mesh.on_stale = self.beat_now
 
-    # life signs
+    # heartbeats
 
     async def run(self) -> None:
         """Run until cancelled."""
@@ -99,7 +99,7 @@ class Membership:
         too: the first roster, which it derives itself, may be outdated, and would assign shards
         of other peers to it.
         """
-        waited_s, told_s = 0.0, 0.0  # turn by turn: while it is stopped, nobody is waited for
+        waited_s, told_s = 0.0, 0.0  # counted in turns, without the time while this peer is stopped
         while self.host.owner not in self.host.roster.owners:
             if self._refused is not None:
                 raise self._refused
@@ -122,8 +122,8 @@ class Membership:
         leaving = self._leaving and self._is_ready() and self.host.progress.is_settled
         body = self.peer.says(leaving, self._spare())
         body.unreached = self.watching.contacts.unreached()
-        epoch = self.host.roster.epoch  # what it says is of this roster, whenever it arrives
-        asked = self.host.now()  # by the answer, also one that lay here while this peer was stopped
+        epoch = self.host.roster.epoch  # the heartbeat refers to this roster
+        asked = self.host.now()  # a reply counts from here, even if this peer reads it late
         if self.role.is_open and self.keeper.sure():
             self.host.serving.heard = asked
             self.role.note(self.host.owner, body, epoch)
@@ -147,9 +147,9 @@ class Membership:
             self.host.serving.heard = asked
 
     def _spare(self) -> bytes:
-        """Where a member has no shards: those of this peer's empty ones that are the member's by
-        right, which stay empty until a roster. Partitions go on to begin in all others, also where
-        the authority ends in the middle of this, or there is nothing to give."""
+        """Return which empty shards of this peer are due to members without shards. Partitions
+        cannot begin in these until the next roster. All other shards stay open to new partitions,
+        even if the keeper fails before that, or if no shard is due."""
         host = self.host
         serves = host.address in host.roster.hosts and not host.silent
         if not serves or not newcomers(host.roster, self.keeper.apart):
@@ -176,7 +176,7 @@ class Membership:
         staying = set(roster.members) - roster.leaving - {self.host.address}
         if self.keeper_is_away():
             proven = filter(self.watching.contacts.has_ended, roster.owners)
-            ended = {*self._ending, *proven}  # not who came back under such a name
+            ended = {*self._ending, *proven}  # owners: a restarted process has not ended
             staying -= {owner.peer for owner in ended if roster.has(owner)}
             staying -= self._unreached | {self.keeper.apart}
         return staying
@@ -194,22 +194,21 @@ class Membership:
         return self.host.now() - heard > AWAY_S
 
     async def say_ending(self) -> None:
-        """Tell all members that this peer wants to leave, until the keeper, which would tell
-        them, is back. Members that want to leave as well are told too, because they may wait
-        only for this peer."""
+        """Tell all members that this peer wants to leave, until the keeper is back and tells them.
+        Members that want to leave too are included, because they may wait only for this peer."""
         others = {*self.host.roster.members} - {self.host.address, self.keeper.apart}
         await asyncio.gather(*map(self._say_ending_to, others))
         self._unreached.clear()
 
     async def _say_ending_to(self, other: str) -> None:
-        """Greet the member each time, so that its end is noticed. One that has ended answers no
-        greeting, and delays what the others are told by nothing."""
+        """Greet the member before each report, so that its exit is noticed. A member that has
+        exited answers no greeting, and does not delay reports to the others."""
         while self.keeper_is_away():
             try:
                 async with asyncio.timeout(ASK_S):
                     await self.mesh.hello(other)
                 self._unreached.discard(other)
-                with contextlib.suppress(DataplaneError):  # no authority is there
+                with contextlib.suppress(DataplaneError):  # the member is not the keeper
                     await self.mesh.call(other, Beat(leaving=True), timeout_s=ASK_S)
             except (TimeoutError, DataplaneError):
                 self._unreached.add(other)
@@ -221,23 +220,24 @@ class Membership:
         self.beat_now()
 
     def _is_ready(self) -> bool:
-        """To be known as one that leaves, or, where it is, to give its shards away."""
+        """Whether a heartbeat may report that this peer leaves. Once the roster says so, the report
+        asks to move its shards, which requires that it is silent."""
         return self.host.silent or self.host.address not in self.host.roster.leaving
 
     def beat_now(self) -> None:
         self._beat_now.set()
 
     def _whereabouts(self) -> str:
-        """For messages."""
+        """Return where the keeper is, for messages."""
         try:
             return f" at {self.keeper.address()}"
         except Unavailable:
             return " (no peer is known to be the keeper)"
 
-    # the authority
+    # evidence and heartbeats of other peers
 
     def _evidence(self) -> None:
-        """Something was seen of a member that may be lost."""
+        """Act on evidence that a member may be lost."""
         if self.role.is_open:
             self.role.judge()
         else:
@@ -256,7 +256,7 @@ class Membership:
                 raise Unavailable(
                     f"the roster keeper at {self.host.address} is restarting: repeat the call"
                 )
-        elif caller.address != self.keeper.apart:  # which asks what others know as it begins
+        elif caller.address != self.keeper.apart:  # which asks for rosters when it starts
             if body.leaving:
                 ending = (*self._ending, caller.owner)
                 self._ending = set(filter(self.host.roster.has, ending))
@@ -309,4 +309,4 @@ class Membership:
             self.keeper.gone(owner)
             self.peer.gone(owner)
         if new.leaving or newcomers(new, self.keeper.apart):
-            self.beat_now()  # who leaves goes when others follow this roster; who came gets shards
+            self.beat_now()  # leaving peers end and new ones get shards once all follow

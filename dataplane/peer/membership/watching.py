@@ -38,7 +38,7 @@ class Watching:
         self.mesh = mesh
         self.contacts = Contacts()
         self.key = b""
-        """of the plane's bulk transfer"""
+        """key of the run's bulk transfer"""
         self._on_evidence = on_evidence
         self._watches: dict[Owner, asyncio.Task[None]] = {}
 
@@ -59,11 +59,11 @@ class Watching:
         while True:
             tell, before = functools.partial(self._tell, owner), silent_since
             silent_since = await watch(self._process(owner), self.key, tell, before)
-            if before is not None or silent_since is None:  # else looked at again at once
+            if before is not None or silent_since is None:  # at first silence, look again at once
                 await asyncio.sleep(LOOK_S)
 
     def _process(self, owner: Owner) -> Process:
-        """With the ports that it told when it was greeted; else by its address alone."""
+        """Return a member's process. Its ports are known if it has been greeted."""
         address = owner.peer.removeprefix("tcp://")
         hello = self.mesh.others.hello(owner)
         if hello is None:

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 DOMAIN = "dataplane"
 """The ZAP domain: it must equal the socket's exactly, `*` matches nothing."""
 DESK = "inproc://zeromq.zap.01"
-"""Where libzmq asks whom to let in."""
+"""Where libzmq asks whether to admit a process."""
 _ZAP_VERSION = b"1.0"
 _WATCH = "inproc://router-events"
 _WATCHED = (
@@ -52,23 +52,23 @@ _WATCHED = (
     zmq.EVENT_MONITOR_STOPPED,
 )
 CONNECT_MS = 1_500
-"""A connection that is not made by then is dialled anew. The kernel would repeat its first packet
-ever later, and find out late that a cut has healed."""
+"""After this long, a connection attempt starts over. The kernel would retransmit its first packet
+ever more rarely, and notice late that a cut has healed."""
 HANDSHAKE_MS = 3_000
 KEEPALIVE_S, KEEPALIVES = 1, 7
-"""A host that answers none of these ends the connection, on which nothing else is on its way."""
+"""A connection ends when the host answers none of these probes. Nothing else is in flight on it."""
 RECONNECT_MS, RECONNECT_MAX_MS = (25, 50), (700, 1_000)
-"""Who is not there yet is dialled again after so long, then after twice that, and so on up to the
-second. libzmq has no jitter once there is a maximum: each socket draws its own, or all who lost a
-peer would knock in the same moments."""
+"""The first and the longest pause before dialling an absent peer again; pauses double. Each socket
+draws its own values from these ranges, because libzmq has no jitter once there is a maximum.
+Without it, all peers would redial at the same moments."""
 SOCKETS_OF_A_LINK = 3
-"""libzmq's: the dealer, and the two ends of its monitor."""
+"""Sockets of libzmq: the dealer, and both ends of its monitor."""
 OWN_SOCKETS = 16
-"""For those that let others in, and some to spare."""
+"""Sockets that admit peers, and some to spare."""
 MAX_SOCKETS = SOCKETS_OF_A_LINK * limits.MAX_MEMBERS + OWN_SOCKETS
-"""libzmq allows 1,023 in a context unless told, which is 340 links."""
+"""libzmq's default is 1,023 sockets per context, enough for 340 links."""
 MAX_QUEUED_MESSAGES = 256
-"""Greetings, and answers to them, at either end."""
+"""Greetings and replies that may wait at each end."""
 
 
 class Gate:
@@ -96,7 +96,7 @@ class Gate:
             router.setsockopt(zmq.CURVE_SERVER, 1)
             router.setsockopt(zmq.CURVE_SECRETKEY, self._dialled)
         router.setsockopt(zmq.ZAP_DOMAIN, DOMAIN.encode())
-        # Without a handler nobody would be asked, and everybody let in.
+        # Without a handler, libzmq admits every process.
         router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def secure_dealer(self, dealer: zmq.Socket[Any]) -> None:
@@ -196,10 +196,9 @@ class Greetings:
         return where
 
     def _watch(self, events: zmq.Socket[bytes]) -> None:
-        """Count the connections that end without a handshake, until the monitor stops.
-
-        This is a thread of its own, because libzmq's threads block while nobody takes their
-        events, and the event loop may be busy."""
+        """Count the connections that end without a handshake, until the monitor stops. Runs in its
+        own thread: libzmq's threads block until their events are read, and the event loop may be
+        busy."""
         handshakes = ended = counted = 0
         with events:
             while (event := recv_monitor_message(events)["event"]) != zmq.EVENT_MONITOR_STOPPED:
@@ -234,8 +233,8 @@ class Greetings:
         take: Callable[[bytes], None],
         broke: Callable[[], None],
     ) -> Callable[[], None]:
-        """Greet the peer at an address as soon as one is there. Returns what closes the connection,
-        made or being made, without further notifications.
+        """Greet the peer at an address as soon as it accepts connections. Return a function that
+        closes the connection, or the attempt, without further notifications.
 
         take: gets the reply. broke: called when the connection ends after it was made. Raises
         LinkBroken if no file descriptor is left for it; one may be free a moment later.
@@ -256,7 +255,7 @@ class Greetings:
         ended.add_done_callback(lambda _: None if ended.cancelled() else broke())
         answer = asyncio.ensure_future(socket.recv())
         answer.add_done_callback(lambda _: None if answer.cancelled() else take(answer.result()))
-        with suppress(zmq.Again):  # the queue is long enough; refused by now, and `broke` is told
+        with suppress(zmq.Again):  # if the peer refused already, `broke` will be called
             asyncio.ensure_future(socket.send(greeting, zmq.NOBLOCK)).result()
 
         def close() -> None:
@@ -284,6 +283,6 @@ async def _served(
         try:
             for answer in answers(parts):
                 await socket.send_multipart(answer)
-        except Exception:  # the messages after it are still to be taken
+        except Exception:  # later messages must still be handled
             log.exception("greeting: could not send a reply")
-        await asyncio.sleep(0)  # others have their turn, however many come
+        await asyncio.sleep(0)  # let other tasks run, however many messages arrive

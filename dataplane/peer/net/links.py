@@ -147,7 +147,7 @@ class Link:
     streams: dict[Channel, Stream] = field(default_factory=dict)
     answers: dict[int, asyncio.Future[Body]] = field(default_factory=dict)
     ended: Unavailable | None = None
-    """why nothing is answered here any more"""
+    """the error that ended the link"""
 
     async def greet(self, rid: int, greeting: bytes) -> None:
         """Greet the peer as soon as it is there, and open its streams.
@@ -251,7 +251,7 @@ class Link:
                 )
                 raise ProtocolError(f"the peer at {self.address} rejected a request: {why}")
         except ProtocolError as exc:
-            # Whose answer that was, or would have been, nobody can tell.
+            # It is not known which call the reply belongs to.
             log.warning("link to %s: closed after an invalid reply: %s", self.address, exc)
             self.ended = Unreadable(
                 f"this peer could not decode a reply from the peer at {self.address}, so the call "

@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 
 class _Call(msgspec.Struct, frozen=True):
-    """What is asked of whom, and for whom; the rest as `Mesh.call` is given it."""
+    """A request, its address and its caller. For `to` and `epoch` see `Mesh.call`."""
 
     address: str
     body: Body
@@ -68,7 +68,7 @@ class Mesh:
         self.greetings = greetings.Greetings(gate)
         self._links: dict[str, Link] = {}
         self._reaching: dict[str, asyncio.Task[Link | DataplaneError]] = {}
-        """links that are being made"""
+        """connection attempts in progress"""
         self._rids = itertools.count(1)
         self._tasks = Tasks()
         self.spawn = self._tasks.spawn
@@ -77,12 +77,12 @@ class Mesh:
         self.on_stale: Callable[[], None] = lambda: None
         """called when another peer has another roster"""
         self.on_heard: Callable[[Owner], None] = lambda peer: None
-        """called with every process of which a message has come"""
+        """called with each process that sent a message"""
         self.begins_anew = False
-        """Peers of an earlier launch may still run where others of this one will: they refuse this
-        peer, which asks again until the new one is there."""
+        """Retry while a peer refuses this one over its roster. Peers of an earlier launch may still
+        run at the addresses of this one."""
         self.has: Callable[[str], tuple[int, int] | None] = lambda address: None
-        """how far this peer is in what it backs up for another one"""
+        """this peer's position in the log of a peer that it backs up"""
 
     @property
     def refused(self) -> int:
@@ -93,11 +93,11 @@ class Mesh:
     async def listen(self) -> None:
         """Start to listen. Raise AddressInUse if another process uses the address."""
         where = self.greetings.bind(self.host.address)
-        await self.door.streams.listen(where, self.host.address)  # before anybody is told where
+        await self.door.streams.listen(where, self.host.address)  # before a greeting tells the port
         self.spawn(self.greetings.serve(self.door.greeted))
 
     async def close(self) -> None:
-        self.door.streams.close()  # what came from now on would be no task that ends here
+        self.door.streams.close()  # later requests would start tasks that nothing ends
         await self._tasks.close()
         for link in self._links.values():
             link.close(
@@ -144,11 +144,11 @@ class Mesh:
                 while (answer := self._send(asked, until, ahead_bytes)) is None:
                     ready = self._ready(asked)
                     await self._in_time(address, kind.__name__, until, ready)
-                    ahead_bytes = 0  # it has waited for the others, or for a link
+                    ahead_bytes = 0  # it has waited, so it overtakes no others
                 return await answer
             except LinkBroken as exc:
                 unreadable = type(exc) is type(broken) is Unreadable
-                # A process that is no longer a member may run, and wait.
+                # A former member may still run and accept connections, but never answer.
                 is_lost = to is not None and not self.host.roster.has(Owner(address, to))
                 if unreadable or is_lost:
                     raise Unavailable(exc.message, **exc.details) from exc
@@ -283,10 +283,11 @@ class Mesh:
         assert link.hello is not None
         return link.hello
 
-    # who is there
+    # links
 
     async def _link(self, address: str) -> Link:
-        """The link to a peer. What it refuses this one for; Unavailable."""
+        """Return the link to a peer, making it if needed. Raise Unavailable, or the peer's
+        refusal."""
         if self._tasks.closed:
             raise Unavailable(
                 f"peer {self.host.name!r} is shutting down: connect to "
@@ -309,7 +310,7 @@ class Mesh:
         return outcome
 
     async def _reach(self, address: str) -> Link | DataplaneError:
-        """Make the link that all wait for who want one."""
+        """Make a link for all callers that wait for it. Return the error if that fails."""
         broken: LinkBroken | None = None
         try:
             async with asyncio.timeout(CALL_S):
@@ -350,13 +351,14 @@ class Mesh:
         return link
 
     def broke(self, link: Link) -> None:
-        """The connection ended: calls under way fail, and those that may are sent again."""
+        """Handle the end of a connection: pending calls fail with LinkBroken, and `call` resends
+        them."""
         if self._tasks.closed:
             return
         why = self._went_away(link.address)
         link.close(link.ended or LinkBroken(why, address=link.address))
         if self._links.get(link.address) is not link:
-            return  # it was being made
+            return  # the link was not in use yet
         del self._links[link.address]
         name = self.others.name(link.address)
         log.info("peer %s at %s: connection lost", name, link.address)
@@ -387,7 +389,7 @@ class Mesh:
         self.others.forget(address)
 
     def bring(self, link: Link, reply: PeerReply, append: Append) -> None:
-        """An answer that is good once this peer has what its sender did up to then."""
+        """Replay the records that came with a reply, then deliver the reply."""
         try:
             outcome = self.handlers[Append](Caller(link.address, reply.incarnation), append)
         except DataplaneError as exc:
@@ -407,7 +409,7 @@ class Mesh:
             link.answered(reply)
 
     def _not_brought(self, link: Link, reply: PeerReply, exc: DataplaneError) -> None:
-        """As if the connection had broken before: what was asked may have taken effect."""
+        """Fail a call as if the connection had broken: the request may have taken effect."""
         name = self.others.name(link.address)
         log.warning(
             "dropped a reply from peer %s, because its log entries could not be replayed: %s",

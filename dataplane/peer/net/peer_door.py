@@ -38,15 +38,16 @@ from dataplane.wire.tables import Owner
 log = logging.getLogger(__name__)
 
 REQUEST_BYTES = 2_048
-"""A request that waits counts as at least this, which bounds their number as well: 8,192 of a
-stream, 131,072 of all."""
+"""A waiting request counts as at least this many bytes. That bounds the number of requests: 8,192
+per stream, 131,072 in all."""
 STREAM_BYTES = 16 << 20
-"""Enough to keep a link busy; with more, what backups confirm waits longer for its share of it."""
+"""Unanswered bytes per call stream. This keeps a link busy; more would delay what backups
+confirm."""
 CONTROL_BYTES = 64 << 20
-"""A primary sends its backup one message at a time, at most as long as a frame. Few messages
-exceed 4 MiB."""
+"""Unanswered bytes per control or heartbeat stream. A primary sends its backup one message at a
+time, at most as long as a frame. Few messages exceed 4 MiB."""
 CATCH_UP_S = 5.0
-"""How long a request of a newer roster waits for this peer to have it."""
+"""How long a request under a newer roster waits until this peer has that roster."""
 
 
 @dataclass(eq=False, repr=False)
@@ -54,10 +55,10 @@ class PeerDoor:
     host: Host
     handlers: dict[type[Body], PeerHandler]
     _hold: Callable[[asyncio.Future[Any]], asyncio.Future[Any]]
-    """has them end with this peer"""
+    """makes a task end with this peer"""
     _gate: Gate
     _heard: Callable[[Owner], None]
-    """told whose process a request came from"""
+    """called with the process that sent a request"""
 
     def __post_init__(self) -> None:
         self.streams = Streams(self._gate.encrypted, self._arrived)
@@ -67,9 +68,10 @@ class PeerDoor:
         self._unanswered_bytes = 0
         self._paused: set[Stream] = set()
         self.carry: Callable[[Owner, bytes], Append | None] = lambda to, connection: None
-        """what an answer on this connection brings to the backup, so that it need not wait"""
+        """returns records to send along with a reply on this connection, so that it need not
+        wait"""
         self.heard: Callable[[Owner, int, int], None] = lambda by, stream, end: None
-        """told how far the backup is, as its requests say"""
+        """called with the backup's position in the log, which its requests state"""
 
     def greeted(self, frame: bytes) -> bytes:
         """Return the reply to a message that arrived over zmq, where only greetings are valid."""
@@ -100,12 +102,12 @@ class PeerDoor:
         )
 
     def _refusal(self, exc: ProtocolError) -> bytes:
-        """The answer to what is no request."""
+        """Return the reply to an invalid request."""
         self.refusals.count(exc)
         return peering.encode(PeerReply(0, self.host.incarnation, failed(exc)))
 
     def _arrived(self, stream: Stream, frame: bytes | memoryview) -> None:
-        """Answered at once, unless somebody or something has to be waited for."""
+        """Handle a frame. Reply at once unless the request must wait."""
         try:
             request = peering.decode_request(frame)
             operation = OPERATIONS.get(type(request.body))
@@ -118,7 +120,7 @@ class PeerDoor:
         self._heard(sender)
         if request.has is not None:
             self.heard(sender, *request.has)
-        # What is asked of others on the way ends before, so that the sender is told who it was.
+        # Calls to other peers end earlier, so that the reply can say which peer was late.
         limit_s = request.deadline_ms / 1000
         until = self.host.now() + limit_s - min(MARGIN_S, limit_s / 10)
         call_context.set(CallContext(until))
@@ -168,7 +170,7 @@ class PeerDoor:
 
 
 class _Call(Call):
-    """A request of another peer. append: what its answer brings to the backup."""
+    """A request of another peer. append: the log records that its reply carries to the backup."""
 
     door: PeerDoor
     stream: Stream
@@ -204,7 +206,7 @@ class _Call(Call):
         roster, sent_by = host.roster, self.operation.sender
         if request.epoch == roster.epoch:
             known = roster.has(sender)
-        elif sent_by is Sender.SUCCESSOR:  # its own roster says which shards it has
+        elif sent_by is Sender.SUCCESSOR:  # the sender's roster lists its shards
             known = sender in roster.owners and roster.follows(request.epoch)
         else:
             known = sent_by is Sender.MEMBER and sender in roster.owners
@@ -223,8 +225,8 @@ class _Call(Call):
         return self.door.handlers[type(self.request.body)](_caller(self.request), self.request.body)
 
     def may_leave(self, reply: Body) -> bool:
-        """Whether the reply may leave: the backup has the operations behind it, and has
-        confirmed that this peer still serves. Another peer may serve the shard by now."""
+        """Whether the reply may leave: the backup has every record behind it, and has confirmed
+        that this peer still serves. Another peer may serve the shard by now."""
         if type(reply) is Failed and reply.code == StaleEpoch.__name__:
             return True
         if self.held:
@@ -248,13 +250,13 @@ class _Call(Call):
 
     @property
     def _is_for_anybody(self) -> bool:
-        """Whether any peer may ask it, whatever roster it has."""
+        """Whether any peer may send the request, whatever its roster."""
         return self.operation.sender is Sender.ANYBODY and not self.held
 
     @property
     def _is_passed_on(self) -> bool:
-        """Whether the sender relies on the backup of this peer as well, whose its shards will be:
-        it leaves."""
+        """Whether the sender, which is leaving, also relies on this peer's backup: this peer will
+        serve its shards."""
         leaving = self.host.roster.leaving
         sender = self.request.sender
         return type(self.request.body) is Append and sender in leaving - {self.host.address}

@@ -32,26 +32,26 @@ from dataplane.wire.messages import Admit, Body, Claim, Losses, Wait, Withdraw
 log = logging.getLogger(__name__)
 
 TURN_S, LONG_S = 5.0, 20.0
-"""Who waits at a shard asks it again after so long, and with a claim, which keeps its place there,
-ever later: what it holds for a waiter ends with that, and it says what that one waits for."""
+"""The first and the longest turn. A waiting call asks its shard again after each turn, which brings
+the reason for the wait. Only the turns of claims grow."""
 OWN_TURN_S = 0.5
-"""The first turn of a call that perhaps waits for its own process: its end comes before that is to
-be said (`reasons.SOON_S`)."""
+"""The first turn of a call that may wait for its own process. It ends before the reason must be
+reported (`reasons.SOON_S`)."""
 LATE_S = 1.0
-"""A shard that has not answered so long after a turn's end is silent."""
+"""A shard that has not replied this long after a turn's end is silent."""
 AT_ONCE_S = 0.3
-"""A call that does not wait has so long for its way to the shard and back."""
+"""Time for the round trip of a call that does not wait."""
 RETRY_S = 0.2
-"""Who could not reach a shard asks again so long after, or at once under another roster."""
+"""The pause after an attempt that did not reach a shard. A new roster ends it."""
 MOST_WITHDRAWN = 4_096
-"""in one message"""
+"""The most numbers in one `Withdraw`."""
 LEAST_S = 0.01
-"""With less left it is not asked again: what came of that would hide why it was not reached."""
+"""With less time left, a request is not retried: its timeout would hide the earlier error."""
 
 T = TypeVar("T")
 WaitingCall = Claim | Wait | Losses | Admit
 Hear = Callable[[DataplaneError], None]
-"""Told why a shard is asked again; what it raises is the end."""
+"""Called with the reason of each repetition. An error that it raises ends the call."""
 
 
 class Router:
@@ -59,7 +59,8 @@ class Router:
         self.host = host
         self.mesh = mesh
         self._withdrawn: dict[tuple[str, int], list[tuple[int, asyncio.Future[None]]]] = {}
-        """by partition and generation, what its shard has yet to hear, and who waits for that"""
+        """by partition and generation: numbers that its shard has not confirmed, and who waits for
+        that"""
         self._telling: set[asyncio.Task[None]] = set()
 
     async def ask(
@@ -94,8 +95,8 @@ class Router:
         return await self.reach(turn, ends(body.timeout_ms, began), _first_s(body), hear, most_s)
 
     def begin_here(self, body: WaitingCall, caller: Caller) -> Body | asyncio.Future[Any]:
-        """Start the first turn of such a call if the shard is here. Return the reply, or a future
-        of it for `wait`. The turn takes over `body`."""
+        """Start the first turn of a waiting call if the shard is here. Return the reply, or a
+        future of it for `wait`. The turn takes over `body`."""
         _limit(body, _first_s(body))
         try:
             outcome = self.mesh.here(caller, body)
@@ -115,8 +116,7 @@ class Router:
 
     @property
     def is_heard(self) -> bool:
-        """Whether shards have confirmed all such requests, except those that no caller needs any
-        more."""
+        """Whether shards have confirmed every request of `tell` and `withdraw`."""
         return not self._telling and not self._withdrawn
 
     async def _tell(self, body: Any) -> bool:
@@ -197,13 +197,13 @@ class Router:
 
 
 def _first_s(body: WaitingCall) -> float:
-    """How long the first turn of a call is."""
+    """Return the length of a call's first turn."""
     return OWN_TURN_S if isinstance(body, Claim | Admit) and body.own else TURN_S
 
 
 def _turn_of(body: WaitingCall, turn_s: float, waited_ms: int = 0) -> WaitingCall:
-    """What a shard is asked of a call that has waited so much longer; it waits no longer than the
-    call does."""
+    """Return the request of a turn. `waited_ms` is the time since `body` was made. The turn ends
+    with the call at the latest."""
     asked = msgspec.structs.replace(body)
     _limit(asked, turn_s)
     if isinstance(asked, Claim | Admit):
@@ -217,7 +217,7 @@ def _limit(body: WaitingCall, turn_s: float) -> None:
 
 
 def ends(timeout_ms: int, now: float) -> float:
-    """Return until when such a call is repeated."""
+    """Return the end (monotonic) of a waiting call."""
     if timeout_ms < 0:
         return math.inf
     return min(now + (timeout_ms / 1000 or AT_ONCE_S), call_context.get().until)

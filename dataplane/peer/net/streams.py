@@ -35,17 +35,17 @@ log = logging.getLogger(__name__)
 
 ID_BYTES, KEY_BYTES, TAG_BYTES = 16, 32, 16
 MAX_EXPECTED = len(Channel) * limits.MAX_MEMBERS
-"""Streams that were promised and are not dialled yet; the oldest promise is forgotten."""
+"""Promised streams that are not open yet. The oldest promise is forgotten first."""
 MAX_UNKNOWN = 1_024
-"""Connections that have not said yet which stream they are: all peers may come at once."""
+"""Connections that have not identified their stream. All peers may connect at once."""
 JOIN_S = 3.0
-"""Within which a connection has to say it, and a dialled one to be made."""
+"""Time for a connection to identify its stream, and for an attempt to connect."""
 FULL_BYTES = 4 << 20
-"""More than this waits to be sent: who can wait does, and who asked for it asks nothing more."""
+"""With more unsent bytes, a stream is full: senders wait, and a call stream is not read."""
 UNACKED_MS = 8_000
-"""A connection ends when the other host acknowledges nothing for this long, and the next call dials
-anew: after a cut the kernel repeats what was lost ever later, a new connection comes through at
-once. It says nothing about the peer."""
+"""A connection ends when the other host acknowledges nothing for this long. The next call connects
+again. After a cut, the kernel retransmits ever more rarely, while a new connection works at once.
+The end of a connection says nothing about the peer."""
 KEEPALIVE_S = 1
 
 Take = Callable[["Stream", bytes | memoryview], None]
@@ -82,7 +82,7 @@ class Stream(asyncio.Protocol):
         self._take = take
         self._told_ended = ended
         self._loop = asyncio.get_running_loop()
-        # What comes belongs to no call that happened to be under way when the stream was made.
+        # Frames must not run in the context of the call that made the stream.
         self._variables = Variables()
         self._transport: asyncio.Transport | None = None
         self._seals: Sealer | None = None
@@ -90,14 +90,14 @@ class Stream(asyncio.Protocol):
         self._frames = FrameReader(limits.MAX_FRAME_BYTES + TAG_BYTES)
         self._paused = False
         self._is_accepted = False
-        """what comes asks, and what goes answers"""
+        """the other side sends requests, and this side replies"""
         self.channel = Channel.CALLS
         self.unanswered_bytes = 0
-        """of requests that came on it, counted by the peer door"""
+        """bytes of its requests, counted by the peer door"""
         self._posted: list[bytes] = []
         self._posted_bytes = 0
         self._is_behind = False
-        """the kernel takes no more for now"""
+        """the kernel's buffer is full"""
         self._room = asyncio.Event()
         self._room.set()
 
@@ -139,7 +139,7 @@ class Stream(asyncio.Protocol):
                     frame = self._opens.open(frame)
                 try:
                     self._take(self, frame)
-                except Exception:  # those that came with it are others'
+                except Exception:  # later frames belong to other calls
                     log.exception("%r: could not handle a message", self)
         except InvalidTag:
             self._end("a frame failed authentication")
@@ -157,8 +157,8 @@ class Stream(asyncio.Protocol):
 
     @property
     def _takes(self) -> bool:
-        """Whether frames that come are read. A call stream is not read while the other side does
-        not take its answers."""
+        """Whether arriving frames are read. A call stream is not read while the other side does not
+        read its replies."""
         is_gated = self._is_accepted and self.channel is Channel.CALLS
         return not (self.closed or self._paused or (is_gated and self.is_full))
 
@@ -241,7 +241,7 @@ class Stream(asyncio.Protocol):
 
 
 class _Unknown(asyncio.Protocol):
-    """A connection that has not said yet which stream it is."""
+    """A connection that has not identified its stream yet."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
@@ -292,7 +292,7 @@ class Streams:
         self._open: set[Stream] = set()
         self._server: asyncio.Server | None = None
 
-    # those that others dial
+    # streams that other peers open
 
     async def listen(self, where: str, told: str) -> None:
         """Listen on a port that the system chooses. where: the peer's address (tcp://host:port)
@@ -303,7 +303,7 @@ class Streams:
         self.address = f"{told.removeprefix('tcp://').rpartition(':')[0]}:{port}"
 
     def __len__(self) -> int:
-        """How many that others dialled are open."""
+        """The number of open streams that other peers opened."""
         return len(self._open)
 
     def promise(self, channel: Channel = Channel.CALLS) -> bytes:
@@ -352,7 +352,7 @@ class Streams:
         for stream in list(self._open):
             stream.close()
 
-    # those that this peer dials
+    # streams that this peer opens
 
     @staticmethod
     async def dial(address: str, secret: bytes, take: Take, ended: Ended) -> Stream:

@@ -39,7 +39,7 @@ class Changes:
 
     def __post_init__(self) -> None:
         self.dropped_rows = 0
-        """by clients of this host so far"""
+        """by clients of this host"""
 
     # asked for by clients
 
@@ -58,14 +58,14 @@ class Changes:
         if isinstance(body, Drop) and (body.rows, body.groups, body.where) == (None, None, None):
             there = self.host.entry(body.partition, body.generation)
             if there is not None:
-                self.references.answered(there, caller, body)  # ChangeExpired where it was settled
+                self.references.answered(there, caller, body)  # ChangeExpired if it was settled
             return self.partitions.drop(body.partition, body.generation, body.change)
         entry = self.host.shard(body.partition, body.generation)
         answer = self.references.answered(entry, caller, body)
         if answer is None:
             answer = entry.store.carry_out(body)
             self.run_effects(entry)
-        if isinstance(answer, Dropped):  # what is remembered is the answer alone
+        if isinstance(answer, Dropped):  # the store does not remember unknown tags
             unknown = inspection.unknown_tags(entry.store, body.where)
             answer = Dropped(answer.rows, answer.bytes, unknown)
         return answer

@@ -47,11 +47,11 @@ class Checkpoints:
         self.writing, self.reading, self.router = writing, reading, router
         self.sessions = sessions
 
-    # out
+    # save
 
     async def census(self, session: Session, request: Request, body: Census) -> Body:
-        """List partitions under one roster. Repeat if the roster changes meanwhile or a peer
-        leaves."""
+        """List partitions under one roster. Repeat if the roster changes or a peer leaves during
+        the call."""
 
         async def all_by(roster: Roster, left_s: float) -> CensusDone:
             asked = (
@@ -87,7 +87,7 @@ class Checkpoints:
         entry = self.host.shard(body.partition, body.generation)
         return checkpoint.save(entry.store, body.groups, body.rows, body.nbytes)
 
-    # in
+    # restore
 
     async def restore(self, session: Session, request: Request, body: Restore) -> Body:
         grants = self.writing.grants

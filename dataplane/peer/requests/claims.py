@@ -1,9 +1,8 @@
 """Claims of this host's clients: sent to their partition's shard, copied here, and handed out.
 
-A claim is one request to the shard's primary, which replies when it has rows for it. The
-requesting peer keeps the patience: it repeats the request after a link breaks or the shard
-moves, under the claim's number and with its age. When no caller waits any more, it sends a
-withdrawal until the shard confirms.
+A claim is one request to the shard's primary, which replies when it has rows for it. This peer
+repeats the request after a link breaks or the shard moves, with the claim's number and age. When no
+caller waits for the claim, this peer sends a withdrawal until the shard confirms.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ from dataplane.wire.messages import Body, Claim, Claimed, Request
 log = logging.getLogger(__name__)
 
 TOLD_FROM = 8
-"""From this many attempts on, the log says how often the rows granted to a claim were gone."""
+"""From this many attempts on, the log says how often a claim's rows were gone."""
 
 
 class _Claiming(msgspec.Struct, eq=False):
-    """A client's claim. number: under which the shard knows it; another one where it has to be
-    granted other rows. op: under which the client repeats it."""
+    """A client's claim. number: the shard's name for it; a new one if the claim must get other
+    rows. op: the client's number for it, which a retry repeats."""
 
     number: int
     session: Session
@@ -55,8 +54,8 @@ class _Claiming(msgspec.Struct, eq=False):
     op: int
 
     def left_s(self, now: float) -> float | None:
-        """The seconds left of the claim's wait, or of the time to ask if it does not wait. None:
-        no limit."""
+        """Return the seconds left of the claim's wait, or of its round trip if it does not wait.
+        None: no limit."""
         until = ends(self.body.timeout_ms, self.began)
         return None if until == math.inf else max(0.0, until - now)
 
@@ -89,10 +88,10 @@ class Claims:
     def __post_init__(self) -> None:
         self.leases = self.finishing.leases
         self.far_bytes = ByLabel()
-        """by stage: what claims were granted of values that other hosts have"""
+        """by stage: bytes of granted values that are on other hosts"""
         self.waiting = 0
 
-    # asked
+    # requests to the shard
 
     async def claim(self, session: Session, request: Request, body: Claim) -> Body:
         """Claim rows. Do not wait if the shard and the values of enough rows are local. If granted
@@ -127,9 +126,9 @@ class Claims:
             one.number = next(self.host.numbers)
 
     async def _granted(self, one: _Claiming, answer: asyncio.Future[Any] | None) -> Claimed:
-        """What the shard answers, wherever that is then: rows, or why there never will be any.
-        ClaimTimeout, of which the shard is told."""
-        session, settled = one.session, False  # the shard has answered, and knows that
+        """Return the shard's grant, wherever the shard is then. Raise the shard's error, or
+        ClaimTimeout after withdrawing the claim."""
+        session, settled = one.session, False  # the shard knows that the claim is over
         session.waiting += 1
         self.waiting += 1
         try:
@@ -144,7 +143,7 @@ class Claims:
                 asked, first, answer = self._asked(one, self.host.now()), answer, None
                 try:
                     granted: Claimed = await self.waits.until_met(session, one, asked, first)
-                    if self.host.now() > call_context.get().until:  # who asked has gone by now
+                    if self.host.now() > call_context.get().until:  # the client has given up
                         raise ClaimTimeout(
                             f"{one} timed out, because the local peer was suspended or busy "
                             "when the rows became ready: claim again"
@@ -152,11 +151,11 @@ class Claims:
                     settled = True
                     return granted
                 except LeaseExpired:
-                    one.number = next(self.host.numbers)  # what it was granted went before it heard
+                    one.number = next(self.host.numbers)  # the lease ended before its reply arrived
         except FrameTooLarge:
-            raise  # it was granted what no message carries: that is withdrawn
+            raise  # no message can hold the grant, so it is withdrawn
         except ClaimTimeout as exc:
-            # One that waits has its place there for another turn, whatever is left of its time.
+            # The shard keeps a waiting claim's place for another turn, even past its deadline.
             settled = one.body.timeout_ms == 0 and isinstance(exc.__cause__, ClaimTimeout)
             raise
         except DataplaneError:
@@ -182,13 +181,14 @@ class Claims:
         )
 
     def _withdraw(self, one: _Claiming) -> None:
-        """Nobody waits for it: what it was granted goes back, and what comes of it later."""
+        """Withdraw a claim that no caller waits for. Its rows return to the stage, also those of a
+        later grant."""
         of = one.body
         told = self.router.withdraw(of.partition, of.generation, one.number)
         if of.plan is not None:
             self.leases.leaves(told, one.part)
 
-    # handed out
+    # replies to the client
 
     async def _hand_out(self, one: _Claiming, granted: Claimed) -> Body:
         """Give the lease to the session, and pull its values if they are remote."""
@@ -226,7 +226,7 @@ class Claims:
         return Claimed(granted.lease, pin, table, granted.plan)
 
     async def _has_room(self, one: _Claiming, needed_bytes: int) -> None:
-        """Room for all that it brings here, under its lease. ClaimTimeout."""
+        """Wait for space for all values that the lease copies here. Raise ClaimTimeout."""
         if self.room.promise(one.number, needed_bytes):
             return
         one.session.waiting += 1

@@ -35,20 +35,20 @@ from dataplane.wire.peering import Identified, Identify
 from dataplane.wire.tables import Owner
 
 ASK_S = 0.5
-"""How long another peer's answer is awaited: the message must not be late for it."""
+"""Timeout for another peer's answer, so that the message is not late."""
 FRESH_S = 1.0
-"""What another peer said of a client holds for so long."""
+"""Seconds that another peer's statement about a client stays valid."""
 MAX_KNOWN = 1_024
-"""Clients of other hosts that are known; the least recently asked for are forgotten."""
+"""Clients of other hosts whose names are cached. The least recently requested are forgotten."""
 MAX_IDENTIFIED = 64
-"""in one message"""
+"""The most clients in one `Identify`."""
 SHOWN = 8
 
 
 class _Client(NamedTuple):
     who: str
     gone_at: float | None
-    """when it disconnected (monotonic); None: it is connected"""
+    """when it disconnected (monotonic), or None"""
     until: float
 
 
@@ -59,17 +59,18 @@ class Directory:
     sessions: Sessions
     partitions: Partitions
     runs: Path | None = None
-    """the run directory of this host, None where runs do not matter"""
+    """the run directory of this host, or None"""
 
     def __post_init__(self) -> None:
         self._clients = Latest[int, _Client](MAX_KNOWN)
         self._elsewhere: set[str] = set()
-        """partitions whose shards other peers have, when those were last asked"""
+        """partitions of other peers, as of the last request"""
 
     # asked for by clients of this host
 
     async def define(self, session: Session, request: Request, body: Define) -> Body:
-        """Declare a partition, or attach to it. PartitionUndefined says what exists instead."""
+        """Declare a partition, or attach to it. PartitionUndefined names the partitions that
+        exist."""
         name, parts, wait_s = body.partition, self.partitions, request.deadline_ms / 1000
         session.partitions.add(name)
         if body.generation:
@@ -99,7 +100,7 @@ class Directory:
     def facts(
         self, unit: str, told: Mapping[str, Any], partition: str, since_s: float = 0.0
     ) -> Facts:
-        """Return what a shard reported about a wait that many seconds ago, with names instead of
+        """Return a shard's report about a wait, received `since_s` ago, with names in place of
         numbers as far as they are known here."""
         facts = Facts(unit, **told)
         facts.leases = [(who, of, rows, age + since_s) for who, of, rows, age in facts.leases]
@@ -126,7 +127,7 @@ class Directory:
         return Producer(f"a client of peer {self.mesh.others.name(owner.peer)!r}", rows, idle_s)
 
     def _owner(self, session: int) -> Owner | None:
-        """The peer that has this client, None where that is no member any more."""
+        """Return the peer that has this client, or None if it is no longer a member."""
         owners = (self.host.owner, *self.host.roster.owners)
         return next((one for one in owners if one.has_session(session)), None)
 

@@ -34,8 +34,8 @@ MAX_LOGGED = 256
 """The most stages that are remembered for these log lines."""
 STALL_S = 0.5
 """This peer looks at the clock more often than this, unless it was stopped or had no processor
-time. Hard limits do not count such time, because the peer has yet to read acks that arrived
-meanwhile."""
+time. Hard limits do not count such time, because acks may have arrived in it that are not read
+yet."""
 
 Part = tuple[int, str, int, str]
 """A process in a plan: its session, partition, generation and stage."""
@@ -54,9 +54,9 @@ class Lease(msgspec.Struct, eq=False):
     plan: bool = False
     """whether it is a part in a plan"""
     claimed: int = 0
-    """the operation of the claim"""
+    """the claim's operation number"""
     kept: list[int] = []
-    """pins on the values of acks that failed, which the next ack of the same rows names"""
+    """pins on the values of failed acks, which the next ack of the same rows will name"""
 
 
 class Leases:
@@ -86,7 +86,7 @@ class Leases:
             lease.deadline = deadline
 
     def look(self, now: float) -> None:
-        """Move the hard limits by the time in which this peer did not run."""
+        """Extend the hard limits by the time in which this peer did not run."""
         stalled_s = 0.0 if self._looked_at is None else now - self._looked_at
         self._looked_at = now
         if stalled_s <= STALL_S:
@@ -141,7 +141,8 @@ class Leases:
     # plans
 
     def leaves(self, told: asyncio.Future[Any], part: Part) -> None:
-        """Note that its shard is being told that this process leaves the plan."""
+        """Note a message that tells the shard that this process leaves the plan. told: its
+        confirmation."""
         self._leaving[told] = part
         told.add_done_callback(self._leaving.pop)
 
@@ -181,7 +182,7 @@ class Finishing:
                 self.release(session, body.lease, heard=False)
                 return Done()
             if not request.rid and body.outcome == "release" and body.index is None:
-                self.release(session, body.lease)  # nobody would say it again
+                self.release(session, body.lease)  # a one-way message, which no client retries
                 return Done()
             committed = self.grants.commit(session, body.values, Admission.CONTINUE)
             if body.again:
@@ -211,7 +212,7 @@ class Finishing:
             return
         if body.outcome != "ack":
             self.grants.keep_where_full(lease.session, committed, failure)
-            # This failure is what a repetition would get, too: the client makes a new call.
+            # A retry would get the same failure, so the client makes a new call.
             failure.details.setdefault("chunks", b"")
             return
         failure.details["chunks"] = self._keep_written(lease, committed)
@@ -305,7 +306,7 @@ class Finishing:
         return told
 
     def expire(self, now: float) -> int:
-        """End leases over a hard limit that this peer keeps. Return how many there were."""
+        """End leases whose hard limit has passed. Return how many there were."""
         passed = self.leases.overdue(now)
         for lease in passed:
             self.leases.leave(lease.session, lease.number)

@@ -1,12 +1,12 @@
 """Sends changes to the shards of their partitions, wherever the shards are.
 
-A change gets a number, and each attempt to send it carries that number. The peer that is asked gets
-references to the values that the change names.
+A change gets a number, and each attempt to send it carries that number. The peer that gets the
+change also gets references to the values that the change names.
 
 A peer that did not reply may have applied the change. After the call, this peer asks it until it
 replies or is no longer a member. Values of an applied change stay referenced. A change that was not
-applied never will be, so its values are released. A change ends when no such peer is left. Then the
-floor may rise, below which all have ended.
+applied never will be, so its values are released. A change ends when no such peer is left. The
+partition's floor then rises to its lowest change that has not ended.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class OutgoingChanges:
                 home, body, caller=caller, to=to.incarnation, epoch=roster.epoch
             )
         except DataplaneError as exc:
-            # An earlier attempt may still be in flight, whatever this one was told. A peer that
+            # An earlier attempt may still be in flight, whatever the reply to this one. A peer that
             # answers InternalError may have applied the change before it failed.
             if not was_asked and not isinstance(exc, (Unavailable, InternalError)):
                 self._resolve(number, to, applied=False)
@@ -153,8 +153,8 @@ class OutgoingChanges:
             self.numbers.end(asked.partition, asked.generation, asked.change)
 
     def _resolve(self, number: int, to: Owner, applied: bool) -> None:
-        """Note whether a peer applied a change. Release values that it did not take, and no more
-        than it still references: the peer may have been lost meanwhile."""
+        """Note whether a peer applied a change. If not, release its values, but only those that the
+        peer still references: it may have been lost."""
         chunks = self._asked.get(number, {}).pop(to, None)
         if chunks is None:
             return
@@ -175,7 +175,7 @@ class ChangeNumbers:
         self._pending = defaultdict[Partition, OrderedDict[int, bool]](OrderedDict)
         """by partition, the numbers from the floor on, and whether each is over"""
         self._room: dict[Partition, asyncio.Future[None]] = {}
-        """by partition with too many changes: done when the floor has risen"""
+        """by partition with too many changes: a future that is done once the floor has risen"""
 
     def __len__(self) -> int:
         """The number of changes that are not over."""

@@ -74,9 +74,9 @@ MAX_AHEAD_BYTES = 64 << 20
 
 
 class Committed(msgspec.Struct, eq=False):
-    """Values whose chunks, except inline ones, are these chunks of this peer, with one reference
-    each. written: those of them that the client wrote for the message. has_digests: later puts may
-    find some of them."""
+    """Values of a message. chunks: their chunks at this peer, except inline ones, with one
+    reference each. written: the chunks that the client wrote for the message. has_digests: later
+    puts may share some of them."""
 
     values: Values
     chunks: Array = NO_CHUNKS
@@ -123,7 +123,7 @@ class Grants:
             )
         if body.digests:
             known = space.digests.lookup(body.partition, column(body.digests, DIGEST))
-            known[space.spilled(known)] = 0  # as quickly written anew as read back and compared
+            known[space.spilled(known)] = 0  # writing it again is as fast as reading it back
             found = known != 0
             pin = space.pin(session.id, known[found])
             places = np.zeros(len(known), EXTENT)
@@ -252,7 +252,7 @@ class Grants:
                 )
         return known
 
-    # for the messages that name what was written
+    # after the client wrote
 
     def refused(self, session: Session, values: Values) -> None:
         """Take back what a rejected message wrote. Once answered, its extents belong to the

@@ -68,8 +68,8 @@ class Reading:
         self, table: Table, holder: int, *, in_place: bool = True
     ) -> Resolved | Awaitable[Resolved]:
         """Resolve a table, at once if all chunks are here, else after pulling them. in_place:
-        also in pools, if the holder maps those. Raises ProtocolError for a chunk without a
-        valid owner: the table may be another peer's."""
+        chunks may stay in pools that the holder maps. Raises ProtocolError for a chunk without a
+        valid owner: another peer may have sent the table."""
         values = table.values
         check_owners(values)
         named = None if values.owners in _NONE_IN_ARENAS else _Named(values)
@@ -127,7 +127,7 @@ class Reading:
                 local[its], more = await bring(owner, numbers, nbytes[its], holder)
             pins.extend(more)
 
-        try:  # nobody's pins are forgotten where one of them fails
+        try:  # wait for every pull, so that every pin is released
             asked = [of_one(owner) for owner in named.owners]
             for failed in await asyncio.gather(*asked, return_exceptions=True):
                 if failed is not None:

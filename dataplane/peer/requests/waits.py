@@ -33,7 +33,7 @@ from dataplane.peer.sessions import Held, Session
 from dataplane.wire.messages import Admit, Admitted, Body, Claim, Done, Request, Wait, Withdraw
 
 MAX_PERMITS = 65_536
-"""that one client has at a time"""
+"""The most permits that one client holds."""
 UNSAID = "the peer that serves the partition has not reported the reason yet"
 
 
@@ -55,11 +55,11 @@ class Waits:
         its cause is the outcome of the last turn. first: that turn, if it has started."""
         own, subject = not isinstance(body, Wait) and body.own, _subject(body)
         told: DataplaneError | None = None
-        """what the last turn ended with that says why"""
+        """the outcome of the last turn that stated a reason"""
         told_at = 0.0
 
         def why() -> Why:
-            if told is None:  # as others were told
+            if told is None:  # use the reason of another call
                 return self.host.notices.why(subject) or UNSAID, {}
             return self._why(session, body, told, self.host.now() - told_at)
 
@@ -111,7 +111,7 @@ class Waits:
         why = reasons.reason(facts, body.stage, _wanted(body), session.label, for_rows)
         others = (s for s in self.sessions if body.partition in s.partitions)
         alone = self.host.solo and all(other.is_of(session) for other in others)
-        # Who waits may be who could end it, and is told.
+        # Say so if only this client can end its own wait.
         own = isinstance(body, Wait) or body.own
         own = own and reasons.only_own(facts, body.stage, session.label, alone)
         return f"{why}; {reasons.OWN}" if own else why, facts.details | {"only_own": own}
@@ -130,7 +130,7 @@ class Waits:
         """Return a permit to open groups. Raises ClaimTimeout, PartitionGone, PartitionSealed,
         PartitionConflict or InvalidCall."""
         for number, held in session.permits.items():
-            if request.op and held.op == request.op:  # asked again: it did not hear
+            if request.op and held.op == request.op:  # a retry: the reply was lost
                 return Admitted(number, held.version)
         if len(session.permits) >= MAX_PERMITS:
             raise LimitExceeded(
@@ -144,7 +144,7 @@ class Waits:
         session.waiting += 1
         try:
             admitted: Admitted = await self.until_met(session, what, one)
-        except BaseException:  # until the shard hears this it keeps its place, or has a permit
+        except BaseException:  # the shard keeps the call or its permit until it confirms
             self.router.withdraw(body.partition, body.generation, number)
             raise
         finally:
@@ -180,7 +180,7 @@ class Waits:
 
 
 def _subject(body: Claim | Wait | Admit) -> reasons.Subject:
-    """Who waits for the same is told in one line."""
+    """Return what a call waits for. Calls with equal subjects share one log line."""
     if isinstance(body, Admit):
         limits = body.generation, body.max_lag, body.per_version
         return reasons.Subject("admit", body.partition, "", limits)
@@ -191,19 +191,19 @@ def _subject(body: Claim | Wait | Admit) -> reasons.Subject:
 
 
 def _producers(said: DataplaneError) -> list[int]:
-    """The sessions that a shard named as those that put rows."""
+    """Return the sessions that a shard named as producers of rows."""
     return [session for session, _, _ in said.details.get("producers", ())]
 
 
 def _needed(body: Claim | Wait) -> int:
-    """How many units a call needs at least; 0 if it counts none."""
+    """Return how many units a call needs at least, or 0 if it counts none."""
     if isinstance(body, Wait):
         return body.count
     return body.want.minimum or body.want.count
 
 
 def _wanted(body: Claim | Wait) -> str:
-    """What a call waits for, in words."""
+    """Return what a call waits for, in words."""
     if isinstance(body, Wait):
         if body.count:
             return f"{body.count} wanted"

@@ -53,7 +53,7 @@ class Authority:
         """rosters of earlier keepers that members reported when this keeper started, by epoch"""
         self._followers: set[Owner] = set()
         self._strays: set[Owner] = set()
-        """peers that follow a roster which nobody had reported to this keeper"""
+        """peers that follow a roster which no member had reported to this keeper"""
         self._heartbeats: dict[str, Beat] = {}
         """the last heartbeat of each member under the roster in force. A new roster clears them,
         because members and their backups must apply it before they report again."""
@@ -64,7 +64,7 @@ class Authority:
     @property
     def is_behind(self) -> bool:
         """Whether the run continued from a roster that no member could report when this keeper
-        asked. Its next roster would undo that one, so it must ask again."""
+        asked. The keeper's next roster would undo it, so it must ask again."""
         return bool(self._keeper) and 0 < len(self._strays) >= len(self._followers)
 
     # events
@@ -93,7 +93,7 @@ class Authority:
             return
         if not self.roster.has(peer):
             if peer in self._gone or epoch[1] > FIRST:
-                return  # it was declared lost. The answer says so, and it joins as a new process.
+                return  # it was declared lost: the reply says so, and it joins as a new process
             if peer.peer in self.roster.members:
                 self._remove(peer.peer, ended=True)  # a new process has its port
             self._join(peer)
@@ -144,7 +144,7 @@ class Authority:
             self._remove(peer.peer, ended)
             self._advance_leaving()
 
-    # what follows from them
+    # decisions
 
     def _note_incarnation(self, peer: Owner) -> None:
         """Note the incarnation of a seed that reports for the first time."""

@@ -10,11 +10,10 @@ A member is lost on one of four grounds:
 - all processes gone: every port of it is refused for REFUSED_S without a break;
 - host gone: its kernel answers neither the keeper nor one more member for UNREACHED_S, and the
   keeper hears nothing from it in that time;
-- silent: it sends no message for `lost_after_s`.
-
-Except for the first ground, a keeper that hears under half of the members doubts itself first.
-Time in which the keeper did not run counts against nobody. Nor does time in which it heard no
-member and then heard one again, for a minute at most: a dead member is lost beside slow ones too.
+- silent: it sends no message for `lost_after_s`. Except on the first ground, a keeper that hears
+under half of the members first suspects its own network. Time in which the keeper did not run
+counts against nobody. Nor does time in which it heard no member and then heard one again, for a
+minute at most: a dead member is lost among slow ones too.
 """
 
 from __future__ import annotations
@@ -32,22 +31,23 @@ HEARD_S = 3.0
 REFUSED_S = 5.0
 UNREACHED_S = 7.0
 GAP_S = 2.0
-"""A streak of refusals, or of silence, breaks where two looks are further apart."""
+"""A streak of refusals or silence breaks if two observations are further apart."""
 DOUBT_S = 5.0
-"""How much longer a keeper waits that hears under half of the members."""
+"""How much longer a keeper waits if it hears under half of the members."""
 ALONE_S = 60.0
-"""A keeper with two or more other members that hears none of them for less than this loses none."""
+"""A keeper of two or more other members declares none lost until it has heard none for this
+long."""
 RECENT_S = 60.0
-"""Members lost in this time, and not proven dead, count among the silent."""
+"""Members lost this recently without proof of death count as silent."""
 RETURN_S = 5.0
 """After a doubt, every member has this long to be heard again."""
 STALL_S = 1.2
-"""A keeper that did not run for longer than this heard nobody meanwhile."""
+"""A keeper that paused for longer than this ignores the pause: it could hear nobody."""
 
 
 @dataclass(slots=True)
 class _Streak:
-    """Looks with one outcome, without a break."""
+    """An unbroken streak of equal observations."""
 
     since: float
     last: float
@@ -123,7 +123,7 @@ class FailureDetector:
         self._lost_after_s = lost_after_s
         self._heard: dict[Owner, float] = {}
         self._excused_s: dict[Owner, float] = {}
-        """since a member was heard last, how long nobody was, which does not count"""
+        """seconds without any message since the member was last heard; they do not count"""
         self._reports: dict[Owner, frozenset[Owner]] = {}
         self._recent: dict[Owner, float] = {}
         """members lost without proof, and when"""
@@ -187,8 +187,8 @@ class FailureDetector:
         return not others or any(one in self._reports.get(other, ()) for other in others)
 
     def _may_lose(self, due: list[Owner], alive: list[Owner], now: float) -> bool:
-        """Whether it is the members that are gone, as far as the keeper can tell, and not its own
-        network. Where the plane has one other member, the grounds alone decide."""
+        """Whether the members seem to be gone, rather than the keeper's own network. With one other
+        member, the grounds alone decide."""
         heard = sum(self._hears(one, now) for one in alive)
         back = {one.peer for one in alive}
         total = len(alive) + sum(one.peer not in back for one in self._recent)
@@ -212,14 +212,14 @@ class FailureDetector:
         return now - self._doubts_since >= DOUBT_S
 
     def _run(self, now: float) -> None:
-        """A keeper that did not run heard nobody."""
+        """Do not count a pause of the keeper, because it could hear nobody."""
         missed_s = now - self._ran_at
         self._ran_at = now
         if missed_s > STALL_S:
             self._skip(missed_s)
 
     def _excuse(self, seconds: float, members: list[Owner], now: float) -> None:
-        """So much of the time until now counts against none of these, ALONE_S in all at most."""
+        """Do not count these seconds against these members, up to ALONE_S in total for each."""
         for one in members:
             before_s = self._excused_s.get(one, 0.0)
             more_s = min(seconds, ALONE_S - before_s)
@@ -233,7 +233,7 @@ class FailureDetector:
         return self._excused_s.get(one, 0.0) < ALONE_S
 
     def _skip(self, seconds: float) -> None:
-        """For the members, so much of the time until now has not passed."""
+        """Shift every time by these seconds, so that they count against no member."""
         self._heard = {owner: at + seconds for owner, at in self._heard.items()}
         self._any_heard_at += seconds
         if self._doubts_since is not None:

@@ -22,12 +22,12 @@ from dataplane.wire.packed import U2, column
 from dataplane.wire.tables import Owner, RosterTable, Takeover
 
 FIRST = 1
-"""Number of the roster that a peer works under before it was ever let in."""
+"""Number of the roster of a peer that has not joined yet."""
 NO_BACKUP = 0xFFFF
 MAX_TAKEOVERS = 64
-"""So many a roster tells again: more than happen while a peer is cut off and not called lost."""
+"""A roster lists this many: more than happen while a peer is cut off but not declared lost."""
 MAX_ANCESTORS = 64
-"""The same of authorities."""
+"""The same limit for earlier keepers."""
 
 U1Column = npt.NDArray[np.uint8]
 U2Column = npt.NDArray[np.uint16]
@@ -49,7 +49,7 @@ def _mix(values: U8Column) -> U8Column:
 
 @lru_cache(maxsize=4096)
 def _hash(text: str) -> int:
-    """Asked again and again for the same few partitions and stages."""
+    """Cached, because the same few partitions and stages recur."""
     return xxhash.xxh3_64_intdigest(text.encode())
 
 
@@ -222,8 +222,8 @@ class Roster:
         peer move together. The member itself if it had none, then or since."""
         if self.has(owner) and len(self.shards_of(owner.peer)):
             return owner
-        # By what was told of it: where rosters were missed, most of the shards may have gone on
-        # from there with nothing in them, to a peer that came, or it had its first ones meanwhile.
+        # Takeovers come first: after missed rosters, most of its shards may be empty at a peer that
+        # joined later, or the member may have got its first shards in between.
         successor = owner
         for one in self.takeovers:
             if one.number > old.epoch[1] and one.owner == successor:
@@ -294,7 +294,7 @@ class Successors:
         for one in new.takeovers:
             if one.number > old.epoch[1]:
                 self._enter(one.owner, one.successor, one.number)
-        for owner in old.owners:  # a roster tells no more than the last of them
+        for owner in old.owners:  # a roster lists only the last takeovers
             successor = new.successor_of(old, owner)
             if successor not in (owner, self.current(owner)):
                 self._enter(owner, successor, new.epoch[1])
@@ -302,7 +302,7 @@ class Successors:
     def _enter(self, owner: Owner, successor: Owner, number: int) -> None:
         self._successors[owner] = successor
         self._since[owner] = number
-        self._successors.pop(successor, None)  # it serves again, whoever took over from it
+        self._successors.pop(successor, None)  # it serves again
 
     def current(self, owner: Owner) -> Owner:
         """The peer that now serves its shards: the peer itself, or the last successor."""
@@ -332,8 +332,7 @@ def proposed(members: Sequence[str], hosts: Sequence[int], shards: int = SHARDS)
 
 
 def neighbours(roster: Roster, address: str, count: int) -> list[Owner]:
-    """The next members after `address` on the ring of hashed addresses, among those that were
-    seen."""
+    """The next seen members after `address` on the ring of hashed addresses."""
     ring = sorted(roster.owners, key=lambda owner: (_hash(owner.peer), owner.peer))
     after = [one for one in ring if _hash(one.peer) > _hash(address)]
     others = [one for one in (*after, *ring) if one.peer != address]

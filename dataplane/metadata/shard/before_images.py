@@ -39,11 +39,11 @@ class BeforeImages:
         self._queues: dict[ReadyQueue, list[Entry]] = {}
         self._entries: dict[Entry, int] = {}
         self.names: dict[Chunk, tuple[Owner, int]] = {}
-        """of chunks that have moved since: where they were"""
+        """owner and number that moved chunks had before"""
         self._tombstones: dict[int, Part] = {}
         """by the id of the part"""
 
-    # before a change
+    # called before a change
 
     def keep_block(self, block: Block) -> None:
         number = block.number
@@ -72,7 +72,7 @@ class BeforeImages:
         if id(part) not in self._tombstones:
             self._tombstones[id(part)] = part.copy()
 
-    # for the snapshot
+    # called by the snapshot
 
     def block(self, block: Block) -> Block:
         """Return a block as it was; the block itself if it did not change. Valid until the next

@@ -38,7 +38,7 @@ offered whole again."""
 UNKNOWN_SIZE = -1
 UNLIMITED = 1 << 40
 MAX_GROUP_ROWS = (1 << 31) - 1
-"""What a group may be told to have."""
+"""The largest size of a group."""
 _start = attrgetter("keys.start")
 _unpack_names = msgspec.msgpack.Decoder(list[Name]).decode
 
@@ -88,7 +88,7 @@ class Block(msgspec.Struct, gc=False, eq=False):
     packed_names: bytes | None = None
     tags: Tags | None = None
     reader: Reader | None = None
-    """who was granted rows of it last"""
+    """the last claimer that was granted rows of it"""
 
     nbytes_each: ClassVar[int] = 470
     nbytes_each_key: ClassVar[int] = 100

@@ -39,7 +39,7 @@ from dataplane.wire.limits import MAX_CHUNKS_PER_MESSAGE, MAX_CHUNKS_PER_RESTORE
 from dataplane.wire.packed import column
 
 MAX_UNITS_PER_SURVEY = 1 << 20
-"""Keys of so many groups and rows are told at once: 16 MiB."""
+"""Keys of groups and rows in one reply: 16 MiB."""
 MAX_ROWS_PER_SAVE = 4096
 """A larger group is saved alone."""
 
@@ -73,7 +73,7 @@ def survey(state: State, cursor: int) -> SurveyDone:
 
 
 def save(state: State, groups: bytes, rows: bytes, nbytes: int) -> SaveDone:
-    """Save the first of these groups and rows, as many as have about `nbytes`, at least one."""
+    """Save the first of these groups and rows, up to about `nbytes` but at least one."""
     asked = keys_in(groups)
     units: list[tuple[Group | None, list[tuple[Block, int]]]] = []
     for key in asked:
@@ -168,7 +168,7 @@ def _enter_rows(
     plan = PutPlan(rows, rows.count, {}, None, range(rows.count), list(groups), [])
     blocks = enter_rows(state, plan, pieces)
     for block, (_, places) in zip(blocks, new_parts(plan), strict=True):
-        # A checkpoint does not say whose value it is: whoever adds it again finds his own.
+        # A checkpoint does not say which stage added a value, so any stage may add it again.
         block.values = block.values.written_by(ANY_STAGE)
         for name, stage in state.stages.items():
             done = op.progress.acked.get(name, b"")

@@ -296,11 +296,12 @@ class ClaimQueue:
                 heappush(heads, (*by_age(following), following, line))
 
     def _joined(self, now: float, failures: list[Exception]) -> list[Outcome]:
-        """Who now takes part in the plan, or never will. failures: gets what bugs raised."""
+        """Outcomes of the claims that joined the plan or never can. failures: gets errors of
+        bugs."""
         if self.store.sealed and not self.store.counts(self.stage).outstanding:
             return [self._ended(claim) for claim in list(self._joining.values())]
         outcomes: list[Outcome] = []
-        if not plans.may_join(self.store, self.stage):  # as at every put, however many wait
+        if not plans.may_join(self.store, self.stage):  # the usual case at a put
             return outcomes
         for claim in list(self._joining.values()):
             plan, rank = claim.asked.plan, claim.asked.rank
@@ -346,7 +347,7 @@ class ClaimQueue:
             assert taken.rows is not None and taken.values is not None
             try:
                 table = rows_out.table_of(self.store, taken.rows, taken.values)
-            except BaseException:  # the claim waits on: the lease would be nobody's
+            except BaseException:  # the claim keeps waiting, so nobody would hold the lease
                 self.store.finish(Finish(taken.lease, "release"), now)
                 raise
             self.withdraw(claim.number)
@@ -360,7 +361,7 @@ class ClaimQueue:
         return claim, why
 
     def _ended(self, claim: WaitingClaim) -> Outcome:
-        """No row can come any more."""
+        """The outcome of a claim after the last row: StreamEnd, or RowsLost if rows were lost."""
         store, stage = self.store, self.stage
         had = f"partition {store.partition!r} is sealed and stage {stage!r} has received every row"
         if store.stage(stage).lost:
@@ -389,7 +390,8 @@ class ClaimQueue:
         return self._over(claim, StreamEnd(had, remaining=left))
 
     def _too_large(self, claim: WaitingClaim, needed_bytes: int) -> Outcome:
-        """What is next needs more bytes at its host than can be."""
+        """The outcome of a claim whose next unit needs more bytes than its host's arena can
+        hold."""
         return self._over(
             claim,
             ValueTooLarge(

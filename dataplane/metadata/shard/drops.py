@@ -30,7 +30,7 @@ def drop_groups(state: State, keys: Sequence[bytes]) -> tuple[int, int]:
     rows = Rows([(block, block.live) for group in groups for block in group.blocks])
     state.happened_to(rows.parts, EventRecord(Kind.DROP))
     many, nbytes = len(rows), state.remove(rows.parts, dropped=True)
-    state.remove_groups(still_open)  # those that were closed went with their last row
+    state.remove_groups(still_open)  # closed groups were removed with their last row
     return many, nbytes
 
 
@@ -71,7 +71,7 @@ def close(state: State, name: Name, size: int) -> int:
             f"cannot close group {name!r} with n={size}: pass a value from 1 to {limit}"
         )
     if group is None:
-        if not state.tombstones.freed(of_group(key)):  # else this is said once more
+        if not state.tombstones.freed(of_group(key)):  # else this is a repetition
             if state.tombstones.dropped(of_group(key)):
                 raise RowsDropped(
                     f"group {name!r} was dropped, so it cannot be closed: skip this "
@@ -106,7 +106,7 @@ def close(state: State, name: Name, size: int) -> int:
 
 
 def _close_now(state: State, group: Group) -> bool:
-    """As `State.close_group`, where no row completes it but the call itself."""
+    """Close a group as `State.close_group` does, when the call and not a row completes it."""
     made = state.close_group(group)
     for stage in state.stages.values():
         if group.live and group.states[stage.number] == READY:
@@ -129,7 +129,7 @@ def seal(state: State, keep: bool = False) -> int:
     state.sealed = True
     state.happened(EventRecord(Kind.SEAL))
     for stage in state.stages.values():
-        stage.rows.changed = True  # what is left is all that comes
+        stage.rows.changed = True  # no more rows can come
     groups = [group for group in state.groups.values() if not group.closed]
     state.remove_groups([group for group in groups if not group.seen])
     rest = [group for group in groups if group.seen]

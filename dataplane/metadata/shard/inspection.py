@@ -35,8 +35,8 @@ SHOWN_TAGS = 3
 MAX_OPEN_GROUPS = 1_000
 """Open groups in the statistics of a partition."""
 IDLE_S = 30.0
-"""A stage is idle when it has leased nothing, and nobody has asked for its rows for so long: a
-claim that waits asks at least every 20 s."""
+"""A stage is idle when it has leased nothing and no claim has asked for its rows for this long: a
+waiting claim asks at least every 20 s."""
 
 Holder = tuple[int, str, int, float]
 """(session, stage, rows, seconds)"""
@@ -74,7 +74,7 @@ class Look:
         self.weightless = 0
         """the rows that have no weight"""
         self.such: Name = ""
-        """one of them"""
+        """one of these rows"""
         self.open_groups = 0
         self.empty: list[Group] = []
         """up to SHOWN_GROUPS open groups that never had a row"""
@@ -242,7 +242,7 @@ def is_idle(asked_s: float | None) -> bool:
 
 
 def idle(state: State, now: float, ready: Mapping[str, int] | None = None) -> list[Idle]:
-    """Return those of `unleased` that no client claims from."""
+    """Return the `unleased` stages that no client claims from."""
     return [one for one in unleased(state, now, ready) if is_idle(one[2])]
 
 
@@ -336,7 +336,8 @@ def holders(state: State, now: float) -> list[Holder]:
 
 
 def _holders(state: State, counted: Callable[[Lease], int], now: float) -> list[Holder]:
-    """counted: how many rows of a lease count. Of a plan's, one that has yet to ack has them."""
+    """counted: how many rows of a lease count. A plan's rows count for a member that has yet to
+    ack."""
     held: dict[tuple[int, str], tuple[int, float]] = {}
     for lease in state.leases:
         if many := counted(lease):
@@ -423,8 +424,8 @@ def _stage_stats(state: State, stage: Stage) -> dict[str, Any]:
 
 
 def _plan_stats(plan: Plan) -> dict[str, Any]:
-    """Ranks, which of them have yet to ack, and which have not come (the first ones). A rank says
-    once, with its ack, that it has done all its steps: the shard knows of no single ones."""
+    """The ranks of a plan, the first ones that have yet to ack, and the first ones that are absent.
+    A rank acks once, after all its steps, so the shard does not know single steps."""
     came = {one.rank for one in plan.members.values()}
     working = {one.rank for one in plan.working}
     return {

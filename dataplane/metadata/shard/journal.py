@@ -442,7 +442,7 @@ def _pending(stage: Stage, parts: Sequence[tuple[Block, int]]) -> Rows:
 
 
 def _new(index: KeyIndex | Mapping[bytes, object], keys: Sequence[bytes], what: str) -> None:
-    new = {key for key in keys if key not in index}  # a view would be walked through, not looked in
+    new = {key for key in keys if key not in index}  # a view would be searched linearly
     if len(new) < len(keys):
         raise _Mismatch(
             f"expected {len(keys)} new {what}s, but {len(keys) - len(new)} of them already exist "
@@ -520,7 +520,7 @@ def _told(store: Store, images: BeforeImages, many: int) -> Iterator[LogRecord]:
 
 def _losses_told(store: Store) -> Iterator[LogRecord]:
     names, number, missed = store.losses.after(0)
-    while names or missed:  # what is forgotten as well: the names keep their numbers
+    while names or missed:  # forgotten names count too, so that the names keep their numbers
         yield Remembered(lost=names, missed=missed)
         names, number, missed = store.losses.after(number)
 
@@ -568,7 +568,7 @@ def _group_told(group: Group, stages: int) -> OneGroup:
         group.closed,
         group.states[:stages].replace(
             bytes([READY]), bytes([PENDING])
-        ),  # `Ready` says in which order
+        ),  # `Ready` records say in which order
         group.begun,
     )
 
@@ -667,7 +667,7 @@ def _plan_told(plan: Plan) -> Iterator[Joined]:
     rows: PlanRows | None = plan.rows
     for one in plan.members.values():
         yield Joined(*of, one.number, one.rank, one.holder, one.claim, rows, one.acked)
-        rows = None  # only the first one says it
+        rows = None  # only the first record has the rows
 
 
 def _pieces(of: Sequence[Any], many: int) -> Iterator[Sequence[Any]]:

@@ -20,7 +20,7 @@ from dataplane.metadata.tables.bits import bits_of, rows_of
 from dataplane.wire.tables import PlanRows, Shape
 
 MAX_OVER = 16_384
-"""Members of plans that ended before their time, of one partition."""
+"""Members of plans that ended early, per partition."""
 RETRY_KEY_S = 120.0
 """A partition remembers a finished call for at least this long, so that it recognises a retry: the
 deadlines of two calls, and a pause between them."""
@@ -104,7 +104,7 @@ class Lease(msgspec.Struct, eq=False):
                 of[number] = rows_of(self.rows.parts[number][1])
                 by_part[number] = [], []
             rows, at = by_part[number]
-            rows.append(of[number][position - self._ends[number]])  # from its end
+            rows.append(of[number][position - self._ends[number]])  # a negative index
             at.append(place)
         parts = self.rows.parts
         return [Part(n, parts[n][0], *both) for n, both in by_part.items()]
@@ -150,7 +150,7 @@ class RetryKeys:
         self._recent: dict[int, None] = {}
         self._before: dict[int, None] = {}
         self._since = 0.0
-        """when the first of the recent keys came"""
+        """when the first of the recent keys was added"""
 
     def __contains__(self, key: int) -> bool:
         return key in self._recent or key in self._before
@@ -173,7 +173,7 @@ class Leases:
         self._leases: dict[int, Lease] = {}
         self._by_claim: dict[int, Lease] = {}
         self.over = Latest[int, str](MAX_OVER)
-        """members of plans that ended before their time, with why they did"""
+        """members of plans that ended early, each with the reason"""
         self.plans: dict[str, Plan] = {}
         """by stage"""
         self.retry_keys = RetryKeys()

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dataplane.metadata.shard.store import Store
 
 DONE = (1 << 63) - 1
-"""In place of the version at which it was begun: the group is finished, and still here."""
+"""In place of the version at which a group started: the group is finished and still exists."""
 MAX_SLOTS = 1 << 31
 _FEW = 64
 SHOWN = 3
@@ -64,18 +64,17 @@ class Permits:
         self._of: dict[int, dict[int, Permit]] = {}
         """by holder, the oldest first"""
         self.trained: dict[int, int] = {}
-        """version → groups that were finished while the trainer was at it, so far as they may
+        """version → groups that were finished while the trainer was at it, as long as they may
         still take slots"""
         self.counts = False
-        """whether account is kept: groups then say at which version they were begun, or `DONE`"""
+        """whether groups are counted: each then has the version at which it started, or `DONE`"""
         self.done = 0
-        """groups that are here and `DONE`"""
+        """existing groups that are `DONE`"""
         self._begun: list[tuple[int, int, Group]] | None = None
-        """a heap of groups by the version at which they were begun, which has all groups that are
-        not all there; groups that are there leave it when it is asked for the first one. None: it
-        is made when it is needed"""
+        """a heap of groups by the version at which they started. It has every incomplete group;
+        `_slowest` removes complete ones from the front. None: built on the next use"""
         self._spent = 0
-        """of them, those of groups that are gone, or are there once more"""
+        """entries in the heap of groups that no longer exist or have a second entry"""
 
     @property
     def slots(self) -> int:
@@ -93,7 +92,7 @@ class Permits:
     def holders(self) -> set[int]:
         return set(self._of)
 
-    # what becomes of groups
+    # groups
 
     def begin(self, state: State) -> None:
         """Start to count groups. Existing ones count as started at the current version."""
@@ -127,7 +126,7 @@ class Permits:
             for group in islice(coming, permit.left):
                 group.begun = permit.version
                 self._enter(group)
-                self._spend()  # the entry that it got as it was opened
+                self._spend()  # of the entry from `opened`
                 permit.left -= 1
 
     def acked(self, state: State, groups: Iterable[Group]) -> None:
@@ -157,10 +156,11 @@ class Permits:
     def _count(self) -> None:
         self.trained[self.version] = self.trained.get(self.version, 0) + 1
 
-    # what may go on
+    # admission
 
     def check(self, state: State, count: int, max_lag: int, per_version: int) -> None:
-        """Raise what a call can never get: InvalidCall, PartitionConflict or PartitionSealed."""
+        """Raise InvalidCall, PartitionConflict or PartitionSealed for a call that can never
+        succeed."""
         slots = (max_lag + 1) * per_version
         if count < 1:
             raise InvalidCall(f"admit({count}) is invalid: pass a count of at least 1")
@@ -215,7 +215,7 @@ class Permits:
         return len(state.groups) - self.done
 
     def _held(self, state: State) -> int:
-        """Slots of what was finished before this version, which nothing yet gives back."""
+        """Slots that groups finished before this version still hold."""
         if all(version >= self.version for version in self.trained):
             return 0
         since = self.oldest(state)
@@ -236,7 +236,7 @@ class Permits:
         return min([self.version, *begun, *self._promised()])
 
     def _slowest(self, state: State) -> Group | None:
-        """The group that was begun first of those that are not all there."""
+        """The incomplete group that started first."""
         if not self.counts:
             return None
         if self._begun is None:
@@ -259,17 +259,16 @@ class Permits:
         self._begun, self._spent = None, 0
 
     def _lacks(self, state: State, group: Group) -> bool:
-        """Whether a group is not all there: it is open, or has rows that some stage's fields
-        lack."""
+        """Whether a group is incomplete: it is open, or has rows that lack fields of a stage."""
         return not group.closed or any(
             stage.pending(block) for stage in state.stages.values() for block in group.blocks
         )
 
     def _promised(self) -> list[int]:
-        """At which versions that was begun which may still be opened with permits."""
+        """The versions of permits that still allow groups."""
         return [permit.version for permit in self.given.values() if permit.left]
 
-    # what is told
+    # permits
 
     def enter(self, permit: Permit) -> None:
         self.given[permit.number] = permit
@@ -288,11 +287,12 @@ class Permits:
         return [permit.number for permit in over]
 
     def _hand_on(self, over: Permit) -> None:
-        """What is left of a permit is what others of its holder were used for in its place, the
-        oldest having been used first, so far as they were; the rest is nobody's."""
+        """Return the unused groups of an ended permit to the holder's other permits, the oldest
+        first, up to what each has used: groups use the oldest permit, whichever admitted them. The
+        rest expires."""
         for permit in self._of.get(over.holder, {}).values():
             many = min(over.left, permit.count - permit.left)
-            if many and not permit.left:  # what its own was begun at counts for another's group
+            if many and not permit.left:  # its used groups keep the older version
                 permit.version = max(permit.version, over.version)
             permit.left += many
             over.left -= many

@@ -35,7 +35,7 @@ from dataplane.wire.packed import U4
 from dataplane.wire.tables import Definition, PlanRows, Shape
 
 MAX_PLAN_ROWS = 1 << 20
-"""What is told of them all at once, 40 bytes a row at most, fits into a message."""
+"""A message holds this many rows of a plan, at 40 bytes a row."""
 
 
 def check(shape: Shape, rank: int) -> None:
@@ -215,7 +215,7 @@ def plan_rows(lease: Lease, shape: Shape) -> PlanRows:
 
 
 def _record(kind: Kind, member: Member, reason: Reason = Reason.NONE) -> EventRecord:
-    """Of a member: which of the plan's rows it works on only its process knows."""
+    """The event record of a member, without rows: only its process knows which ones it works on."""
     stage = member.plan.lease.stage.name
     return EventRecord(kind, reason=reason, stage=stage, worker=member.holder, lease=member.number)
 
@@ -225,8 +225,8 @@ def _shown(ranks: list[int]) -> str:
 
 
 def _begin(state: State, stage: Stage, shape: Shape, now: float) -> Plan:
-    """All ready rows are leased, in the order of their keys: the same rows make the same plan,
-    whenever each of them became ready. Groups are taken whole where no row is without."""
+    """Lease all ready rows in the order of their keys, so the same rows make the same plan,
+    whenever each became ready. Take whole groups if every row has one."""
     ready = Rows(list(stage.rows.plain))
     if len(ready) > MAX_PLAN_ROWS:
         raise LimitExceeded(

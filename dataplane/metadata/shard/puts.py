@@ -37,11 +37,11 @@ from dataplane.wire.messages import Put, PutDone
 from dataplane.wire.tables import Name, Scalar
 
 SHOWN_NAMES = 8
-"""How many names an error carries."""
+"""Names in an error."""
 
 Tagging = Mapping[str, Sequence[Scalar]]
 PUT = PutDone()
-"""The answer to most changes that bring values: one for all that are remembered."""
+"""The usual reply to a change with values. Remembered replies share this object."""
 
 
 class PutPlan(msgspec.Struct, eq=False):
@@ -134,7 +134,7 @@ def put(state: State, op: Put, plan: PutPlan | None = None, now: float = 0.0) ->
 
 
 def _apply(state: State, plan: PutPlan, op: Put) -> int:
-    """Return how many groups closed. Once its values are found sound it cannot fail any more."""
+    """Return how many groups closed. Once its values are checked, it cannot fail."""
     arrived = state.arrived(op.values, plan.count)
     state.hold(arrived)
     closed = _enter(state, plan, op, arrived.pieces) if plan.rows.count else 0
@@ -176,7 +176,7 @@ def _enter_known(state: State, plan: PutPlan, pieces: Pieces) -> list[Block]:
 
 
 def _note_put(state: State, plan: PutPlan, op: Put, pieces: Pieces) -> None:
-    """Once for each group of the message. Bytes of the message are counted evenly by row."""
+    """Note one event per group of the message. Its bytes are divided evenly among the rows."""
     if state.note is None:
         return
     rows, now = plan.rows, state.permits.version
@@ -264,7 +264,7 @@ def _are_buried(state: State, rows: RowsIn) -> bool:
 
 
 def _gone(state: State, rows: RowsIn, new: Sequence[int]) -> list[int]:
-    """Those of these rows that were here under given names, or their group was, and are freed."""
+    """The rows that were freed, or whose group was freed, if they have names from the user."""
     freed = state.tombstones.freed
     gone = [i for i in new if freed(rows.keys[i])]
     over = {at for at, key in enumerate(rows.group_keys) if freed(of_group(key))}
@@ -352,7 +352,7 @@ def _there(rows: RowsIn, known: Sequence[Block | None], brought: Mapping[str, in
 def _plan_groups(
     state: State, rows: RowsIn, new: Sequence[int], buried: bool
 ) -> tuple[list[Group | None], list[int]]:
-    """(each group of the message, None if new; places of those that are to be made)."""
+    """(each group of the message, None if new; indices of the groups to create)."""
     if rows.group is None or not rows.group_keys:
         return [], []
     groups = [state.groups.get(key) for key in rows.group_keys]
@@ -433,7 +433,7 @@ def _check_known_groups(rows: RowsIn, known: Sequence[Block | None]) -> None:
 
 
 def _enter_groups(state: State, plan: PutPlan, holder: int) -> None:
-    """Make the plan's new groups. holder: whose permits they use; 0: nobody's."""
+    """Create the plan's new groups. holder: the session whose permits they use; 0: none."""
     rows, size = plan.rows, state.definition.group_size or UNKNOWN_SIZE
     made = []
     for at in plan.new_groups:
@@ -486,7 +486,7 @@ def _cut(group: Group | None, new: Sequence[int]) -> list[tuple[Group | None, Se
 
 
 def _known_parts(plan: PutPlan) -> list[Part]:
-    """Rows of the plan that are here, block by block."""
+    """The existing rows of the plan, block by block."""
     found: dict[int, tuple[Block, list[int], list[int]]] = {}
     for place, block in enumerate(plan.known or ()):
         if block is not None:
@@ -497,6 +497,6 @@ def _known_parts(plan: PutPlan) -> list[Part]:
 
 
 def _run(numbers: Sequence[int]) -> Sequence[int]:
-    """As a range, where they are neighbours."""
+    """Return consecutive indices as a range."""
     run = range(numbers[0], numbers[0] + len(numbers))
     return run if list(run) == numbers else numbers

@@ -18,13 +18,13 @@ from dataplane.wire.events import Reason
 from dataplane.wire.peering import StoredRows
 
 FIRST_S = 10.0
-"""A call that has waited for so long says what it waits for."""
+"""A call that has waited for this long logs what it waits for."""
 SOON_S = 1.0
-"""The same for a call that perhaps nobody but its own process can end."""
+"""The same for a call that perhaps only its own process can end."""
 MOST_S = 600.0
-"""Between two lines about the same wait, at most; each time it is twice as long."""
+"""The longest pause between two lines about one wait. The pause doubles each time."""
 LONG_S = 1e8
-"""A producer that left before this, or whose peer is gone: nobody knows when it left."""
+"""A producer's `gone_s` above this means that the time is unknown."""
 SHOWN_LEASES = 3
 SHOWN_PRODUCERS = 3
 SHOWN_OTHERS = 3
@@ -289,13 +289,13 @@ def _elsewhere(facts: Facts, it: str = "it") -> str:
 
 
 def _produced(facts: Facts) -> list[str]:
-    """By whom rows were put, and what to do."""
+    """Which clients put rows, and what to do."""
     said, advice = _put(facts), _advice(facts)
     return [f"{said}: {advice}" if advice else said]
 
 
 def _put(facts: Facts) -> str:
-    """By whom rows were put, when, and whether those are still there."""
+    """Which clients put rows, when, and whether they are still connected."""
     said = f"{counted(facts.put_rows, 'row has been', 'rows have been')} put so far"
     known = facts.producers
     if known and known[0].idle_s is not None:
@@ -538,7 +538,7 @@ def _named(who: str, me: str) -> str:
 
 
 def seen_by_others(why: str) -> str:
-    """A reason that one process was told, reworded for another."""
+    """Return a reason for one process, reworded for other readers."""
     return re.sub(r"this process \((.+?)\)", r"\1", why).replace("this process", "it")
 
 
@@ -591,7 +591,7 @@ class Subject(NamedTuple):
 
 
 class Notices:
-    """When a host logs what its calls wait for: one line per subject, however many calls wait."""
+    """Decides when a host logs what its calls wait for: one line per subject."""
 
     def __init__(self) -> None:
         self._subjects: dict[Subject, _Known] = {}
@@ -611,7 +611,7 @@ class Notices:
         return max(0.0, self._subjects[subject].due - now)
 
     def take(self, subject: Subject, now: float) -> int:
-        """How many calls wait, for the one that must log it now; 0 for all others."""
+        """The number of waiting calls if the caller must log it now, else 0."""
         known = self._subjects[subject]
         if now < known.due:
             return 0

@@ -39,7 +39,7 @@ _PLACE = Struct("<QH")
 
 
 def _leased_rows(state: State, number: int) -> Rows:
-    """The rows of a lease that are not finished. RowsGone when some were dropped meanwhile."""
+    """The unfinished rows of a lease. Raises RowsGone if some were dropped."""
     lease = lease_of(state, number)
     held, left = lease.held, lease.many_left
     if len(held) < left:
@@ -113,7 +113,7 @@ def claimed(state: State, rows: Rows, fields: Sequence[str] | None, stage: str) 
 
 
 def known(state: State, fields: Sequence[str]) -> list[str]:
-    """Those of these fields that some row here has had."""
+    """The given fields that some row has had."""
     return list(filter(state.fields.get, fields))
 
 
@@ -287,7 +287,7 @@ def place_of(rows: Rows) -> bytes:
 
 
 def _behind(parts: Sequence[tuple[Block, int]], place: bytes) -> list[tuple[Block, int]]:
-    """What follows a place. Blocks are numbered as they come."""
+    """The rows behind a position. Blocks are numbered in order of arrival."""
     if len(place) != _PLACE.size:
         raise mixed_releases(
             f"invalid read position: expected {_PLACE.size} bytes, got {len(place)}"

@@ -33,10 +33,10 @@ from dataplane.metadata.tables.where import checked
 from dataplane.wire.tables import Where
 
 MAX_FILTERED_QUEUES = 32
-"""of filters that no call waits for"""
+"""queues of filters that no call waits for"""
 
 Unit = Any
-"""Block or Group: rows of it as bits, or one bit"""
+"""rows of a Block as bits, or one bit for a Group"""
 Part = tuple[Any, int]
 Picked = list[Part]
 """Units in an order."""
@@ -85,9 +85,9 @@ class ReadyQueue:
         self._of: dict[Unit, Entry] = {}
         """the last entry of each unit"""
         self._spent = 0
-        """entries of which nothing is left"""
+        """entries without rows"""
         self.images: BeforeImages | None = None
-        """of a running snapshot, which has not sent this queue yet"""
+        """of a running snapshot that has not sent this queue yet"""
         self.count = 0
         self.shorts: list[Short] = []
         """the budgets that all units here cannot fill"""
@@ -364,15 +364,15 @@ class Stage:
         self.rows = Units(test)
         self.groups = Units(of_group)
         self.lost = 0
-        """rows that went with a peer before this stage was done with them"""
+        """rows that were lost with a peer before this stage acked them"""
         self.acked_rows = 0
-        """so far, those included that are gone"""
+        """in total, removed rows included"""
         self.released_rows = 0
-        """that came back from leases without an ack, so far"""
+        """rows returned by leases without an ack, in total"""
         self.redelivered_rows = 0
-        """of them, those that were leased again"""
+        """released rows that were leased again"""
         self.claimed_at: float | None = None
-        """when somebody last asked for its rows, as far as this copy knows"""
+        """when a client last claimed its rows, as far as this copy knows"""
         self.images: BeforeImages | None = None
         """of a running snapshot"""
 

@@ -108,8 +108,7 @@ class State:
         self.groups: dict[bytes, Group] = {}
         self.fields: dict[str, bool] = {}
         self.progress: set[str] = set()
-        """names of what stages gave back of rows; of rows that are no more too, while there is room
-        for them"""
+        """names of progress fields; those of removed rows too, while the limit allows it"""
         self._chunks: dict[Owner, dict[int, Chunk]] = {}
         """chunks in arenas that rows use; the shard has one reference for each"""
         self._dead_bytes: dict[Owner, int] = {}
@@ -129,7 +128,7 @@ class State:
         self.losses = LostNames()
         self.producers = Producers()
         self.released: dict[Owner, list[int]] = {}
-        """released references, which their owners have yet to be told"""
+        """released references that were not yet reported to their owners"""
         self.peers: set[str] = set()
         """peers that own values, or have read some"""
         self.inline_bytes = 0
@@ -380,7 +379,7 @@ class State:
         if nbytes:
             self._dead_bytes[owner] = self.dead_bytes(owner) + nbytes
 
-    # what is where
+    # lookups
 
     @property
     def rows(self) -> Rows:
@@ -465,7 +464,7 @@ class State:
         them."""
         return self._dead_bytes.get(owner, 0)
 
-    # rows come
+    # adding rows
 
     def _next(self) -> int:
         self.last_number += 1
@@ -617,10 +616,10 @@ class State:
         for stage in self.stages.values():
             stage.retest(blocks, groups)
 
-    # rows go
+    # removing rows
 
     def free_acked(self, parts: Sequence[tuple[Block, int]]) -> None:
-        """Under free="acked", free those of these rows that every declared stage has acked."""
+        """Under free="acked", free the given rows that every declared stage has acked."""
         if self.definition.free != "acked" or not self.definition.stages:
             return
         done = []

@@ -299,7 +299,7 @@ class Store(State):
         if groups is not None:
             dropped = drops.drop_groups(self, [hash_name(name) for name in groups])
         else:
-            if rows is not None:  # unknown ones leave tombstones as well
+            if rows is not None:  # unknown keys leave tombstones too
                 self.tombstones.add(key for key in rows_in(rows).keys if key not in self.index)
                 found = self.find(rows.keys)
             else:
@@ -389,7 +389,7 @@ class Store(State):
         self.tell(op)
         return carried_out
 
-    # looking
+    # queries
 
     @property
     def phase(self) -> Literal["open", "sealed"]:
@@ -417,7 +417,7 @@ CHANGES: dict[type[Body], Callable[[Store, Any], Any]] = {
     Reset: lambda store, op: store.reset(op.stage, op.change),
     Advance: lambda store, op: store.advance(op.version, op.change),
 }
-"""What clients ask for in the words in which a backup is told of it."""
+"""Requests of clients that are also log records, with the store call of each."""
 
 
 def _counted(numbers: list[int]) -> tuple[Array, Array]:

@@ -69,8 +69,7 @@ class Taken(msgspec.Struct):
 
 
 class _Offer(msgspec.Struct, eq=False):
-    """The units that a claim may get, in the order in which it gets them. full: the claim need not
-    wait for more."""
+    """The units that a claim may get, in order. full: the claim need not wait for more."""
 
     units: Picked
     full: bool = True

@@ -22,7 +22,7 @@ SHOWN = 8
 
 
 def weight(block: Block, row: int, tag: str) -> int | Fraction | None:
-    """The weight of a row, or None if its tag is missing or not a finite, non-negative number."""
+    """The weight of a row; None if its tag is missing or not a finite, non-negative number."""
     value = None if block.tags is None else block.tags.get(tag, row)
     if type(value) is int:
         return value if value >= 0 else None

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 _FEW = 1024
-"""Up to so many rows numpy's fixed cost would be most of it."""
+"""Up to this number of rows, numpy's fixed cost would dominate."""
 
 
 _FIRST = [(1 << count) - 1 for count in range(257)]
@@ -59,7 +59,7 @@ def first_of(bits: int, count: int) -> int:
 
 
 def picked(bits: int, rows: Sequence[int]) -> int:
-    """The indices in `rows` of those that are in the set."""
+    """The indices in `rows` of the rows that are in the set."""
     if isinstance(rows, range) and rows.step == 1:
         return bits >> rows.start & all_of(len(rows))
     return bits_of(place for place, row in enumerate(rows) if bits >> row & 1)

@@ -183,7 +183,7 @@ class MessageForm(msgspec.Struct, frozen=True):
 
     @property
     def is_small(self) -> bool:
-        """Whether a cache may keep what is derived from it."""
+        """Whether results derived from this form may be cached."""
         if len(self.pieces) > SHARED_CHUNKS or len(self.chunk_rows) > SHARED_CHUNKS:
             return False
         lists = chain(self.fields, *map(_listed, self.pieces))
@@ -193,10 +193,9 @@ class MessageForm(msgspec.Struct, frozen=True):
 def values_in(
     values: wire.Values, rows: int, known: Known, most: int = MAX_CHUNKS_PER_MESSAGE
 ) -> ValuesIn:
-    """Check the values of a message about this many rows. A chunk that the shard has already is
-    that one. most: chunks that the message may have.
-
-    ProtocolError, InvalidRows or LimitExceeded for values that do not fit together.
+    """Check the values of a message about this many rows. Chunks that the shard already has are
+    reused. most: the most chunks that the message may have. Raises ProtocolError, InvalidRows or
+    LimitExceeded for inconsistent values.
     """
     if values == _NO_VALUES:
         return _nothing_in(rows)

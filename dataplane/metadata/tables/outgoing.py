@@ -1,5 +1,5 @@
-"""The values of rows as a message describes them: the pieces of their blocks, put one behind the
-other, and the chunks of those.
+"""The values of rows as a message describes them: the concatenated pieces of their blocks, and the
+chunks of these pieces.
 
 Layouts and the bytes of chunks pass through unread.
 """
@@ -28,7 +28,7 @@ from dataplane.wire.packed import U4
 from dataplane.wire.tables import INLINE, Owner
 
 _PIECE_BYTES, _CHUNK_BYTES = 32, 48
-"""About what one takes in a message."""
+"""Approximate bytes of one piece and of one chunk in a message."""
 _NO_NAMES: Mapping[Chunk, tuple[Owner, int]] = {}
 SHARED_BLOCKS = 128
 """The skeleton of values is cached up to this number of blocks, so that batches of rows that were
@@ -37,12 +37,12 @@ SHARED_BYTES = 32 << 10
 """The same limit, for the bytes of the pieces of these blocks."""
 
 Parts = tuple[tuple[BlockShape, int], ...]
-"""Blocks, one behind the other, by shape, and which of their rows leave."""
+"""The shape of each block in order, and which of its rows are sent."""
 
 
 class _Skeleton(NamedTuple):
-    """Values that leave, without their chunks. pieces: they number the chunks by `used`, the chunks
-    of all blocks one behind the other, of which these are used. by: who added each piece."""
+    """Outgoing values without their chunks. used: indices into the concatenated chunks of all
+    blocks. pieces: their chunk numbers are indices into `used`. by: who added each piece."""
 
     fields: list[str]
     pieces: list[wire.Piece]
@@ -52,8 +52,8 @@ class _Skeleton(NamedTuple):
 
 
 class OutgoingValues:
-    """Values of rows, one block behind the other. parts: the pieces of a block, and which of its
-    rows. fields: only these; None: all that one of the rows has."""
+    """Values of rows, block after block. parts: the pieces of a block, and which of its rows.
+    fields: only these; None: every field that a row has."""
 
     __slots__ = ("_skeleton", "chunks")
 
@@ -71,26 +71,26 @@ class OutgoingValues:
         else:
             chunks = [chunk for block, _ in parts for chunk in block.chunks]
         self.chunks = [chunks[n] for n in skeleton.used]
-        """of which something leaves, in the order in which the pieces number them"""
+        """the chunks that are sent, in the order in which the pieces number them"""
 
     @property
     def by(self) -> list[str]:
-        """The stage that added each piece, "" where none did."""
+        """The stage that added each piece; "" for a put."""
         return self._skeleton.by
 
     @property
     def nbytes(self) -> int:
-        """About what a message takes at most that tells of them: each chunk counts its layout."""
+        """An upper estimate of their size in a message: each chunk counts its layout."""
         sizes = [_CHUNK_BYTES + len(c.layout) + len(c.inline) for c in dict.fromkeys(self.chunks)]
         return self._skeleton.nbytes + sum(sizes)
 
     def pulled(self, address: str) -> int:
-        """Bytes that the peer at this address brings to itself for them."""
+        """Bytes that the peer at this address pulls for these values."""
         chunks = dict.fromkeys(self.chunks)
         return pulled([(chunk.owner, chunk.nbytes) for chunk in chunks], address)
 
     def on_wire(self, names: Mapping[Chunk, tuple[Owner, int]] = _NO_NAMES) -> wire.Values:
-        """As a message says them. names: of chunks that have others by now."""
+        """The wire form. names: of chunks that have moved, their new names."""
         owners: dict[Owner, int] = {}
         layouts: dict[bytes, int] = {}
         distinct = dict.fromkeys(self.chunks)
@@ -146,7 +146,7 @@ def _skeleton(parts: Parts, wanted: tuple[str, ...] | None) -> _Skeleton:
 def _columns(
     fields: tuple[str, ...], wanted: tuple[str, ...] | None, numbers: dict[str, int]
 ) -> tuple[int, ...]:
-    """The number of the field that each column of a piece is; none where none is wanted."""
+    """The field number of each column of a piece, -1 for unwanted fields; () if none is wanted."""
     found = [
         -1
         if field == UNUSED or not (wanted is None or field in wanted)
@@ -157,7 +157,7 @@ def _columns(
 
 
 def _places(one: Piece[int], taken: int) -> tuple[int, tuple[int, ...] | None]:
-    """Where some of the given rows are in the chunk: from which row on, or in these."""
+    """The chunk rows of some given rows: the first of consecutive ones, or a list."""
     rows = list(one.chunk_rows(taken))
     if rows == list(range(rows[0], rows[0] + len(rows))):
         return rows[0], None
@@ -165,9 +165,8 @@ def _places(one: Piece[int], taken: int) -> tuple[int, tuple[int, ...] | None]:
 
 
 def pulled(chunks: Iterable[tuple[Owner, int]], address: str) -> int:
-    """Bytes that the peer at this address brings to itself for chunks of these owners and sizes:
-    whole chunks, padded, and a page for every owner that is read from, and for what rides in the
-    answer."""
+    """Bytes that the peer at this address pulls for chunks of these owners and sizes: whole padded
+    chunks, one page per remote owner, and one page for values inside the reply."""
     far = [(owner, size) for owner, size in chunks if owner != INLINE and owner.peer != address]
     owners = {owner for owner, _ in far}
     nbytes = sum([-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for _, size in far])
@@ -175,7 +174,7 @@ def pulled(chunks: Iterable[tuple[Owner, int]], address: str) -> int:
 
 
 def message_bytes(values: wire.Values) -> int:
-    """About what they take in a message."""
+    """The approximate size of values in a message."""
     chunks = sum([_CHUNK_BYTES + len(one.inline) for one in values.chunks])
     pieces = sum([_PIECE_BYTES + len(one.given) + len(one.at) for one in values.pieces])
     return chunks + pieces + sum(map(len, values.layouts))

@@ -2,7 +2,7 @@
 
 A chunk holds the values of several rows, column after column. A piece says how the rows of one
 block use one chunk: the row r of the block has its values in the chunk row `first` plus the number
-of given rows before r, or in the row that `at` names. Nobody here looks into a chunk.
+of given rows before r, or in the row that `at` names. Chunks stay unread.
 
 A piece never changes. When rows lose a value, another piece takes its place with fewer `live` rows;
 `given` stays, so that the other rows keep their places in the chunk.
@@ -32,9 +32,9 @@ class Chunk(msgspec.Struct, gc=False, eq=False):
     """What a shard knows of a chunk. Compares and hashes by identity.
 
     owner, number: where its bytes are, and its name there. An inline chunk is at INLINE and has no
-    number; its bytes are `inline`, which of a chunk in a pool are its lengths. live_rows:
-    rows that have a value in it, which may be more than `rows` where several have the same value. A
-    chunk is used while there are any. Each hold of a message counts as one more row.
+    number; its bytes are `inline`. A chunk in a pool has its lengths there. live_rows: rows that
+    have a value in it, which may be more than `rows` where several have the same value. A chunk is
+    used while this is above 0. Each hold of a message counts as one more row.
     """
 
     owner: Owner
@@ -47,13 +47,13 @@ class Chunk(msgspec.Struct, gc=False, eq=False):
 
     @property
     def dead_bytes(self) -> int:
-        """About how many of its bytes are values that no row has any more."""
+        """The approximate bytes of values that no row uses any more."""
         dead = self.rows - self.live_rows
         return self.nbytes * dead // self.rows if dead > 0 else 0
 
 
 ANY_STAGE = "\0"
-"""In `Piece.by`: any stage may take these values for its own, as those of a checkpoint."""
+"""In `Piece.by`: values of a checkpoint, which any stage may add again."""
 
 
 C = TypeVar("C", Chunk, int)
@@ -62,10 +62,10 @@ C = TypeVar("C", Chunk, int)
 class Piece(msgspec.Struct, Generic[C], frozen=True, gc=False):
     """chunk: itself, or its number among those of the block or message. fields: by column of the
     chunk. given: the rows of the block that the chunk has rows for.
-    live: those of them that still have these values. at: the chunk row of each given row, where
-    these do not follow each other from `first` on. by: the stage that added the values; "": a put
-    brought them. base: the row that is bit 0 of `given` and `live`. It is 0 in a block, and keeps
-    the masks of a message short that has more rows than a block."""
+    live: the given rows that still have these values. at: the chunk row of each given row, if they
+    are not consecutive from `first` on. by: the stage that added the values; "": a put brought
+    them. base: the row that is bit 0 of `given` and `live`. It is 0 in a block. In a message with
+    more rows than a block, it keeps the masks short."""
 
     chunk: C
     fields: tuple[str, ...]
@@ -90,20 +90,20 @@ class Piece(msgspec.Struct, Generic[C], frozen=True, gc=False):
 
 
 MAX_BLOCK_ROWS = 256
-"""What comes with more is cut: a value is kept as long as a row of its block."""
+"""Larger puts are split, because a value is kept as long as any row of its block exists."""
 SHARED_SHAPE_BYTES = 8 << 10
 """Larger shapes are not shared, because they hardly repeat. This bounds the memory of those that
 are."""
 SHARED_STAGES = 16
-"""The stages of which a shape remembers which rows have their fields."""
+"""A shape remembers for this many stages which rows have their fields."""
 
 
 class BlockShape(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """Which rows of a block have which fields, and where in its chunks. Compares by identity: made
-    by `shape_of`. A message has a shape too, as if all its rows were one block. live: by field, the
-    rows that have it. nbytes: about what the pieces of a block and its chunks take, without what is
-    inline. having: of some stages, by their fields, the rows that have all of them. used: by chunk,
-    how many rows of the block have a value in it."""
+    """Which rows of a block have which fields, and where in its chunks. Compares by identity;
+    `shape_of` creates it. A message has a shape too, as if all its rows were one block. live: by
+    field, the rows that have it. nbytes: approximate size of the pieces and chunks, without inline
+    bytes. having: for the fields of a stage, the rows that have all of them.
+    used: by chunk, how many rows of the block have a value in it."""
 
     count: int
     pieces: tuple[Piece[int], ...]
@@ -114,8 +114,8 @@ class BlockShape(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 
 def shape_of(count: int, pieces: tuple[Piece[int], ...]) -> BlockShape:
-    """Return the shape of a block of `count` rows. InvalidRows where a row has two values of a
-    field, which only pieces of a message may say."""
+    """Return the shape of a block of `count` rows. Raise InvalidRows if a row has two values of a
+    field, which only pieces of a message can contain."""
     nbytes = sum([200 + (0 if piece.at is None else 36 * len(piece.at)) for piece in pieces])
     is_shared = nbytes <= SHARED_SHAPE_BYTES and count <= MAX_BLOCK_ROWS
     made = _shape if is_shared else _shape.__wrapped__
@@ -134,7 +134,8 @@ def _shape(count: int, pieces: tuple[Piece[int], ...], nbytes: int) -> BlockShap
 
 
 def rows_by_field(pieces: Sequence[Piece[int]]) -> dict[str, int]:
-    """The rows that have a value, by field. InvalidRows where one has two."""
+    """The rows that have a value, by field. Raise InvalidRows if a row has two values of a
+    field."""
     alike: dict[tuple[str, ...], int] = {}
     for piece in pieces:
         rows, before = piece.live << piece.base, alike.get(piece.fields, 0)
@@ -160,7 +161,7 @@ def _two_values(field: str) -> InvalidRows:
 
 @lru_cache(1_024)
 def _beside(one: BlockShape, other: BlockShape) -> BlockShape:
-    """Both, of which the other has the chunks behind those of the first."""
+    """Both shapes in one; the chunks of `other` follow those of `one`."""
     many = 1 + max([piece.chunk for piece in one.pieces], default=-1)
     moved = [msgspec.structs.replace(piece, chunk=many + piece.chunk) for piece in other.pieces]
     return shape_of(one.count, (*one.pieces, *moved))
@@ -173,7 +174,7 @@ def _written_by(shape: BlockShape, stage: str) -> BlockShape:
 
 
 class Pieces(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """The values of a block. chunks: each once, and each is used. The live rows of one field in
+    """The values of a block. chunks: distinct, all in use. The live rows of one field in
     different pieces never overlap. The values of a message may have more rows than a block, and its
     pieces a `base`: `split` makes blocks of them."""
 
@@ -197,12 +198,12 @@ class Pieces(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Those that some row has."""
+        """The fields that some row has."""
         return tuple(self.shape.live)
 
     @property
     def nbytes(self) -> int:
-        """About what they and their chunks take, without what is inline."""
+        """The approximate size of the pieces and their chunks, without inline bytes."""
         return self.shape.nbytes
 
     def live(self, field: str) -> int:
@@ -249,7 +250,7 @@ class Pieces(msgspec.Struct, frozen=True, gc=False, eq=False):
         return used
 
     def only(self, fields: Iterable[str]) -> Pieces:
-        """These fields alone."""
+        """Return the values of these fields only."""
         wanted = set(fields)
         parts = []
         for part in self.parts:
@@ -281,12 +282,12 @@ class Pieces(msgspec.Struct, frozen=True, gc=False, eq=False):
         return found, {f: bits.bit_count() for f, bits in meet.items()} if keep else {}
 
     def without(self, bits: int, fields: Iterable[str] | None = None) -> Pieces:
-        """Take the values of these rows (of these fields) away."""
+        """Remove the values of these rows, of these fields or of all."""
         names = self.fields if fields is None else fields
         return pieces_of(self.count, _without(self.parts, dict.fromkeys(names, bits)))
 
     def renamed(self, names: Mapping[str, str]) -> Pieces:
-        """With other names for some fields."""
+        """Return the values with other names for some fields."""
         parts = []
         for part in self.parts:
             fields = tuple([names.get(field, field) for field in part.fields])
@@ -295,14 +296,14 @@ class Pieces(msgspec.Struct, frozen=True, gc=False, eq=False):
         return pieces_of(self.count, parts)
 
     def written_by(self, stage: str) -> Pieces:
-        """As values that this stage added."""
+        """Return the values as added by this stage."""
         is_shared = self.nbytes <= SHARED_SHAPE_BYTES
         made = _written_by if is_shared else _written_by.__wrapped__
         return Pieces(made(self.shape, stage), self.chunks)
 
 
 def pieces_of(count: int, parts: Sequence[Piece[Chunk]] = ()) -> Pieces:
-    """The values of a block of so many rows, by its pieces."""
+    """The values of a block of `count` rows with these pieces."""
     chunks = {chunk: n for n, chunk in enumerate(dict.fromkeys([part.chunk for part in parts]))}
     pieces = [
         Piece(chunks[one.chunk], one.fields, one.given, one.live, one.first, one.at, one.by)
@@ -312,7 +313,7 @@ def pieces_of(count: int, parts: Sequence[Piece[Chunk]] = ()) -> Pieces:
 
 
 Part = tuple[Sequence[int], Sequence[int], int]
-"""Rows of a message, the row of a block that each of them is, and how many rows the block has."""
+"""Rows of a message, the block row of each, and the number of rows of the block."""
 
 
 def split(pieces: Sequence[Piece[Chunk]], parts: Sequence[Part]) -> list[Pieces]:
@@ -347,8 +348,8 @@ def split(pieces: Sequence[Piece[Chunk]], parts: Sequence[Part]) -> list[Pieces]
 
 
 def nbytes_of(values: Iterable[tuple[Pieces, int]]) -> int:
-    """About how many bytes these rows of blocks take: the rows of a chunk count alike, and none
-    counts twice where several rows have the same value."""
+    """The approximate bytes of these rows. Each row of a chunk counts equally, and a value that
+    several rows share counts once."""
     used: dict[Chunk, int] = {}
     for pieces, bits in values:
         for chunk, rows in pieces.rows_by_chunk().items():
@@ -389,7 +390,7 @@ def _at(
 
 
 def _without(parts: Iterable[Piece[Chunk]], gone: Mapping[str, int]) -> tuple[Piece[Chunk], ...]:
-    """Without these rows of each of these fields. Fields of a piece that keep the same rows stay
+    """Remove the rows `gone` of each field. Fields of a piece that keep the same rows stay
     together."""
     found: list[Piece[Chunk]] = []
     for part in parts:
@@ -411,8 +412,8 @@ def _without(parts: Iterable[Piece[Chunk]], gone: Mapping[str, int]) -> tuple[Pi
 def _coalesced(
     old: tuple[Piece[Chunk], ...], new: tuple[Piece[Chunk], ...]
 ) -> tuple[Piece[Chunk], ...]:
-    """All of these, and pieces of one chunk and the same fields as one: rows of an add that are
-    acked one by one name its chunk again and again."""
+    """Old and new pieces. Pieces with equal chunk and fields are merged, because rows of one add
+    may be acked one by one."""
     if {part.chunk for part in old}.isdisjoint([part.chunk for part in new]):
         return old + new
     found = list(old)
@@ -435,7 +436,7 @@ def _coalesced(
 
 
 def _united(one: Piece[Chunk], other: Piece[Chunk]) -> Piece[Chunk]:
-    """Both in one. What is not live of them is left out: nobody asks for its place any more."""
+    """Merge two pieces; only their live rows remain."""
     rows = list(zip(rows_of(one.live), one.chunk_rows(one.live), strict=True))
     rows += zip(rows_of(other.live), other.chunk_rows(other.live), strict=True)
     rows.sort()

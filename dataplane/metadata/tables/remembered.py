@@ -19,7 +19,7 @@ MAX_LOST = 65_536
 MAX_PRODUCERS = 64
 """Sessions that a partition remembers for having put rows; the least recent are forgotten."""
 BYTES_EACH = 143
-"""Measured with a million of them."""
+"""Memory per key, measured with a million keys."""
 PART_KEYS = 512
 Part = dict[bytes, bool]
 """Keys, the oldest first, each with whether it was freed; False: it was dropped."""
@@ -125,7 +125,7 @@ class LostNames:
         self._names.extend(names)
 
     def after(self, number: int) -> tuple[list[Name], int, int]:
-        """The names after the first `number` rows, as many as one message holds.
+        """The names after the first `number` rows, at most one message full.
 
         Return (names, the number to ask with next, how many names were forgotten in between).
         """
@@ -135,7 +135,7 @@ class LostNames:
         return names, start + len(names), max(0, start - number)
 
     def latest(self) -> list[Name]:
-        """The names lost last, as many as one message holds."""
+        """The most recently lost names that fit into one message."""
         return self.after(self.total - MAX_LOST_PER_MESSAGE)[0]
 
     def __repr__(self) -> str:

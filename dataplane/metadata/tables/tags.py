@@ -23,11 +23,11 @@ _ORDERS = (operator.lt, operator.le, operator.gt, operator.ge)
 
 _MANY_TEXTS, _LONG = 4_096, 64
 _texts: dict[str, str] = {}
-"""Short ones that were seen lately. Not Python's own: up to 3.12.4 what it has once it keeps."""
+"""Short texts seen recently. `sys.intern` would keep them for ever up to Python 3.12.4."""
 
 
 def _kept_once(text: str) -> str:
-    """An equal one, which others have as well: a status has few values and many rows."""
+    """Return one shared copy of equal texts: many rows share few values, such as a status."""
     if len(text) > _LONG:
         return text
     if len(_texts) >= _MANY_TEXTS:
@@ -182,7 +182,7 @@ class Tags:
         ]
 
     def _of(self, name: str) -> list[Scalar]:
-        """One value a row."""
+        """One value per row."""
         values = self._values.get(name, [MISSING])
         return list(values) * self.count if len(values) == 1 else list(values)
 

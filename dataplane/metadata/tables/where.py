@@ -157,7 +157,7 @@ def _scalar(value: Any) -> Scalar:
 
 
 def _checked(value: T) -> T:
-    """InvalidValue for an int or a text that cannot travel."""
+    """Raise InvalidValue for an int or a text that has no wire form."""
     reason = unencodable(value)
     if reason is not None:
         raise InvalidValue(f"cannot filter by {shown(value):.80}, {reason}")

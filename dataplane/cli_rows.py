@@ -32,7 +32,7 @@ from dataplane.errors import (
 )
 from dataplane.launch.rundir import Find
 from dataplane.metadata.tables.where import Where, tag
-from dataplane.wire.arrays import beginning, preview
+from dataplane.wire.arrays import preview, shortened
 from dataplane.wire.tables import Name
 
 MAX_ROWS = 1000
@@ -138,7 +138,7 @@ def described(value: Any) -> Report:
         return told | {"preview": f"{value[:_MAX_LETTERS]!r}{more}"}
     if isinstance(value, (Mapping, Sequence)):
         told["length"] = len(value)
-    return told | {"preview": beginning(value, 2 * _MAX_LETTERS)}
+    return told | {"preview": shortened(value, 2 * _MAX_LETTERS)}
 
 
 def show_rows(report: Report, stage: str | None, as_json: bool) -> int:

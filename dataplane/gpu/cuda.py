@@ -46,7 +46,7 @@ class CudaDevice(Device):
         self.number = number
         self._made: WeakSet[Pool | Event] = WeakSet()
         # Without making it current: that would take memory of a GPU that is only looked at.
-        with self._said():
+        with self._cuda_errors():
             self.identity: str = self._runtime.deviceGetPCIBusId(number)
 
     @classmethod
@@ -138,7 +138,7 @@ class CudaDevice(Device):
         except DeviceMissing:
             other = None  # only opening its memory tells
         if other is not None:
-            with self._said():
+            with self._cuda_errors():
                 if not self._runtime.deviceCanAccessPeer(self.number, other):
                     raise DeviceMissing(
                         f"GPU {self.identity} cannot access the memory of GPU {handle.device} "
@@ -240,7 +240,7 @@ class CudaDevice(Device):
         return True
 
     def bind(self) -> None:
-        with self._said():
+        with self._cuda_errors():
             self._runtime.setDevice(self.number)
 
     def pin_host(self, address: int, nbytes: int, read_only: bool = False) -> None:
@@ -257,7 +257,7 @@ class CudaDevice(Device):
             made.close()
 
     @contextmanager
-    def _said(self) -> Iterator[None]:
+    def _cuda_errors(self) -> Iterator[None]:
         """Raise DeviceMissing for a CUDA error."""
         try:
             yield
@@ -278,7 +278,7 @@ class CudaDevice(Device):
             yield
             return
         try:
-            with self._said(), _apart_from_captures():
+            with self._cuda_errors(), _apart_from_captures():
                 before = self._runtime.getDevice()
                 try:
                     if before != self.number:

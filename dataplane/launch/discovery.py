@@ -106,7 +106,7 @@ def find_place(run: str, environ: Environ = os.environ) -> Place:
 
 def _seeds(run: str, environ: Environ) -> tuple[tuple[str, ...], bool]:
     """The seeds, and whether there are hosts besides theirs."""
-    said = settings.said_in(environ)
+    said = settings.settings_in(environ)
     if "seeds" in said:
         return settings.value("seeds", said) or (), False
     several = [job for job in jobs(environ) if job.several_hosts]

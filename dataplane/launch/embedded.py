@@ -153,7 +153,7 @@ class Attached:
                 )
         if self.run.said_by != "launch":
             return remarks
-        relatives = runs.relatives(self.run.name)
+        relatives = runs.related_runs(self.run.name)
         if relatives:
             return [*remarks, f"{few(relatives, SHOWN_RUNS)}. {_SHARE}"]
         if (parent := runs.parent_of_multiprocessing()) is not None:
@@ -248,7 +248,7 @@ def attach(
             )
         me = replace(me, fresh=True)
         with _start_lock(folder, deadline):
-            fresh_start.end_what_is_left(folder, belongs.name, me, environ)
+            fresh_start.end_earlier_launches(folder, belongs.name, me, environ)
     while True:
         peer = _choose(folder, belongs.name, peer_name, environ)
         if peer is None or (is_embedded(peer.name) and not answers(peer.socket)):
@@ -320,7 +320,7 @@ def peer_config(
     """The configuration of a peer: from arguments, else variables, else the launcher. starter:
     the process that starts it by `connect()`, None for a peer started by hand. place: the peer's
     place in its run, if the caller knows it."""
-    said = {**settings.said_in(environ, by_hand=starter is None), **given}
+    said = {**settings.settings_in(environ, by_hand=starter is None), **given}
     value = partial(settings.value, said=said)
     run = runs.run_of_peer(given["run"].text if "run" in given else None, environ)
     listen: str | None = value("listen")

@@ -62,7 +62,7 @@ class FreshStart:
     clients: Callable[[rundir.LivingPeer], list[Client]]
     force: bool = False
 
-    def end_what_is_left(
+    def end_earlier_launches(
         self, folder: Path, run: str, me: rundir.Starter, environ: Mapping[str, str]
     ) -> None:
         """End the peers of earlier launches.
@@ -168,7 +168,7 @@ def end(peer: rundir.LivingPeer, who: str) -> bool:
     except OSError:  # it has ended, or is in another pid namespace
         return not rundir.is_living(peer)
     try:
-        rundir.leave_word(peer, who)
+        rundir.write_ended_by(peer, who)
         for number in (signal.SIGINT, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(handle, number)

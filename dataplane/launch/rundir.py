@@ -41,7 +41,7 @@ MAX_SOCKET_PATH_BYTES = 99
 STARTING = ".starting"
 """The file whose lock one holds who starts a run's embedded peer."""
 
-_WORD = ".ended-by"
+_ENDED_BY = ".ended-by"
 _CREDENTIALS = struct.Struct("3i")
 _BACKLOG = 128
 """Of those who ask for a peer's pid while it is stopped."""
@@ -269,8 +269,8 @@ class PeerLock:
                 self._announced.accept()[0].close()
 
     def word(self) -> str:
-        """The process that is ending this peer, as `leave_word` wrote it, or ""."""
-        return _word(self.folder, self.name)
+        """The process that is ending this peer, as `write_ended_by` wrote it, or ""."""
+        return _ended_by(self.folder, self.name)
 
     def release(self, ended: str = "") -> None:
         """Remove the peer's files and release its name. Its card is kept if `ended` says why it
@@ -403,17 +403,17 @@ def _listener(path: str) -> int | None:
     return None
 
 
-def _word(folder: Path, name: str) -> str:
+def _ended_by(folder: Path, name: str) -> str:
     try:
-        return (folder / f"{name}{_WORD}").read_text()
+        return (folder / f"{name}{_ENDED_BY}").read_text()
     except OSError:
         return ""
 
 
-def leave_word(peer: LivingPeer, who: str) -> None:
+def write_ended_by(peer: LivingPeer, who: str) -> None:
     """Write down which process is about to end a peer, for its log and its clients."""
     with contextlib.suppress(OSError):
-        path = peer.socket.with_name(f"{peer.name}{_WORD}")
+        path = peer.socket.with_name(f"{peer.name}{_ENDED_BY}")
         path.touch(0o600)
         path.write_text(who)
 
@@ -453,7 +453,7 @@ def _dead_peer(folder: Path, name: str) -> DeadPeer | None:
     card = read_card(folder, name)
     if card is None:
         return None
-    if not card.ended and (word := _word(folder, name)):
+    if not card.ended and (word := _ended_by(folder, name)):
         card = msgspec.structs.replace(card, ended=f"killed by {word}")
     try:
         age_s = max(0.0, time.time() - (folder / f"{name}.json").stat().st_mtime)
@@ -575,7 +575,7 @@ def _sweep(folder: Path, besides: str) -> None:
 
 def _remove_files(folder: Path, name: str, *, lock: bool = True, card: bool = True) -> None:
     """Only for the holder of the name's lock."""
-    leftovers = [f"{name}.sock", f".{name}.json", f"{name}{_WORD}"]
+    leftovers = [f"{name}.sock", f".{name}.json", f"{name}{_ENDED_BY}"]
     leftovers += [f"{name}.json"] if card else []
     for leftover in [*leftovers, f"{name}.lock"] if lock else leftovers:
         (folder / leftover).unlink(missing_ok=True)

@@ -120,7 +120,7 @@ def is_of_launch(starter: Starter) -> bool:
     return any(above.identity == starter.process for above in processes.ancestors(me))
 
 
-def relatives(run: str) -> list[str]:
+def related_runs(run: str) -> list[str]:
     """Texts that name the starters of other living runs which users may expect to share rows:
     ancestors and descendants of this process, and processes with a common ancestor that is a
     Python program."""

@@ -288,7 +288,7 @@ def by_hand(texts: Mapping[str, str | None], where: str = "--{}") -> dict[str, S
     return {n: SettingText(text, where.format(n)) for n, text in texts.items() if text is not None}
 
 
-def said_in(environ: Mapping[str, str], *, by_hand: bool = False) -> dict[str, SettingText]:
+def settings_in(environ: Mapping[str, str], *, by_hand: bool = False) -> dict[str, SettingText]:
     """The settings given as variables. by_hand: for a peer that is started by hand."""
     return {
         one.name: SettingText(text, one.env)
@@ -314,7 +314,7 @@ def value(name: str, said: Mapping[str, SettingText]) -> Any:
 
 def of_variable(name: str, environ: Mapping[str, str] = os.environ) -> Any:
     """The value of a setting from its variable, or None if that is not set."""
-    return value(name, said_in(environ))
+    return value(name, settings_in(environ))
 
 
 def unknown(environ: Mapping[str, str] = os.environ) -> str:

@@ -140,7 +140,7 @@ class Arena:
             pass  # a slice still exists; the mapping ends with it
 
 
-def arena_beside(size_bytes: int, name: str, least_bytes: int) -> Arena:
+def create_arena(size_bytes: int, name: str, least_bytes: int) -> Arena:
     """Create an arena, smaller by what processes still map of earlier arenas of this name whose
     peers crashed; at least `least_bytes`. Waits a moment for processes that are about to unmap
     theirs."""

@@ -91,7 +91,7 @@ class Space:
         """Note that this client has mapped these pools, numbered from 1. A plain space has none."""
 
     @property
-    def share_bytes(self) -> tuple[int, int, int]:
+    def quota_bytes(self) -> tuple[int, int, int]:
         """The largest unit per admission class."""
         opening, continuing, pulls = self.quotas.caps
         return opening, continuing, pulls

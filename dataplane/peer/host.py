@@ -217,12 +217,12 @@ class Progress:
             reached.set_result(None)
         else:
             self._waiting[reached] = self.done
-            reached.add_done_callback(self._waits_no_more)
+            reached.add_done_callback(self._forget_waiter)
             in_time(reached, until, self._late)
             self.on_awaited()
         return reached
 
-    def _waits_no_more(self, reached: asyncio.Future[None]) -> None:
+    def _forget_waiter(self, reached: asyncio.Future[None]) -> None:
         """Out of time, or given up: a backup that is not there may be awaited again and again."""
         self._waiting.pop(reached, None)
 
@@ -397,7 +397,7 @@ class Host:
         for generation in [one for one, shard in self.generations.items() if shard in lost]:
             del self.generations[generation]
 
-    def saw(self, partition: str, generation: int) -> None:
+    def note_generation(self, partition: str, generation: int) -> None:
         """Note that a generation exists."""
         self.generations[generation] = self.roster.bucket(partition)
 

@@ -63,19 +63,19 @@ class Telling:
     def _ring(self) -> None:
         many = self.host.notices.take(self.subject, self.host.now())
         if many and self.learn is not None:
-            self._learning = asyncio.ensure_future(self._learn_and_say(self.learn, many))
+            self._learning = asyncio.ensure_future(self._learn_and_notify(self.learn, many))
         elif many or self.soon:
-            self._say(many)
+            self._notify(many)
         self.soon = False
         self._arm()
 
-    async def _learn_and_say(self, learn: Callable[[], Awaitable[None]], many: int) -> None:
+    async def _learn_and_notify(self, learn: Callable[[], Awaitable[None]], many: int) -> None:
         await learn()
-        self._say(many)
+        self._notify(many)
 
-    def _say(self, many: int) -> None:
+    def _notify(self, many: int) -> None:
         why, details = self.look()
-        self.host.notices.said(self.subject, why, details.get("reason", ""))
+        self.host.notices.set_reason(self.subject, why, details.get("reason", ""))
         if many or details.get("only_own"):
             waited_s = self.host.now() - self._began
             others = f" (and {counted(many - 1, 'other')} on this host)" if many > 1 else ""

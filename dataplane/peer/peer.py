@@ -14,7 +14,7 @@ from dataplane.errors import DataplaneError
 from dataplane.gpu.registry import peer_pools
 from dataplane.launch.settings import PeerConfig
 from dataplane.launch.values import MIN_BYTES, Spill
-from dataplane.memory.arena import arena_beside
+from dataplane.memory.arena import create_arena
 from dataplane.memory.spill import SpillFile
 from dataplane.metadata.roster.roster import Roster, canonical
 from dataplane.peer.door.client_door import Door
@@ -47,7 +47,7 @@ from dataplane.peer.shards.confirming import Confirming
 from dataplane.peer.shards.effects import Effects
 from dataplane.peer.shards.log_receiver import LogReceiver
 from dataplane.peer.shards.log_sender import LogSender
-from dataplane.peer.shards.metadata_share import MetadataShare
+from dataplane.peer.shards.metadata_quota import MetadataQuota
 from dataplane.peer.shards.partitions import Partitions
 from dataplane.peer.shards.references import References
 from dataplane.peer.shards.retries import Retries
@@ -92,7 +92,7 @@ class Peer:
         roster = Roster.from_seeds(config.seeds, keeps=not config.roster, launch=config.launch)
         address = canonical(config.listen) if config.listen and config.seeds else roster.members[0]
         self.pools: Pools = peer_pools(config.device_arena) or Pools()
-        arena = arena_beside(config.arena_bytes, config.arena_name, MIN_BYTES)
+        arena = create_arena(config.arena_bytes, config.arena_name, MIN_BYTES)
         self.host = Host(
             plane=config.run,
             name=config.name,
@@ -140,30 +140,30 @@ class Peer:
         self.references = refs = References(host, mesh, room)
         self.effects = effects = Effects(refs, self.value_replicas, room, retries := Retries())
         self.partitions = parts = Partitions(host, mesh, router, self.log_sender, effects.run)
-        self.share = share = MetadataShare(host)
+        self.metadata_quota = quota = MetadataQuota(host)
         self.calls = calls = WaitingCalls(
             host,
             mesh,
             parts,
             self.value_replicas,
             effects.run,
-            producers=lambda: room.producers + share.writers,
+            producers=lambda: room.producers + quota.writers,
             retries=retries,
         )
         effects.on_changed = calls.changed
-        share.on_refused.append(calls.producers_wait)
+        quota.on_refused.append(calls.producers_wait)
 
     def _serve_clients(self) -> None:
         """What clients of this host ask for, and the door through which they do."""
         host, mesh, router, room = self.host, self.mesh, self.router, self.room
-        refs, parts, share = self.references, self.partitions, self.share
+        refs, parts, quota = self.references, self.partitions, self.metadata_quota
         run_effects = self.effects.run
         self.outgoing = outgoing = OutgoingChanges(host, mesh, router)
         self.leases = leases = Leases(room.unpin)
         self.grants = grants = Grants(host, room, self.pools)
         self.reading = reading = Reading(host, router, leases, self.pools)
         self.writing = Writing(
-            host, grants, outgoing, refs, self.value_replicas, share, run_effects
+            host, grants, outgoing, refs, self.value_replicas, quota, run_effects
         )
         self.finishing = finishing = Finishing(router, leases, self.writing)
         self.changes = Changes(host, outgoing, refs, parts, run_effects)
@@ -282,7 +282,7 @@ class Peer:
 
     # what becomes of everything when peers come and go
 
-    def says(self, leaving: bool, spare: bytes) -> Beat:
+    def heartbeat(self, leaving: bool, spare: bytes) -> Beat:
         """Return this peer's heartbeat for the roster keeper."""
         synced, wanted = self.log_sender.has_all, self.janitor.is_wanted()
         return Beat(synced, leaving, self.leaving.clear(), wanted, spare)

@@ -192,7 +192,7 @@ class TransportConformance:
             (outcome,) = await asyncio.gather(task, return_exceptions=True)
             assert turns or isinstance(outcome, asyncio.CancelledError)
             b.bytes[:] = 0  # as if the space had been given to somebody else
-            assert (await b.read_in_the_end(a, copies[:1])).nbytes == MIB
+            assert (await b.read_with_retries(a, copies[:1])).nbytes == MIB
             assert not b.bytes[MIB:].any()
         await until(lambda: not a.held)
         assert b.engine.stats()["bytes_under_way"] == 0
@@ -204,7 +204,7 @@ class TransportConformance:
         await until(lambda: bool(a.held) or read.done())
         read.cancel()
         await asyncio.gather(read, return_exceptions=True)
-        assert (await b.read_in_the_end(a, mebibytes(a, 1))).nbytes == MIB
+        assert (await b.read_with_retries(a, mebibytes(a, 1))).nbytes == MIB
         assert (a.pid, b.pid) == before
 
     @pytest.mark.parametrize("victim", ["reader", "owner"])
@@ -220,7 +220,7 @@ class TransportConformance:
         (first,) = await asyncio.gather(b.read(a, mebibytes(a, 32)), return_exceptions=True)
         if isinstance(first, BaseException):  # else it was asked again of the new worker
             assert isinstance(first, TransferFailed) and "repeat the call" in str(first)
-        outcome = await b.read_in_the_end(a, mebibytes(a, 32))
+        outcome = await b.read_with_retries(a, mebibytes(a, 32))
         assert outcome.nbytes == 32 * MIB and np.array_equal(a.bytes, b.bytes)
         await until(lambda: dying.engine.stats()["works"])
         assert dying.pid != before
@@ -246,7 +246,7 @@ class TransportConformance:
             assert isinstance(outcome, DeadlineExceeded), outcome
         else:  # it was through before the owner stopped
             assert when == "while bytes move" and np.array_equal(a.bytes, b.bytes)
-        await b.read_in_the_end(a, mebibytes(a, 64))
+        await b.read_with_retries(a, mebibytes(a, 64))
         assert np.array_equal(a.bytes, b.bytes)
         await until(lambda: not a.held)
 
@@ -256,7 +256,7 @@ class TransportConformance:
         a, b = await start("a", 4 * MIB), await start("b", 4 * MIB)
         for life in (1, 2):
             a.fill(life)
-            outcome = await b.read_in_the_end(a, mebibytes(a, 4))
+            outcome = await b.read_with_retries(a, mebibytes(a, 4))
             assert outcome.nbytes == 4 * MIB and np.array_equal(a.bytes, b.bytes)
             a.signal(signal.SIGKILL)
             await until(lambda life=life: a.engine.stats()["restarts"] == life)  # type: ignore[misc]

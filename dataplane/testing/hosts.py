@@ -81,7 +81,7 @@ class Host:
         """Read ranges of `source` into this host's arena, over the transport under test."""
         return await self.engine.read(source.remote, copies, timeout_s, self.transport)
 
-    async def read_in_the_end(self, source: Host, copies: Records) -> ReadOutcome:
+    async def read_with_retries(self, source: Host, copies: Records) -> ReadOutcome:
         """Call `read`, and retry up to four times if the transfer fails, as a peer does: a worker
         may be restarting."""
         for _ in range(4):

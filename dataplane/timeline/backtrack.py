@@ -222,7 +222,7 @@ class Backtrack:
         if self._nothing_comes(wait):
             since = max(begin, max(put.at for put in self.step.puts))
             return _after(Spent(since, end, "seal", wait.stage), begin)
-        if missed := self._left_lying(wait, begin, end):
+        if missed := self._idle_ready_rows(wait, begin, end):
             return self._with_rest(missed, begin)
         at_work = [one for one in self.step.leases if one.is_open and one.stage != wait.stage]
         if at_work:
@@ -276,7 +276,7 @@ class Backtrack:
 
     # rows that nobody takes
 
-    def _left_lying(self, wait: Event, begin: float, end: float) -> list[Spent]:
+    def _idle_ready_rows(self, wait: Event, begin: float, end: float) -> list[Spent]:
         """Return when rows were ready for a stage that comes before the waiting one, and none of
         its workers claimed or held rows."""
         step, rows = self.step, Counter[str]()

@@ -174,7 +174,7 @@ class ChunkServer:
     def _serve(self, inbound: _Inbound) -> None:
         stream = inbound.stream
         try:
-            self._converse(inbound)
+            self._serve_connection(inbound)
         except DataplaneError as exc:
             self._refusals.count(exc)
             self._refuse(inbound, exc)
@@ -197,7 +197,7 @@ class ChunkServer:
         self._end(inbound)  # who does not take his refusal makes room for others
         inbound.stream.refuse(Refused.of(error), time.monotonic() + REFUSAL_S)
 
-    def _converse(self, inbound: _Inbound) -> None:
+    def _serve_connection(self, inbound: _Inbound) -> None:
         challenge = secrets.token_bytes(CHALLENGE_BYTES)
         versions = (PROTOCOL_VERSION_MIN, PROTOCOL_VERSION)
         greeting = Greeting(versions, challenge)

@@ -169,23 +169,23 @@ def _checking(reading: Reading, stream: BulkStream) -> Callable[[], None]:
         with lock:
             reading.check()
             if stream.readable(0):
-                raise reading.stop(_said(reading, stream))
+                raise reading.stop(_end_reason(reading, stream))
 
     return check
 
 
-def _said(reading: Reading, stream: BulkStream) -> DataplaneError:
+def _end_reason(reading: Reading, stream: BulkStream) -> DataplaneError:
     """Why the owner ended the transfer."""
     try:
         frame = stream.receive(MAX_GET_FRAME_BYTES, reading.deadline)
         if frame is None:
             return _broken(reading, "the connection was closed")
-        said = answer_of(frame)
+        answer = answer_of(frame)
     except OSError as exc:
         return _broken(reading, exc)
     except DataplaneError as exc:
         return exc
-    return _broken(reading, f"unexpected message from the owner: {said!r}")
+    return _broken(reading, f"unexpected message from the owner: {answer!r}")
 
 
 def _broken(reading: Reading, why: object) -> DataplaneError:

@@ -90,7 +90,7 @@ class Server:
             ) from exc
         try:
             self._server = await asyncio.start_server(
-                self._came, *found[4][:2], limit=MAX_HEAD_BYTES
+                self._accept, *found[4][:2], limit=MAX_HEAD_BYTES
             )
         except OSError as exc:
             raise AddressInUse(
@@ -117,7 +117,7 @@ class Server:
 
     # inside
 
-    def _came(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._strangers) >= MAX_STRANGERS:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]

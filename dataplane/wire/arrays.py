@@ -234,7 +234,7 @@ def shown(value: object) -> str:
         return f"<{kind_of(value)}>"
 
 
-def beginning(value: object, length: int) -> str:
+def shortened(value: object, length: int) -> str:
     """Return at most `length` characters that show a stored value. The value is not an array."""
     try:
         return reprlib.repr(value)[:length]

@@ -78,14 +78,14 @@ class Hello(Body, tag=2):
 
 
 class HelloDone(Body, tag=3):
-    """The reply to `Hello`. share_bytes: the largest unit of each admission class (new groups,
+    """The reply to `Hello`. quota_bytes: the largest unit of each admission class (new groups,
     continuing, pulls).
 
     clients: the number of other sessions of this peer. If there are none: rows: the number of rows
     of the peer; left_by, left_ms: the command of the last client, and the time since it left."""
 
     session: int
-    share_bytes: tuple[int, int, int]
+    quota_bytes: tuple[int, int, int]
     clients: int = 0
     rows: int = 0
     left_by: str = ""

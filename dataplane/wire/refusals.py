@@ -18,7 +18,7 @@ class Refusals:
         self.total = 0
         self._log = log
         self._door = door
-        self._told = 0
+        self._logged = 0
         self._quiet_until = 0.0
 
     def count(self, why: object) -> None:
@@ -29,7 +29,7 @@ class Refusals:
         if now < self._quiet_until:
             return
         self._quiet_until = now + PERIOD_S
-        unsaid = self.total - self._told - 1
-        self._told = self.total
-        more = f" ({unsaid} more refused since the previous line)" if unsaid else ""
+        unlogged = self.total - self._logged - 1
+        self._logged = self.total
+        more = f" ({unlogged} more refused since the previous line)" if unlogged else ""
         self._log.warning("%s: refused a connection: %s%s", self._door, why, more)

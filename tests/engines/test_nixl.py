@@ -52,7 +52,7 @@ async def test_two_threads_share_large_reads_on_one_host_and_stop_together(
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             reader.bytes[:] = 0  # as if the space had been given to somebody else
-            assert (await reader.read_in_the_end(owner, last)).nbytes == MIB
+            assert (await reader.read_with_retries(owner, last)).nbytes == MIB
             assert not reader.bytes[: 63 * MIB].any()
 
 
@@ -72,7 +72,7 @@ async def test_over_ucx_tcp_a_stopped_owner_is_noticed_and_one_started_anew_is_r
             await b.read(a, copies, timeout_s=0.5)
         a.signal(signal.SIGKILL)
         b.bytes[:] = 0
-        await b.read_in_the_end(a, copies)
+        await b.read_with_retries(a, copies)
         assert np.array_equal(a.bytes, b.bytes)
 
 

@@ -112,7 +112,7 @@ def test_a_peer_that_went_with_rows_leaves_a_card_that_says_so(run_dir: Path) ->
     assert rundir.dead_peers(folder) == []
     lock.note(4, [])
     (peer,) = rundir.living_peers(folder)
-    rundir.leave_word(peer, "`dataplane clean` (pid 7)")
+    rundir.write_ended_by(peer, "`dataplane clean` (pid 7)")
     lock._close()  # as the kernel does when it is killed
     (dead,) = rundir.dead_peers(folder)
     assert (dead.card.rows, dead.card.ended) == (4, "killed by `dataplane clean` (pid 7)")

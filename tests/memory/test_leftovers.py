@@ -11,7 +11,7 @@ import threading
 
 import numpy as np
 
-from dataplane.memory.arena import Arena, arena_beside, still_mapped_bytes
+from dataplane.memory.arena import Arena, create_arena, still_mapped_bytes
 from tests.processes import all_ending
 
 MIB = 1 << 20
@@ -78,7 +78,7 @@ def test_a_new_arena_waits_for_those_who_are_about_to_let_the_old_one_go() -> No
     arena.close()
     soon = threading.Timer(0.3, reader.communicate)
     soon.start()
-    anew = arena_beside(8 * MIB, name, MIB)
+    anew = create_arena(8 * MIB, name, MIB)
     assert anew.size_bytes == 8 * MIB
     soon.join()
     anew.close()
@@ -89,7 +89,7 @@ def test_a_new_arena_is_smaller_by_what_stays_in_view() -> None:
     arena = Arena.create(8 * MIB, name)
     reader = reader_of(arena, 2 * MIB)
     arena.close()
-    anew = arena_beside(8 * MIB, name, MIB)
+    anew = create_arena(8 * MIB, name, MIB)
     assert MIB <= anew.size_bytes <= 6 * MIB
     reader.communicate()
     anew.close()

@@ -73,7 +73,7 @@ def test_units_are_granted_whole_as_far_as_they_fit() -> None:
 
 def test_a_unit_above_its_share_fails_at_once_with_figures() -> None:
     space = Space(100 * PAGE)
-    assert space.share_bytes == (60 * PAGE, 85 * PAGE, 100 * PAGE)
+    assert space.quota_bytes == (60 * PAGE, 85 * PAGE, 100 * PAGE)
     with pytest.raises(
         ValueTooLarge, match="244 KiB at once, but new groups may use at most 240 KiB of"
     ) as caught:

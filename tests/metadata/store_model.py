@@ -326,7 +326,7 @@ class Model:
             self.free_acked()
             self.settle(stamp)
 
-    def come_back(self, numbers: list[int]) -> int:
+    def requeue(self, numbers: list[int]) -> int:
         """Leases end."""
         return sum([self.comes_back(self.leases.pop(number)) for number in numbers])
 

@@ -407,7 +407,7 @@ def whole(store: Store) -> dict[str, Any]:
             )
         },
         "group numbers": {key: (g.number, g.given) for key, g in store.groups.items()},
-        "answers": list(store.answers.told()),
+        "answers": list(store.answers.records()),
         "forgotten": store.tombstones.forgotten,
         "all fields": dict(sorted(store.fields.items())),
         "lease order": [lease.number for lease in store.leases],

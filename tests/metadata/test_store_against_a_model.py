@@ -314,7 +314,7 @@ class StoreMachine(Model, RuleBasedStateMachine):
         for stage, plan in list(self.plans.items()):
             if any(one.holder == holder and not one.acked for one in plan.parts.values()):
                 back += self.comes_back(self.plans.pop(stage).lease)
-        assert self.store.release_holder(holder) == back + self.come_back(held)
+        assert self.store.release_holder(holder) == back + self.requeue(held)
 
     @rule(
         stage=st.sampled_from(sorted(STAGES)),

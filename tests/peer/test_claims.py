@@ -79,7 +79,7 @@ class Asker:
             roster=self.roster,
             now=lambda: loop.time() + self.passed_s,
             notices=Notices(),
-            space=SimpleNamespace(share_bytes=(0, 0, 1 << 20)),
+            space=SimpleNamespace(quota_bytes=(0, 0, 1 << 20)),
             serves=lambda name: self.host.roster.home(name) == HERE,
             entry=lambda name, generation: None,
             another_roster=self.another_roster,

@@ -28,7 +28,7 @@ class Declaring:
             entries={},
             now=time.monotonic,
             serves=lambda name: self.serves,
-            saw=lambda name, generation: None,
+            note_generation=lambda name, generation: None,
             events=SimpleNamespace(add=lambda record: None),
         )
         nothing: Any = None

@@ -71,7 +71,7 @@ class Plane:
             stays=lambda: self.staying,
             keeps_the_roster=False,
             keeper_is_away=lambda: self.keeperless,
-            say_ending=self._done,
+            announce_leaving=self._done,
             leave=self._leave,
             deposed=self.deposed,
             beat_now=self.deposed.set,

@@ -24,12 +24,12 @@ def test_whether_a_generation_was_lost_or_dropped_hangs_on_no_clock() -> None:
         return host.gone("p", generation).details["reason"]
 
     for generation in (ahead, behind):
-        host.saw("p", generation)
+        host.note_generation("p", generation)
         assert reason(generation) == "dropped"  # no copy was ever lost
     lost = first.lost.copy()
     lost[first.bucket("p")] += 1
     host.turn(dataclasses.replace(first, epoch=(1, 3), lost=lost))
     assert [reason(one) for one in (ahead, behind)] == ["lost", "lost"]
-    host.saw("p", now)  # declared anew, and dropped
+    host.note_generation("p", now)  # declared anew, and dropped
     assert [reason(one) for one in (ahead, behind, now)] == ["lost", "lost", "dropped"]
     arena.close()

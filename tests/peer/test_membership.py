@@ -38,7 +38,7 @@ NOBODY: dict[str, Any] = {
 def says_nothing(**but: Any) -> Any:
     """A peer that has nothing, and follows."""
     return SimpleNamespace(
-        says=lambda leaving, spare: Beat(leaving=leaving, spare=spare),
+        heartbeat=lambda leaving, spare: Beat(leaving=leaving, spare=spare),
         turned=lambda old, new: None,
         log_receiver=SimpleNamespace(lost_before=list),
         **but,
@@ -321,7 +321,7 @@ async def test_while_the_keeper_is_away_who_leaves_tells_all_and_counts_on_none_
         for _ in range(20):
             await asyncio.sleep(0)
 
-    says = asyncio.create_task(membership.say_ending())
+    says = asyncio.create_task(membership.announce_leaving())
     await rounds()
     assert {*told} == answers and membership.stays() == answers
     answers.add(JOINER.peer)  # it was only slow

@@ -54,7 +54,9 @@ class Pulls:
         self.space.release(local)
         return local, [pin]
 
-    async def at_hand(self, chunks: Array, holder: int, reader: int) -> tuple[Array, list[int]]:
+    async def ensure_mappable(
+        self, chunks: Array, holder: int, reader: int
+    ) -> tuple[Array, list[int]]:
         return chunks, [self.space.pin(holder, chunks)]
 
 

@@ -399,7 +399,7 @@ def test_what_a_promoted_shard_remembers_is_what_the_old_one_did(end: str) -> No
     copy = successor_of(dead, list(snapshot(successor.store)))
     for one in (shard, successor, copy):
         assert one.store.answers.callers == (set() if end == "lost" else {OWNERS[0]})
-        assert list(one.store.answers.told()) == list(dead.answers.told())
+        assert list(one.store.answers.records()) == list(dead.answers.records())
         if end == "settled":
             assert one.change(body(named([2]), 2, floor=2)) == PutDone()
             for expired in (1, 5):

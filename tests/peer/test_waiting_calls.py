@@ -505,13 +505,13 @@ async def test_who_begins_to_wait_for_a_key_makes_nobody_look_again_at_the_other
 ) -> None:
     """Waits ask again every 5 s: a thousand of them took a tenth of a core, four thousand all."""
     looked = list[Any]()
-    really = inspection.key_there
+    really = inspection.key_status
 
-    def key_there(store: Store, name: Any) -> Any:
+    def key_status(store: Store, name: Any) -> Any:
         looked.append(name)
         return really(store, name)
 
-    monkeypatch.setattr(inspection, "key_there", key_there)
+    monkeypatch.setattr(inspection, "key_status", key_status)
     shard = Shard()
     call_context.set(CallContext(time.monotonic() + 60.0))
     waits = [

@@ -117,7 +117,7 @@ class Cluster:
                 # what this machine has installed, or in memory of another run, is no part of it
                 (paths, "candidates", lambda choice: [TCP]),
                 (peer_module, "candidates", lambda choice: [TCP]),
-                (peer_module, "arena_beside", lambda size, name, least: Arena.create(size, name)),
+                (peer_module, "create_arena", lambda size, name, least: Arena.create(size, name)),
                 (janitor, "prefaulted", _prefaulted),
                 (watching, "watch", network.watch),
                 (Door, "open", lambda door, path: setattr(door, "_listener", Listener())),

@@ -141,7 +141,7 @@ def _changes(peer: Peer) -> list[str]:
     wrong = []
     most = answers.MAX_CHANGES_ABOVE_FLOOR  # type: ignore[attr-defined]  # as the run patched it
     for entry in peer.host.entries.values():
-        for told in entry.store.answers.told():
+        for told in entry.store.answers.records():
             if len(told.given) > most or not peer.host.roster.has(told.caller):
                 many, caller = len(told.given), told.caller.peer
                 wrong.append(f"the shard at {peer.host.name} remembers {many} changes of {caller}")

@@ -125,7 +125,7 @@ async def _opened(session: Session, call: Call) -> Connection:
     return session.connections.opened(await further(session, call.deadline))
 
 
-def limit_beside(timeout_s: float | None) -> float:
+def background_timeout_s(timeout_s: float | None) -> float:
     """Return the timeout of requests that accompany calls with `timeout_s`, such as the acks of a
     stream: the same number of seconds, but at least 1 and at most the default."""
     if timeout_s is None:

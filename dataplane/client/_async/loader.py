@@ -200,7 +200,7 @@ class LoaderLoop(AsyncIterator[Any]):
             self.batch, made = await self._prefetch.next()
         except StreamEnd as exc:
             self.over = True
-            tell_what_is_left(exc)
+            log_remaining(exc)
             raise StopAsyncIteration from None
         except UNKNOWN:
             self.leave()
@@ -234,7 +234,7 @@ class LoaderLoop(AsyncIterator[Any]):
             self.leave(None if self._loader._entered else LEFT)
 
 
-def tell_what_is_left(end: StreamEnd) -> None:
+def log_remaining(end: StreamEnd) -> None:
     """Log that a loop has ended, if rows remain that its filter leaves out."""
     if end.details.get("remaining"):
         log.warning("stream ended: %s", end.message)

@@ -150,7 +150,7 @@ async def _put(
             prepared,
             groups,
             handle.takes_inline(),
-            min(UNIT_BYTES, session.share_bytes[0] // 4),
+            min(UNIT_BYTES, session.quota_bytes[0] // 4),
             rows.group_names or (),
             [one.columns for one in others],
             order,
@@ -280,7 +280,7 @@ class Putting(msgspec.Struct, eq=False):
 
     def check_units(self, units: list[Unit]) -> None:
         """Raise ValueTooLarge if a unit can never fit."""
-        cap = self.handle.session.share_bytes[int(self.continuing)]
+        cap = self.handle.session.quota_bytes[int(self.continuing)]
         needed = max(unit.nbytes for unit in units)
         if needed > cap:
             raise ValueTooLarge(

@@ -18,7 +18,15 @@ from msgspec.structs import replace
 
 from dataplane import progress
 from dataplane.client._async.backend import to_its_end
-from dataplane.client._async.calls import UNKNOWN, Call, ask, attach, define, limit_beside, send
+from dataplane.client._async.calls import (
+    UNKNOWN,
+    Call,
+    ask,
+    attach,
+    background_timeout_s,
+    define,
+    send,
+)
 from dataplane.client._async.save import filing, path_of, within
 from dataplane.client._async.space import give_back, room_for
 from dataplane.client.arguments import Deadline
@@ -78,7 +86,7 @@ async def _restore(session: Session, path: Path, deadline: Deadline, bar: Bar) -
     except GeneratorExit:  # a closed coroutine cannot await
         raise
     except BaseException as exc:  # cancelled and interrupted ones too
-        limit_s = min(UNDO_S, limit_beside(deadline.timeout_s))
+        limit_s = min(UNDO_S, background_timeout_s(deadline.timeout_s))
         await to_its_end(partial(_undo, begun, exc, limit_s))
         raise
     finally:

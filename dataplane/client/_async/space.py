@@ -103,7 +103,7 @@ def run_end(
     if len(units) == 1:
         return 1
     session = handle.session
-    most = min(RUN_BYTES, session.share_bytes[0] // 4)
+    most = min(RUN_BYTES, session.quota_bytes[0] // 4)
     nbytes = cost = chunks = 0
     for stop in range(start, len(units)):
         unit = units[stop]

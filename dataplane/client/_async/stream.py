@@ -16,7 +16,7 @@ from dataplane.client._async.batch import Batch
 from dataplane.client._async.calls import UNKNOWN, public
 from dataplane.client._async.claiming import Claiming
 from dataplane.client._async.lease import LEFT, Lease
-from dataplane.client._async.loader import refuse_workers, tell_what_is_left
+from dataplane.client._async.loader import log_remaining, refuse_workers
 from dataplane.client.arguments import Deadline, Demand
 from dataplane.client.session.session import Handle
 from dataplane.errors import DataplaneError, StreamEnd
@@ -155,7 +155,7 @@ class StreamLoop(AsyncIterator[Batch]):
         except StreamEnd as exc:
             if not self._is_over:
                 self._over = True
-                tell_what_is_left(exc)
+                log_remaining(exc)
             raise
         finally:
             if call is not None:  # its answer is nobody's, unless it was waited for

@@ -9,7 +9,13 @@ import time
 from collections.abc import Sequence
 
 from dataplane.client import arguments
-from dataplane.client._sync.calls import Call, attach_to_wait, limit_beside, milliseconds, send
+from dataplane.client._sync.calls import (
+    Call,
+    attach_to_wait,
+    background_timeout_s,
+    milliseconds,
+    send,
+)
 from dataplane.client.arguments import Deadline, Demand
 from dataplane.client.read.table import TableReader, reader_of
 from dataplane.client.session.connection import expect
@@ -44,7 +50,7 @@ class Claiming:
         self._stage = arguments.text(stage, "a stage")
         self._wanted = arguments.optional_texts(fields, "fields")
         self._timeout = arguments.seconds(timeout, "timeout")
-        self.limit_s = limit_beside(self._timeout)
+        self.limit_s = background_timeout_s(self._timeout)
         """seconds that an ack or a release of the claimed rows may take"""
         lease_s = arguments.seconds(lease_s, "lease")
         if lease_s is not None and lease_s <= 0:

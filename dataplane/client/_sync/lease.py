@@ -275,16 +275,16 @@ class Lease:
         these are, None: all in their order. groups: of each of these rows. what: names the values
         for the log."""
         if (pools := self.handle.session.pools) is not None:
-            pools.tell_of_host_copies(columns, f"{what} go to host memory")
-        check, began = self._check_told, time.monotonic()
+            pools.log_host_copies(columns, f"{what} go to host memory")
+        check, began = self._check_message_size, time.monotonic()
         pieces = write_columns(self.handle, columns, n, deadline, order, groups, check)
         self._since += time.monotonic() - began
         nbytes = sum([chunk.nbytes for chunk in chunks_of(pieces)])
         self.handle.session.tally.added(self.stage, nbytes)
         return pieces
 
-    def _check_told(self, pieces: list[NewPiece]) -> None:
-        """InvalidRows where one ack cannot tell of all that was added, and of these pieces."""
+    def _check_message_size(self, pieces: list[NewPiece]) -> None:
+        """Raise InvalidRows if these pieces and all that was added exceed one ack."""
         added = [piece for one in self._added for piece in one.pieces]
         chunks = chunks_of([*added, *pieces])
         size, count = message_bytes(chunks), len(chunks)
@@ -464,7 +464,7 @@ class Lease:
         except BaseException as exc:
             if call.again is not None:
                 self._doubt = Doubt(call.again, body.outcome, rows, list(parts), chunks)
-                self._told(exc)
+                self._note_failure(exc)
             elif not call.in_flight:
                 for chunk, offset in zip(chunks, offsets, strict=False):
                     chunk.offset = offset
@@ -531,14 +531,14 @@ class Lease:
         try:
             reply = send(self.handle.session, call)
         except LeaseExpired:
-            if call.again is None:  # or else it is in doubt, and `_told` says what that means
+            if call.again is None:  # or else it is in doubt: see `_note_failure`
                 self._end("expired")
             raise
         return reply if isinstance(reply, PutDone) else expect(reply, Done, call.body)
 
-    def _told(self, exc: BaseException) -> None:
-        """What the failure of a call says of it. Where it does not say whether the call took
-        effect, that stays in doubt."""
+    def _note_failure(self, exc: BaseException) -> None:
+        """Apply what the failure of a call says about its effect. If it does not say whether the
+        call took effect, the call stays in doubt."""
         doubt = self._doubt
         assert doubt is not None
         if isinstance(exc, LeaseExpired):
@@ -574,7 +574,7 @@ class Lease:
         try:
             done = self._answer(call)
         except DataplaneError as exc:
-            self._told(exc)
+            self._note_failure(exc)
             if self._doubt is not None or self.state != "leased":
                 raise
             return

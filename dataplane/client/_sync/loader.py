@@ -203,7 +203,7 @@ class LoaderLoop(Iterator[Any]):
             self.batch, made = self._prefetch.next()
         except StreamEnd as exc:
             self.over = True
-            tell_what_is_left(exc)
+            log_remaining(exc)
             raise StopIteration from None
         except UNKNOWN:
             self.leave()
@@ -237,7 +237,7 @@ class LoaderLoop(Iterator[Any]):
             self.leave(None if self._loader._entered else LEFT)
 
 
-def tell_what_is_left(end: StreamEnd) -> None:
+def log_remaining(end: StreamEnd) -> None:
     """Log that a loop has ended, if rows remain that its filter leaves out."""
     if end.details.get("remaining"):
         log.warning("stream ended: %s", end.message)

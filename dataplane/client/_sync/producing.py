@@ -17,8 +17,8 @@ from dataplane.client import arguments
 from dataplane.client._sync.calls import (
     ask,
     attach_to_wait,
+    background_timeout_s,
     comes_too_late,
-    limit_beside,
     milliseconds,
     public,
     takes_rows,
@@ -84,7 +84,7 @@ class Admission:
         session = self._handle.session
         session.permits.discard(held.numbers[0])
         try:
-            ask(session, held, Done, Deadline(limit_beside(self._timeout)))
+            ask(session, held, Done, Deadline(background_timeout_s(self._timeout)))
         except DataplaneError as failure:
             # The peer frees them with the session, if it has not received this.
             log.warning(

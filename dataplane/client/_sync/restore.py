@@ -21,7 +21,15 @@ from msgspec.structs import replace
 
 from dataplane import progress
 from dataplane.client._sync.backend import to_its_end
-from dataplane.client._sync.calls import UNKNOWN, Call, ask, attach, define, limit_beside, send
+from dataplane.client._sync.calls import (
+    UNKNOWN,
+    Call,
+    ask,
+    attach,
+    background_timeout_s,
+    define,
+    send,
+)
 from dataplane.client._sync.save import filing, path_of, within
 from dataplane.client._sync.space import give_back, room_for
 from dataplane.client.arguments import Deadline
@@ -81,7 +89,7 @@ def _restore(session: Session, path: Path, deadline: Deadline, bar: Bar) -> list
     except GeneratorExit:  # a closed coroutine cannot await
         raise
     except BaseException as exc:  # cancelled and interrupted ones too
-        limit_s = min(UNDO_S, limit_beside(deadline.timeout_s))
+        limit_s = min(UNDO_S, background_timeout_s(deadline.timeout_s))
         to_its_end(partial(_undo, begun, exc, limit_s))
         raise
     finally:

@@ -125,7 +125,7 @@ class _Checkpoint:
         groups, rows = _each_once([before.groups, before.rows])
         width, total = KEY.itemsize, len(groups) + len(rows)
         closed, many, tries, at = before.closed_groups, MAX_UNITS, 0, 0
-        nbytes = min(SAVE_BYTES, self.session.share_bytes[2] // 4)
+        nbytes = min(SAVE_BYTES, self.session.quota_bytes[2] // 4)
         while at < total or closed:
             some = groups[at : at + many * width]
             first = max(0, at - len(groups))

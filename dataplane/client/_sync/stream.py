@@ -19,7 +19,7 @@ from dataplane.client._sync.batch import Batch
 from dataplane.client._sync.calls import UNKNOWN, public
 from dataplane.client._sync.claiming import Claiming
 from dataplane.client._sync.lease import LEFT, Lease
-from dataplane.client._sync.loader import refuse_workers, tell_what_is_left
+from dataplane.client._sync.loader import log_remaining, refuse_workers
 from dataplane.client.arguments import Deadline, Demand
 from dataplane.client.session.session import Handle
 from dataplane.errors import DataplaneError, StreamEnd
@@ -158,7 +158,7 @@ class StreamLoop(Iterator[Batch]):
         except StreamEnd as exc:
             if not self._is_over:
                 self._over = True
-                tell_what_is_left(exc)
+                log_remaining(exc)
             raise
         finally:
             if call is not None:  # its answer is nobody's, unless it was waited for

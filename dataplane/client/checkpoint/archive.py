@@ -121,7 +121,7 @@ class Archive:
     def begin(self) -> None:
         with failing(self.target):
             if self.target.exists() and (not self.target.is_dir() or any(self.target.iterdir())):
-                raise _there(self.target)
+                raise _already_exists(self.target)
             self.partial.mkdir(mode=0o700)
 
     def file(self, number: int) -> SummedFile:
@@ -146,7 +146,7 @@ class Archive:
                 os.rename(self.partial, self.target)
             except OSError as exc:
                 if exc.errno in _TAKEN:
-                    raise _there(self.target) from None
+                    raise _already_exists(self.target) from None
                 raise
             _sync(self.target.parent)
 
@@ -245,7 +245,7 @@ def _summed(path: Path, bar: Bar) -> FileNote:
     return FileNote(count, total.hexdigest())
 
 
-def _there(path: Path) -> CheckpointFailed:
+def _already_exists(path: Path) -> CheckpointFailed:
     return CheckpointFailed(
         f"{path} already exists, and a checkpoint is never overwritten: choose another name",
         path=str(path),

@@ -24,8 +24,8 @@ from dataplane.errors import DataplaneError, FieldUnknown, ValueCorrupt, joined
 from dataplane.wire.arrays import (
     Array,
     ArrayForm,
-    beginning,
     preview,
+    shortened,
     shown,
 )
 from dataplane.wire.layouts import OPEN, ColumnSpec
@@ -424,6 +424,6 @@ def _side_by_side(spans: Sequence[Memory]) -> Memory | None:
 def _shown(value: Any) -> str:
     """Return the beginning of a value on one line."""
     if not isinstance(value, np.ndarray):
-        return beginning(value, 60)
+        return shortened(value, 60)
     few = preview(value, _SHOWN)
     return f"[{few}]" if value.ndim else few

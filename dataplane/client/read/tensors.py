@@ -252,7 +252,7 @@ def to_tensordict(
         else:
             found[name] = _data(column, device, layout == "list", NonTensorStack)
             if asked != "list":
-                _tell_of_stack(column, found[name], NonTensorStack)
+                _warn_of_stack(column, found[name], NonTensorStack)
     for mask, (_, made) in masks.items():
         if mask in columns:
             raise InvalidCall(
@@ -284,7 +284,7 @@ def _data(column: ColumnView, device: str, listed: bool, stack: Any) -> Any:
     return tensor_over(numbers).to(device)
 
 
-def _tell_of_stack(column: ColumnView, made: Any, stack: Any) -> None:
+def _warn_of_stack(column: ColumnView, made: Any, stack: Any) -> None:
     """Say of rows that could have been a tensor why they are none."""
     if not isinstance(made, stack):
         return
@@ -295,14 +295,14 @@ def _tell_of_stack(column: ColumnView, made: Any, stack: Any) -> None:
     else:
         return  # texts, dicts and the like have no other form
     field = column.field
-    if field not in _told and len(_told) < _MOST_TOLD:
-        _told.add(field)
+    if field not in _warned and len(_warned) < _MOST_WARNED:
+        _warned.add(field)
         why = reason.message.removeprefix(f"field {field!r}: ")
         log.warning("tensordict(): field %r is a NonTensorStack, not a tensor: %s", field, why)
 
 
-_told: set[str] = set()
-_MOST_TOLD = 64
+_warned: set[str] = set()
+_MOST_WARNED = 64
 
 
 # making tensors

@@ -249,7 +249,7 @@ class Connection:
             reply = decode_reply(body)
             if reply.rid:
                 return reply
-            self._told(reply.body)
+            self._log_notice(reply.body)
         return None
 
     def last(self) -> Reply | None:
@@ -268,7 +268,7 @@ class Connection:
             raise _unexpected(reply, rid)
         self.early = reply
 
-    def _told(self, body: Body) -> None:
+    def _log_notice(self, body: Body) -> None:
         """Log what the peer says beside its replies. An error of a message that needs no reply is
         only logged: its call is over. If the peer then closes the connection, that was why."""
         if isinstance(body, Notice):

@@ -84,7 +84,7 @@ def open_connection(
             raise no_descriptors() from exc
         if session is None:
             pid = exc.pid() if isinstance(exc, QueueFull) else 0
-            raise _not_let_in(exc, "of this run", limit_s, pid) from exc
+            raise _not_accepted(exc, "of this run", limit_s, pid) from exc
         if isinstance(exc, TimeoutError):
             raise no_answer(session.peer, deadline) from exc
         if not isinstance(exc, _GONE):
@@ -117,7 +117,7 @@ def open_connection(
             os.close(descriptor)
         of_socket = isinstance(exc, OSError) and not isinstance(exc, DataplaneError)
         if session is None and (of_socket or type(exc) in (PeerLost, DeadlineExceeded)):
-            raise _not_let_in(exc, where, limit_s, pid) from exc
+            raise _not_accepted(exc, where, limit_s, pid) from exc
         late = isinstance(exc, TimeoutError)
         broke = type(exc) is PeerLost or (of_socket and not late)
         if session is not None and broke and _is_gone(opener):  # it died as this connection came
@@ -205,7 +205,7 @@ def no_descriptors() -> LimitExceeded:
     )
 
 
-def _not_let_in(exc: BaseException, where: str, limit_s: float, pid: int) -> DataplaneError:
+def _not_accepted(exc: BaseException, where: str, limit_s: float, pid: int) -> DataplaneError:
     """No call of this client has been there yet. pid: of the peer; 0: unknown."""
     if isinstance(exc, TimeoutError):
         process = f"the peer {where} (pid {pid})" if pid else f"the peer {where}"

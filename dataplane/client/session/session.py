@@ -114,7 +114,7 @@ class Session:
         self.owner = Owner(welcome.address, welcome.incarnation)
         """the peer, as messages name it"""
         self.max_rows = welcome.max_rows
-        self.share_bytes = done.share_bytes
+        self.quota_bytes = done.quota_bytes
         self.welcome, self.found = welcome, done
         self.connections = connections
         connections.orphaned = self._orphaned
@@ -125,7 +125,7 @@ class Session:
         sizes = [pool.nbytes for pool in welcome.pools]
         self._pool_bases = list(accumulate(sizes, initial=welcome.arena_bytes))[:-1]
         self.slabs = [
-            Slabs(done.share_bytes[0]),
+            Slabs(done.quota_bytes[0]),
             *[Slabs(size, size // POOL_AHEAD) for size in sizes],
         ]
         """by memory: the host arena, then each pool"""

@@ -42,11 +42,11 @@ _length = itemgetter(1)
 class Slabs:
     """The slabs of one session in one memory."""
 
-    def __init__(self, share_bytes: int, most_bytes: int = AHEAD_BYTES) -> None:
-        """share_bytes: the quota for new groups in this memory. most_bytes: the most that a message
+    def __init__(self, quota_bytes: int, most_bytes: int = AHEAD_BYTES) -> None:
+        """quota_bytes: the quota for new groups in this memory. most_bytes: the most that a message
         reserves ahead."""
         self._most_bytes, self._kept_bytes = most_bytes, 2 * most_bytes
-        self._fair_bytes = min(most_bytes, max(LEAST_AHEAD_BYTES, share_bytes // FAIR_SHARE))
+        self._fair_bytes = min(most_bytes, max(LEAST_AHEAD_BYTES, quota_bytes // FAIR_SHARE))
         self._lock = threading.Lock()
         self._slabs: list[Extent] = []
         self._recent: deque[int] = deque(maxlen=WRITES_LOOKED_BACK)

@@ -171,7 +171,7 @@ def check(columns: Iterable[ValueColumn], fields: Mapping[str, str]) -> None:
         row = _first_wrong(form, column)
         if row is None:
             continue
-        found = _told(column, row)
+        found = _actual_form(column, row)
         raise InvalidValue(
             f"nothing was stored: {column.field}[{row}] is {found}, but this partition declares "
             f"{column.field!r} as {text}: {_advice(form)}, or change the declaration",
@@ -204,7 +204,7 @@ def _shape(column: ValueColumn, row: int) -> tuple[int, ...]:
     return tuple([next(own) if length == OPEN else length for length in column.spec.shape])
 
 
-def _told(column: ValueColumn, row: int) -> str:
+def _actual_form(column: ValueColumn, row: int) -> str:
     if column.mixed:
         return _written(FieldForm(*column.mixed[row]))
     if column.spec.kind != "array":

@@ -30,7 +30,7 @@ from dataplane.wire.tables import Table
 
 log = logging.getLogger(__name__)
 
-MAX_TOLD = 64
+MAX_WARNED = 64
 """The most fields that the log names."""
 T = TypeVar("T")
 FINISH_S = 1.0
@@ -79,7 +79,7 @@ class OpenPools:
         """the pools whose values this session reads in place"""
         self.arena_bytes = 0
         self.pools: list[Offered] = []
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._broken = False
         """a driver failed, so the state of its work is unknown"""
         self._lock = threading.Lock()
@@ -192,16 +192,16 @@ class OpenPools:
         taken = fields_on_devices(self, columns, n, dedup)
         names = {column.field for one in taken for column in one.columns}
         rest = {name: column for name, column in columns.items() if name not in names}
-        self.tell_of_host_copies(
+        self.log_host_copies(
             rest, "its values are not all arrays of one dtype and rank on one device"
         )
         return taken, rest
 
-    def tell_of_host_copies(self, columns: Mapping[str, Any], why: str) -> None:
+    def log_host_copies(self, columns: Mapping[str, Any], why: str) -> None:
         """Log, once per field, that its values on a device are copied to the host arena. Checks the
         first and the last value of each field."""
         for name, values in columns.items():
-            if name in self._told or len(self._told) == MAX_TOLD:
+            if name in self._warned or len(self._warned) == MAX_WARNED:
                 continue
             ends = (
                 [values[0], values[-1]]
@@ -210,7 +210,7 @@ class OpenPools:
             )
             kinds = [pool.kind for pool in self.pools if pool.kind is not None]
             if any(kind.may_hold(value) for kind in kinds for value in ends):
-                self._told.add(name)
+                self._warned.add(name)
                 log.warning(
                     "field %r: copying device values to the host arena, because %s", name, why
                 )

@@ -32,7 +32,7 @@ class BeforeImages:
 
     def __init__(self, last: int) -> None:
         self._last = last
-        self._block_told = self._group_told = 0
+        self._sent_block = self._sent_group = 0
         """numbers up to which the snapshot has sent blocks and groups"""
         self._blocks: dict[int, Block] = {}
         self._groups: dict[int, Group] = {}
@@ -47,14 +47,14 @@ class BeforeImages:
 
     def keep_block(self, block: Block) -> None:
         number = block.number
-        if self._block_told < number <= self._last and number not in self._blocks:
+        if self._sent_block < number <= self._last and number not in self._blocks:
             self._blocks[number] = _copied(block)
 
     def keep_group(self, group: Group) -> None:
         """Save a group. New rows need no image, because a snapshot contains how many rows of a
         group are gone, not which ones."""
         number = group.number
-        if self._group_told < number <= self._last and number not in self._groups:
+        if self._sent_group < number <= self._last and number not in self._groups:
             self._groups[number] = _copy_group(group)
 
     def keep_queue(self, queue: ReadyQueue, entry: Entry | None = None) -> None:
@@ -82,13 +82,13 @@ class BeforeImages:
     def blocks(self, some: Sequence[Block]) -> list[Block]:
         """Return blocks as they were, and mark them as sent. They are copies: later changes
         affect only their standings."""
-        self._block_told = some[-1].number
+        self._sent_block = some[-1].number
         return [_copy_block(self._blocks.pop(one.number, one)) for one in some]
 
     def group(self, group: Group) -> Group:
         """Return a group as it was; the group itself if it did not change. Valid until the next
         change."""
-        self._group_told = group.number
+        self._sent_group = group.number
         return self._groups.pop(group.number, group)
 
     def queue(self, queue: ReadyQueue, many: int) -> Iterator[tuple[list[tuple[Any, int]], int]]:

@@ -172,7 +172,7 @@ def _added(pieces: Pieces, parts: Sequence[Part]) -> list[tuple[Part, Pieces]]:
 def give_back(state: State, lease: Lease, reason: Reason = Reason.DIED) -> int:
     """End a lease without an outcome. Return how many rows came back."""
     state.left(lease, lease.held.parts, reason)
-    count = state.come_back(lease)
+    count = state.requeue(lease)
     state.leases.end(lease)
     return count
 
@@ -219,7 +219,7 @@ def _end(
     if outcome in REASONS:
         state.left(lease, rows, REASONS[outcome], asked_for.client_s)
     if outcome in BACK:
-        state.come_back(lease, parts)
+        state.requeue(lease, parts)
     elif outcome == "drop" and rows:
         state.remove(rows, dropped=True)
     elif outcome == "ack" and rows:

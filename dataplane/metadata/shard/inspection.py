@@ -291,7 +291,7 @@ def unfinished(state: State, group: Group) -> dict[str, Any]:
     }
 
 
-def key_there(state: State, name: Name) -> Done | DataplaneError | None:
+def key_status(state: State, name: Name) -> Done | DataplaneError | None:
     """Whether a row with this key exists: `Done`, the error if it never can, or None if not yet."""
     key = hash_name(name)
     if key in state.index:

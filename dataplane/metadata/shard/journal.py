@@ -476,56 +476,56 @@ def snapshot(store: Store, many: int | None = None) -> Generator[LogRecord, None
     assert many <= MAX_ROWS_PER_MESSAGE
     images = store.keep_images()
     try:
-        for record in _told(store, images, many):
+        for record in _snapshot_records(store, images, many):
             yield record
             assert store.images is images, "another snapshot of this store was started"
     finally:
         store.drop_images(images)
 
 
-def _told(store: Store, images: BeforeImages, many: int) -> Iterator[LogRecord]:
+def _snapshot_records(store: Store, images: BeforeImages, many: int) -> Iterator[LogRecord]:
     # Everything is noted before the first record is yielded.
     stages = list(store.stages.values())
     first: list[LogRecord] = [Declared(one.name, list(one.fields)) for one in stages]
-    first += _permits_told(store)
+    first += _permit_records(store)
     groups, blocks = list(store.groups.values()), list(store.blocks.values())
     leases = [(lease, list(lease.left)) for lease in store.leases]
     buried = store.tombstones.parts()
     last: list[LogRecord] = [
-        record for plan in store.leases.plans.values() for record in _plan_told(plan)
+        record for plan in store.leases.plans.values() for record in _plan_records(plan)
     ]
-    last += [*_losses_told(store), _summary_told(store)]
+    last += [*_loss_records(store), _summary_record(store)]
 
     yield from first
     for some in _pieces(groups, many):
-        yield Groups([_group_told(images.group(one), len(stages)) for one in some])
+        yield Groups([_group_record(images.group(one), len(stages)) for one in some])
     for some_blocks in _some_blocks(blocks, images, many):
-        yield Blocks([_block_told(one, len(stages)) for one in some_blocks])
-        yield from _values_told(some_blocks, images)
+        yield Blocks([_block_record(one, len(stages)) for one in some_blocks])
+        yield from _value_records(some_blocks, images)
         rows = Rows([(block, block.live) for block in some_blocks])
-        yield from _tags_told(store.partition, store.generation, rows)
+        yield from _tag_records(store.partition, store.generation, rows)
     for stage in stages:
         for ready, back in images.queue(stage.rows.plain, many):
-            rows_told = [(block.number, bytes_of(bits)) for block, bits in ready]
-            yield Ready(stage.name, rows_told, returned=back)
+            row_masks = [(block.number, bytes_of(bits)) for block, bits in ready]
+            yield Ready(stage.name, row_masks, returned=back)
         for ready, back in images.queue(stage.groups.plain, many):
             yield Ready(stage.name, [], b"".join([group.key for group, _ in ready]), back)
     for lease, left in leases:
-        yield _lease_told(lease, left)
+        yield _lease_record(lease, left)
     for part in images.tombstones(buried):
         for gone in _pieces(list(part.items()), many):
             yield Remembered(b"".join([key for key, _ in gone]), bytes(freed for _, freed in gone))
     yield from last
 
 
-def _losses_told(store: Store) -> Iterator[LogRecord]:
+def _loss_records(store: Store) -> Iterator[LogRecord]:
     names, number, missed = store.losses.after(0)
     while names or missed:  # forgotten names count too, so that the names keep their numbers
         yield Remembered(lost=names, missed=missed)
         names, number, missed = store.losses.after(number)
 
 
-def _summary_told(store: Store) -> Summary:
+def _summary_record(store: Store) -> Summary:
     return Summary(
         store.sealed,
         store.last_number,
@@ -533,7 +533,7 @@ def _summary_told(store: Store) -> Summary:
         store.short_groups,
         store.tombstones.forgotten,
         [name for name, had in store.fields.items() if had],
-        list(store.answers.told()),
+        list(store.answers.records()),
         {name: stage.lost for name, stage in store.stages.items() if stage.lost},
         {name: stage.acked_rows for name, stage in store.stages.items() if stage.acked_rows},
         {
@@ -547,7 +547,7 @@ def _summary_told(store: Store) -> Summary:
     )
 
 
-def _permits_told(store: Store) -> Iterator[LogRecord]:
+def _permit_records(store: Store) -> Iterator[LogRecord]:
     permits = store.permits
     if permits.counts:
         max_lag, per_version = permits.limits or (0, 0)
@@ -557,7 +557,7 @@ def _permits_told(store: Store) -> Iterator[LogRecord]:
             yield Permitted(one.number, one.holder, one.count, one.version, used)
 
 
-def _group_told(group: Group, stages: int) -> OneGroup:
+def _group_record(group: Group, stages: int) -> OneGroup:
     return OneGroup(
         group.number,
         group.key,
@@ -589,7 +589,7 @@ def _some_blocks(of: Sequence[Block], images: BeforeImages, many: int) -> Iterat
         yield images.blocks(some)
 
 
-def _block_told(block: Block, stages: int) -> OneBlock:
+def _block_record(block: Block, stages: int) -> OneBlock:
     keys = block.keys_of(all_of(block.count))
     standings = block.standings[:stages]
     acked = [bytes_of(one.acked) for one in standings]
@@ -599,7 +599,7 @@ def _block_told(block: Block, stages: int) -> OneBlock:
     return OneBlock(block.number, block.group, keys, block.names, live, *sets)
 
 
-def _values_told(blocks: Sequence[Block], images: BeforeImages) -> Iterator[Given]:
+def _value_records(blocks: Sequence[Block], images: BeforeImages) -> Iterator[Given]:
     """Yield the values of these blocks, with what stages stored when they released rows: several
     records if one would be too large for a message or describe too many chunks. A copy of the store
     has an inline chunk once for each record that describes it."""
@@ -611,22 +611,22 @@ def _values_told(blocks: Sequence[Block], images: BeforeImages) -> Iterator[Give
             size = OutgoingValues([(mine, all_of(mine.count))]).nbytes
             full = pieces + len(parts) > MAX_CHUNKS_PER_MESSAGE or nbytes + size > MAX_RECORD_BYTES
             if some and full:
-                yield _given_told(some, images)
+                yield _given_record(some, images)
                 some, pieces, nbytes = {}, 0, 0
             some[block.number] = mine
             pieces, nbytes = pieces + len(parts), nbytes + size
     if some:
-        yield _given_told(some, images)
+        yield _given_record(some, images)
 
 
-def _given_told(values: Mapping[int, Pieces], images: BeforeImages) -> Given:
+def _given_record(values: Mapping[int, Pieces], images: BeforeImages) -> Given:
     """values: by the number of the block."""
     told = OutgoingValues([(one, all_of(one.count)) for one in values.values()])
     numbers = np.array(list(values), U8).tobytes()
     return Given(numbers, told.on_wire(images.names), told.by if any(told.by) else [])
 
 
-def _tags_told(partition: str, generation: int, rows: Rows) -> Iterator[Tag]:
+def _tag_records(partition: str, generation: int, rows: Rows) -> Iterator[Tag]:
     """Yield the tags of these rows: one record for the tags that all rows have, and one for each
     other tag. If they are too large for a message, each half of the rows has records of its own."""
     tags = tags_held(rows)
@@ -634,7 +634,7 @@ def _tags_told(partition: str, generation: int, rows: Rows) -> Iterator[Tag]:
     if len(rows) > 1 and nbytes > MAX_RECORD_BYTES:
         each, middle = list(rows), len(rows) + 1 >> 1
         for half in (each[:middle], each[middle:]):
-            yield from _tags_told(partition, generation, Rows.of(half))
+            yield from _tag_records(partition, generation, Rows.of(half))
         return
     all_have = {name: values for name, values in tags.items() if MISSING not in values}
     if all_have:
@@ -648,7 +648,7 @@ def _tags_told(partition: str, generation: int, rows: Rows) -> Iterator[Tag]:
             yield Tag(partition, generation, wire.Rows(keys), told)
 
 
-def _lease_told(lease: Lease, left: Sequence[int]) -> Held:
+def _lease_record(lease: Lease, left: Sequence[int]) -> Held:
     """left: of each part, the rows that are not finished."""
     return Held(
         lease.stage.name,
@@ -662,7 +662,7 @@ def _lease_told(lease: Lease, left: Sequence[int]) -> Held:
     )
 
 
-def _plan_told(plan: Plan) -> Iterator[Joined]:
+def _plan_records(plan: Plan) -> Iterator[Joined]:
     of = plan.lease.stage.name, plan.lease.number, plan.shape
     rows: PlanRows | None = plan.rows
     for one in plan.members.values():

@@ -87,14 +87,16 @@ def plan_put(state: State, asked: Put) -> PutPlan:
         new = [i for i, block in enumerate(known) if block is None]
     taken, count = None, incoming.count
     gone: set[int] = set()
-    buried = bool(new) and not reuse and _are_buried(state, incoming)
+    buried = bool(new) and not reuse and _have_tombstones(state, incoming)
     if buried:
         gone = set(_gone(state, incoming, new))
     there: list[int] = []
     if known is not None:
         _check_known_groups(incoming, known)
         if not asked.replace:
-            there = _there(incoming, known, state.arrived(asked.values, count).pieces.shape.live)
+            there = _existing_rows(
+                incoming, known, state.arrived(asked.values, count).pieces.shape.live
+            )
     if gone or there:
         over = gone.union(there)
         taken = [i for i in range(count) if i not in over]
@@ -255,7 +257,7 @@ def shown(names: Sequence[Name] | None, keys: Keys, places: Sequence[int]) -> li
     return [format_minted(keys[i]) if names is None else names[i] for i in few]
 
 
-def _are_buried(state: State, rows: RowsIn) -> bool:
+def _have_tombstones(state: State, rows: RowsIn) -> bool:
     """Whether some of these rows or groups were here before."""
     if not len(state.tombstones):
         return False
@@ -311,7 +313,9 @@ def _check_new_rows(state: State, rows: RowsIn, new: Sequence[int], buried: bool
         )
 
 
-def _there(rows: RowsIn, known: Sequence[Block | None], brought: Mapping[str, int]) -> list[int]:
+def _existing_rows(
+    rows: RowsIn, known: Sequence[Block | None], brought: Mapping[str, int]
+) -> list[int]:
     """Return the positions of rows that have every field that the message brings for them. Raise
     FieldExists for a row that has only some of them: another put has set those. brought: rows of
     the message, by field."""

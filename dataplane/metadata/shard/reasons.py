@@ -619,7 +619,7 @@ class Notices:
         known.due = now + known.gap_s
         return known.waiting
 
-    def said(self, subject: Subject, why: str, reason: str = "") -> None:
+    def set_reason(self, subject: Subject, why: str, reason: str = "") -> None:
         """Remember the reason of a wait, as a sentence and as one word."""
         if subject in self._subjects:
             self._subjects[subject].why = why

@@ -103,7 +103,7 @@ def table_of(
     state: State, rows: Rows, values: OutgoingValues, groups: Sequence[bytes] = ()
 ) -> Table:
     """A table of rows. groups: listed first, also if none of these rows is in them."""
-    return Table(told(state, rows, groups), values.on_wire(), tags_of(rows))
+    return Table(on_wire(state, rows, groups), values.on_wire(), tags_of(rows))
 
 
 def claimed(state: State, rows: Rows, fields: Sequence[str] | None, stage: str) -> OutgoingValues:
@@ -149,7 +149,7 @@ def _own_and_progress(values: Pieces, bits: int, stage: str) -> tuple[Pieces, Pi
     return own, progress
 
 
-def told(state: State, rows: Rows, first: Sequence[bytes] = ()) -> wire.Rows:
+def on_wire(state: State, rows: Rows, first: Sequence[bytes] = ()) -> wire.Rows:
     """Keys, names and groups of these rows, in wire form. The given groups come first."""
     keys = rows.keys
     names = blocks.names_of(rows, keys)

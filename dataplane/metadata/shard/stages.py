@@ -184,7 +184,7 @@ class ReadyQueue:
             self._spent = 0
         if self.shorts:
             held = self.holds(unit)
-            self.shorts = [one for one in self.shorts if one.went(unit, held)]
+            self.shorts = [one for one in self.shorts if one.note_left(unit, held)]
 
     def units(self) -> Iterator[tuple[Unit, int]]:
         """Each unit once, with its rows in the queue."""

@@ -762,7 +762,7 @@ class State:
         else:  # others dropped them
             self.happened(ended, lease.started)
 
-    def come_back(self, lease: Lease, parts: Sequence[Part] | None = None) -> int:
+    def requeue(self, lease: Lease, parts: Sequence[Part] | None = None) -> int:
         """Make rows of a lease ready again, ahead of rows that were never leased. Return how many
         still exist."""
         if parts is None:

@@ -127,7 +127,7 @@ class Short:
         self._free -= self._share(unit)
         return self.holds
 
-    def went(self, unit: Unit, bits: int) -> bool:
+    def note_left(self, unit: Unit, bits: int) -> bool:
         """Note that rows of a unit left: the queue now has these. Return whether the state still
         holds."""
         self._total -= self._of.pop(unit, 0)

@@ -121,7 +121,7 @@ class Answers:
 
     # for a copy
 
-    def told(self) -> Iterator[journal.Answers]:
+    def records(self) -> Iterator[journal.Answers]:
         for owner, caller in self._callers.items():
             yield journal.Answers(owner, caller.floor, list(caller.answers.items()))  # type: ignore[arg-type]
 

@@ -232,7 +232,7 @@ class Door:
             )
         return None
 
-    def tell_what_is_there(self, session: Session, done: HelloDone) -> None:
+    def fill_in_hello(self, session: Session, done: HelloDone) -> None:
         """Fill in what a new client finds: how many other clients, or the rows that earlier
         clients left."""
         sessions, last = self.sessions, self.sessions.last
@@ -395,9 +395,9 @@ class Connection(asyncio.Protocol):
         session.connections += 1
         self._session = session
         self._frames.limit_bytes = limits.MAX_FRAME_BYTES
-        done = HelloDone(session.id, self.door.host.space.share_bytes)
+        done = HelloDone(session.id, self.door.host.space.quota_bytes)
         if not body.session:
-            self.door.tell_what_is_there(session, done)
+            self.door.fill_in_hello(session, done)
         return done
 
     def _session_of(self, body: Hello) -> Session:

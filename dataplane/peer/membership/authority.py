@@ -139,10 +139,10 @@ class KeeperRole:
         if self._member.keeper.commit is None:
             self._announce(new)
         elif self._committing is None or self._committing.done():
-            kept = self._publish_what_is_kept(self._authority, self._member.keeper.commit)
+            kept = self._publish_roster(self._authority, self._member.keeper.commit)
             self._committing = self.mesh.spawn(kept)
 
-    async def _publish_what_is_kept(self, authority: Authority, commit: Commit) -> None:
+    async def _publish_roster(self, authority: Authority, commit: Commit) -> None:
         while self._authority is authority and authority.roster.epoch != self._published:
             new = authority.roster
             if await commit(new):

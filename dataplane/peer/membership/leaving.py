@@ -70,7 +70,7 @@ class Leaving:
             log.info("peer %r: no other peer is left to take over this peer's rows", self.host.name)
             return
         await self._end_clients("is leaving, and its rows are moving to other hosts")
-        works = self.membership.deposed.wait(), self._move_out(), self._nobody_is_left()
+        works = self.membership.deposed.wait(), self._move_out(), self._fail_when_alone()
         try:
             with progress.bar("drain") as bar:
                 async with asyncio.timeout(LEAVE_S):
@@ -143,7 +143,7 @@ class Leaving:
             await _until(self._may_move)
         await self.membership.deposed.wait()
 
-    async def _nobody_is_left(self) -> None:
+    async def _fail_when_alone(self) -> None:
         """Raise Unavailable when no peer is left that could take over shards. Runs during every
         other wait of a leaving peer. A keeper that died gets `FATE_S` to be restarted."""
         until = None
@@ -155,7 +155,7 @@ class Leaving:
                 log.warning(
                     "roster keeper: unreachable, waiting up to %g s for it to return", FATE_S
                 )
-                self.mesh.spawn(self.membership.say_ending())
+                self.mesh.spawn(self.membership.announce_leaving())
             elif self.host.now() >= until:
                 raise Unavailable(f"the roster keeper has been unreachable for {FATE_S:g} s")
             await asyncio.sleep(POLL_S)

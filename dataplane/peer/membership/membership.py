@@ -120,7 +120,7 @@ class Membership:
 
     async def _say(self) -> None:
         leaving = self._leaving and self._is_ready() and self.host.progress.is_settled
-        body = self.peer.says(leaving, self._spare())
+        body = self.peer.heartbeat(leaving, self._spare())
         body.unreached = self.watching.contacts.unreached()
         epoch = self.host.roster.epoch  # the heartbeat refers to this roster
         asked = self.host.now()  # a reply counts from here, even if this peer reads it late
@@ -193,14 +193,14 @@ class Membership:
             return False
         return self.host.now() - heard > AWAY_S
 
-    async def say_ending(self) -> None:
+    async def announce_leaving(self) -> None:
         """Tell all members that this peer wants to leave, until the keeper is back and tells them.
         Members that want to leave too are included, because they may wait only for this peer."""
         others = {*self.host.roster.members} - {self.host.address, self.keeper.apart}
-        await asyncio.gather(*map(self._say_ending_to, others))
+        await asyncio.gather(*map(self._announce_leaving_to, others))
         self._unreached.clear()
 
-    async def _say_ending_to(self, other: str) -> None:
+    async def _announce_leaving_to(self, other: str) -> None:
         """Greet the member before each report, so that its exit is noticed. A member that has
         exited answers no greeting, and does not delay reports to the others."""
         while self.keeper_is_away():
@@ -251,7 +251,7 @@ class Membership:
     def beat_here(self, caller: Caller, body: Beat) -> Body:
         if self.role.is_open and self.keeper.sure():
             self.role.note(caller.owner, body, caller.epoch)
-            self.peer.confirming.life_sign(caller.owner, caller.epoch)
+            self.peer.confirming.note_heartbeat(caller.owner, caller.epoch)
             if not self.role.is_open:
                 raise Unavailable(
                     f"the roster keeper at {self.host.address} is restarting: repeat the call"

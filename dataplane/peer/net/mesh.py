@@ -355,7 +355,7 @@ class Mesh:
         them."""
         if self._tasks.closed:
             return
-        why = self._went_away(link.address)
+        why = self._disconnected(link.address)
         link.close(link.ended or LinkBroken(why, address=link.address))
         if self._links.get(link.address) is not link:
             return  # the link was not in use yet
@@ -372,7 +372,7 @@ class Mesh:
             and link.hello.incarnation == owner.incarnation
         )
 
-    def _went_away(self, address: str) -> str:
+    def _disconnected(self, address: str) -> str:
         return (
             f"peer {self.others.name(address)} at {address} disconnected during a call. "
             "The call may have taken effect: repeat it once the peer is back"
@@ -383,7 +383,7 @@ class Mesh:
         fail."""
         link = self._links.pop(address, None)
         if link is not None:
-            link.close(link.ended or LinkBroken(self._went_away(address), address=address))
+            link.close(link.ended or LinkBroken(self._disconnected(address), address=address))
         elif address in self._reaching:
             self._reaching.pop(address).cancel()
         self.others.forget(address)

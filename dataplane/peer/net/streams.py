@@ -245,7 +245,7 @@ class _Unknown(asyncio.Protocol):
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self._said = b""
+        self._received = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -258,18 +258,18 @@ class _Unknown(asyncio.Protocol):
             self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        self._said += data
-        if len(self._said) < ID_BYTES:
+        self._received += data
+        if len(self._received) < ID_BYTES:
             return
         self._late.cancel()
         self._streams.unknown.discard(self)
-        stream = self._streams.joined(self._said[:ID_BYTES])
+        stream = self._streams.joined(self._received[:ID_BYTES])
         if stream is None:
             self._transport.abort()
             return
         self._transport.set_protocol(stream)
         stream.connection_made(self._transport)
-        if rest := self._said[ID_BYTES:]:
+        if rest := self._received[ID_BYTES:]:
             stream.data_received(rest)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -238,7 +238,7 @@ class Pulls:
             try:
                 return await self._sent(owner, remote, sizes)
             except (Unavailable, TransferFailed):
-                if not await self._is_to_be_asked_again(owner, began, until):
+                if not await self._should_retry(owner, began, until):
                     raise
 
     async def _sent(self, owner: Owner, remote: Array, sizes: Bytes) -> Array:
@@ -321,7 +321,7 @@ class Pulls:
         while self.host.roster.has(owner):
             await self.host.another_roster(self.host.roster, self.host.now() + FOLLOWS_S)
 
-    async def _is_to_be_asked_again(self, owner: Owner, began: float, until: float) -> bool:
+    async def _should_retry(self, owner: Owner, began: float, until: float) -> bool:
         """Return whether to ask an owner again, after a pause, whose values did not arrive: its
         host may be cut off or reject connections for a while. If the peer answers and only its bulk
         worker does not, the caller gets the error. Raise RowsLost if the owner is lost."""
@@ -333,7 +333,7 @@ class Pulls:
             raise _went(owner)
         return again
 
-    async def at_hand(
+    async def ensure_mappable(
         self, chunks: Array, holder: int, reader: int = PULLER
     ) -> tuple[Array, list[int]]:
         """As `bring`, for distinct chunks of this peer: copy those that the reader cannot map.
@@ -474,7 +474,7 @@ class Pulls:
             alive = self.host.space.alive(chunks)
             keys, inverse = np.unique(chunks[alive], return_inverse=True)
             try:
-                found, pins = await self.at_hand(keys, PULLER)
+                found, pins = await self.ensure_mappable(keys, PULLER)
                 break
             except RowsGone:
                 continue  # some died meanwhile: fewer are left to wait for

@@ -105,7 +105,7 @@ class Checkpoints:
 
     def _restore_at(self, entry: Entry, caller: Caller, body: Restore) -> PutDone:
         if body.rows.keys:
-            self.writing.share.check(Values(), has_new_rows=True)
+            self.writing.metadata_quota.check(Values(), has_new_rows=True)
         entry.store.restore(body)
         return PutDone()
 

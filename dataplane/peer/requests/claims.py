@@ -177,7 +177,7 @@ class Claims:
             number=one.number,
             label=one.session.label,
             waited_ms=waited_ms,
-            most_bytes=0 if self.host.solo else self.host.space.share_bytes[Admission.PULL],
+            most_bytes=0 if self.host.solo else self.host.space.quota_bytes[Admission.PULL],
         )
 
     def _withdraw(self, one: _Claiming) -> None:

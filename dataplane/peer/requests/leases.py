@@ -254,7 +254,7 @@ class Finishing:
 
     def _finish_at(self, entry: Entry, caller: Caller, body: Finish) -> PutDone:
         """Add fields and end the lease, as one operation of the shard."""
-        self.writing.share.check(body.values, has_new_rows=False)
+        self.writing.metadata_quota.check(body.values, has_new_rows=False)
         return PutDone(kept=entry.store.finish(body, self.host.now()))
 
     def release_all(self, session: Session) -> None:

@@ -35,7 +35,7 @@ from dataplane.peer.requests.outgoing_changes import NO_CHUNKS, OutgoingChanges
 from dataplane.peer.room.admission import Room, Units
 from dataplane.peer.room.pools import Pools
 from dataplane.peer.sessions import Session
-from dataplane.peer.shards.metadata_share import MetadataShare
+from dataplane.peer.shards.metadata_quota import MetadataQuota
 from dataplane.peer.shards.references import References
 from dataplane.peer.shards.value_replicas import ValueReplicas
 from dataplane.wire.checkpoint import Restore
@@ -297,7 +297,7 @@ class Writing:
     outgoing: OutgoingChanges
     references: References
     value_replicas: ValueReplicas
-    share: MetadataShare
+    metadata_quota: MetadataQuota
     run_effects: Callable[[Entry], None]
 
     async def put(self, session: Session, request: Request, body: Put) -> Body:
@@ -351,7 +351,7 @@ class Writing:
                     if full.details.get("values"):  # the client stores them in the arena instead
                         raise
                     full_at, tries = full_at or self.host.now(), tries + 1
-                    await self.share.wait_to_retry(session, full, tries)
+                    await self.metadata_quota.wait_to_retry(session, full, tries)
         except BaseException as exc:
             if keep is None:
                 self.grants.keep_where_full(session, committed, exc)
@@ -360,7 +360,7 @@ class Writing:
             raise
         finally:
             if tries:
-                self.share.waited(session, full_at)
+                self.metadata_quota.waited(session, full_at)
             if len(unreferenced):
                 self.grants.room.release(unreferenced)
 
@@ -400,6 +400,6 @@ class Writing:
 
     def _put_into(self, entry: Entry, caller: Caller, body: Put) -> PutDone:
         plan = plan_put(entry.store, body)
-        self.share.check(body.values, bool(plan.new))
+        self.metadata_quota.check(body.values, bool(plan.new))
         body.holder = caller.session
         return entry.store.put(body, plan, self.host.now())

@@ -121,7 +121,7 @@ class Reading:
             its = [n for n, one in enumerate(named.chunks) if owners[one.owner] == owner]
             numbers = named.numbers[its]
             if owner == self.host.owner:
-                local[its], more = await self.pulls.at_hand(numbers, holder, reader)
+                local[its], more = await self.pulls.ensure_mappable(numbers, holder, reader)
             else:
                 bring = self.pools.bring if reader == holder else self.pulls.bring
                 local[its], more = await bring(owner, numbers, nbytes[its], holder)

@@ -68,7 +68,7 @@ class Waits:
             if isinstance(said, ClaimTimeout | Unavailable):
                 told, told_at = said, self.host.now()
                 sentence, details = why()
-                self.host.notices.said(subject, sentence, details.get("reason", ""))
+                self.host.notices.set_reason(subject, sentence, details.get("reason", ""))
                 if strangers := _producers(said):
                     self.router.mesh.spawn(self.directory.learn(strangers))
 

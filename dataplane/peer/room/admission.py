@@ -262,7 +262,7 @@ class Room:
         for told in self.on_wait:
             told()
 
-    def end_in_vain(self) -> None:
+    def fail_waiting(self) -> None:
         """Raise BackPressure in all waiting producers, because no client is left that could free
         space."""
         why = "no client can free space, because all of them are waiting"

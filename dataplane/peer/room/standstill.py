@@ -102,9 +102,9 @@ class Standstill:
         self._next_tell = self.host.now() + TELL_EVERY_S
         names = set[str]().union(*(s.partitions for s in self.peer.sessions if s.waiting))
         homes = {self.host.roster.home(name) for name in names} - {self.host.address}
-        self._telling = self.mesh.spawn(self._told(sorted(homes)))
+        self._telling = self.mesh.spawn(self._send_can_free(sorted(homes)))
 
-    async def _told(self, homes: list[str]) -> None:
+    async def _send_can_free(self, homes: list[str]) -> None:
         calls = [self.mesh.call(home, CanFree(), timeout_s=ASK_S) for home in homes]
         await asyncio.gather(*calls, return_exceptions=True)  # told again soon
 

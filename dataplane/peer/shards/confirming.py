@@ -73,7 +73,7 @@ class Confirming:
         elif not has_stalled and self.log_sender.is_late(OVERDUE_S):
             self.log_sender.demote(late=True)
 
-    def life_sign(self, peer: Owner, epoch: tuple[int, int]) -> None:
+    def note_heartbeat(self, peer: Owner, epoch: tuple[int, int]) -> None:
         """Note that a heartbeat of a peer that uses this roster reached the keeper, which is
         this peer."""
         self.log_sender.follows(peer, epoch)

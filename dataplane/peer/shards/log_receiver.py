@@ -337,7 +337,7 @@ class LogReceiver:
                 continue
             if owner not in whole:
                 self._forget(owner)
-            if self._is_spoken_for(owner, old):
+            if self._had_later_owner(owner, old):
                 continue
             if new.successor_of(old, owner) == self.host.owner:
                 origin = self._origins.pop(owner, None)
@@ -356,7 +356,7 @@ class LogReceiver:
                 self._pass_on(owner, origin)
         self._confirmed = {one: at for one, at in self._confirmed.items() if new.has(one)}
 
-    def _is_spoken_for(self, owner: Owner, old: Roster) -> bool:
+    def _had_later_owner(self, owner: Owner, old: Roster) -> bool:
         """Return whether another peer had the shards of `owner` in between and was lost after it.
         Then only that peer's copy counts. Reporting that `owner` had nothing would free values
         that the later peer's rows referenced."""

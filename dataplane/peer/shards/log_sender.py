@@ -401,7 +401,7 @@ class LogSender:
         self.synced = False
         if not self._under_way:
             self._under_way = True
-            self._task = self.mesh.spawn(self._insist(self.backup, *self._next()))
+            self._task = self.mesh.spawn(self._send_until_confirmed(self.backup, *self._next()))
         if is_listed:
             self.on_whole()
         else:  # the keeper has not heard yet that the backup has every record
@@ -506,7 +506,7 @@ class LogSender:
         self._snapshot_later()
         await asyncio.sleep(0)  # the first pieces are queued
         # Even if nothing is queued: the backup may still have copies from an earlier stream.
-        await self._insist(backup, *self._next())
+        await self._send_until_confirmed(backup, *self._next())
 
     def _send_soon(self) -> None:
         """Send at the end of the loop's turn, so that one message has all records of the turn."""
@@ -531,11 +531,11 @@ class LogSender:
         if body.stream != self._stream:
             return
         if failed:
-            self._task = self.mesh.spawn(self._insist(backup, body, end))
+            self._task = self.mesh.spawn(self._send_until_confirmed(backup, body, end))
         else:
             self._taken(end)
 
-    async def _insist(self, backup: Owner, body: Append, end: int) -> None:
+    async def _send_until_confirmed(self, backup: Owner, body: Append, end: int) -> None:
         """Send the message until the backup confirms it, in the reply or meanwhile in another
         message. Retry as long as the roster names this backup."""
         attempt_s = ATTEMPT_S
@@ -549,7 +549,7 @@ class LogSender:
                     attempt_s = min(2.0 * attempt_s, MOST_ATTEMPT_S)
                 refused = isinstance(exc, ProtocolError | InternalError)
                 if refused and not isinstance(exc, StaleEpoch):
-                    await self._begin_anew(backup, roster, exc)
+                    await self._restart_stream(backup, roster, exc)
                     return
                 waits = isinstance(exc, StaleEpoch | Unavailable)  # or has no room for values
                 level = logging.INFO if waits else logging.WARNING
@@ -557,7 +557,7 @@ class LogSender:
                 await self.host.another_roster(roster, self.host.now() + RETRY_S)
         self._taken(end)
 
-    async def _begin_anew(self, backup: Owner, roster: Roster, why: DataplaneError) -> None:
+    async def _restart_stream(self, backup: Owner, roster: Roster, why: DataplaneError) -> None:
         """Begin a new stream after a pause, because the backup's copy is broken. If a bug breaks
         each copy, the pauses grow, and the log says so each time."""
         pause_s = min(RETRY_S * 2.0 ** min(self._in_vain, 10), MOST_RETRY_S)

@@ -102,7 +102,7 @@ class Partitions:
     def heard(self, partition: str, generation: int) -> None:
         """Note a generation of another peer. Generations made here are newer, whatever the clock
         says."""
-        self.host.saw(partition, generation)
+        self.host.note_generation(partition, generation)
         self._newest = max(self._newest, generation)
 
     # at the shard
@@ -119,7 +119,7 @@ class Partitions:
                     await within(until - self.host.now(), self._changed.wait())
         restorer = caller.session if body.restores else 0
         if restorer:
-            await self._make_way(restorer, body.partition)
+            await self._drop_abandoned_restore(restorer, body.partition)
         entry = self.host.entries.get(body.partition)
         if entry is None and body.definition is not None:
             entry = self._open(body.partition, body.definition, restorer)
@@ -187,7 +187,7 @@ class Partitions:
 
     # restores: until `Restored`, a partition belongs to the session that restores it
 
-    async def _make_way(self, restorer: int, partition: str) -> None:
+    async def _drop_abandoned_restore(self, restorer: int, partition: str) -> None:
         """Drop a partition whose restoring client has ended. Raise PartitionConflict for any other
         partition, unless this client restores it: then its request is a retry."""
         while (entry := self.host.entries.get(partition)) is not None:

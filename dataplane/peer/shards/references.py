@@ -118,11 +118,11 @@ class References:
     def took_over(self, owner: Owner, body: Inherited) -> None:
         """Tell an owner of values which of them a lost peer's shards reference. This peer now
         serves those shards. Releases that follow are sent after that."""
-        task = self.mesh.spawn(self._tell_what_was_taken_over(owner, body))
+        task = self.mesh.spawn(self._report_references(owner, body))
         self._telling.setdefault(owner, set()).add(task)
-        task.add_done_callback(lambda _: self._told(owner, task))
+        task.add_done_callback(lambda _: self._report_done(owner, task))
 
-    async def _tell_what_was_taken_over(self, owner: Owner, body: Inherited) -> None:
+    async def _report_references(self, owner: Owner, body: Inherited) -> None:
         chunks = np.frombuffer(body.chunks, U8)
         ids, at = np.unique(chunks, return_inverse=True)
         counts = np.zeros(len(ids), U4)
@@ -133,7 +133,7 @@ class References:
             more = behind < len(ids)
             await self.mesh.tell(owner, Inherited(body.origin, *part, body.began, more))
 
-    def _told(self, owner: Owner, task: asyncio.Task[Any]) -> None:
+    def _report_done(self, owner: Owner, task: asyncio.Task[Any]) -> None:
         self._telling[owner].discard(task)
         if not self._telling[owner]:
             del self._telling[owner]

@@ -627,7 +627,7 @@ def _met(entry: Entry, body: Wait | Losses) -> Body | DataplaneError | None:
         over = not (names or missed) and _over(entry)
         return LossesDone(number, names, missed, over) if names or missed or over else None
     if body.key is not None:
-        return inspection.key_there(entry.store, body.key)
+        return inspection.key_status(entry.store, body.key)
     counts = entry.store.counts(body.stage, body.unit, body.where)
     enough = body.count and counts.ready >= body.count
     if enough or (body.below and counts.outstanding < body.below):

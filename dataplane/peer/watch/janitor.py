@@ -71,10 +71,10 @@ class Janitor:
                 restores = peer.mesh.spawn(peer.partitions.end_restores())
             self._sample(now)
             self.expired_leases += peer.finishing.expire(now)
-            if peer.standstill.lasts(peer.room.producers > 0, peer.share.writers > 0):
-                peer.share.end_in_vain()
+            if peer.standstill.lasts(peer.room.producers > 0, peer.metadata_quota.writers > 0):
+                peer.metadata_quota.fail_waiting()
                 if not peer.standstill.can_spill:
-                    peer.room.end_in_vain()
+                    peer.room.fail_waiting()
             wanted = self.is_wanted() or peer.membership.plane_is_wanted()
             if lingers and not wanted:
                 peer.door.shut()  # who came now would lose this peer in its first call

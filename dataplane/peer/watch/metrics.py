@@ -351,7 +351,7 @@ def _shards(peer: Peer) -> dict[str, float | Values]:
         "rows": sum(len(store) for store in stores),
         "groups": sum(len(store.groups) for store in stores),
         "metadata_bytes": sum(store.nbytes for store in stores),
-        "inline_bytes": peer.share.figures()["values_bytes"],
+        "inline_bytes": peer.metadata_quota.figures()["values_bytes"],
         "tombstones": sum(len(store.tombstones) for store in stores),
         "admission_version": max((store.permits.version for store in stores), default=0),
         "admission_lag": max((store.permits.lag(store) for store in stores), default=0),

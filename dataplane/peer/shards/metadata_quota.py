@@ -34,7 +34,7 @@ LEAST_S = 0.25
 without an answer nobody would know whether it has the rows."""
 
 
-class MetadataShare:
+class MetadataQuota:
     def __init__(self, host: Host) -> None:
         self._host = host
         self.size_bytes = max(LEAST_BYTES * WITH_VALUES // IN_ALL, host.space.size_bytes // IN_ALL)
@@ -130,7 +130,7 @@ class MetadataShare:
         if self._host.now() > latest + LEAST_S / 2:  # this process was short of processor time
             raise full
 
-    def end_in_vain(self) -> None:
+    def fail_waiting(self) -> None:
         """Raise BackPressure in all waiting writers here, because no client is left that could
         free rows."""
         if self._vain is not None:

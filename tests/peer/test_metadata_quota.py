@@ -18,7 +18,7 @@ from dataplane.peer.host import CallContext, Entry, call_context
 from dataplane.peer.requests.checkpoints import Checkpoints
 from dataplane.peer.requests.outgoing_changes import ChangeNumbers
 from dataplane.peer.requests.puts import Committed, Writing
-from dataplane.peer.shards.metadata_share import LEAST_S, MetadataShare
+from dataplane.peer.shards.metadata_quota import LEAST_S, MetadataQuota
 from dataplane.wire.checkpoint import Progress, Restore
 from dataplane.wire.messages import Put
 from dataplane.wire.packed import KEY
@@ -38,15 +38,15 @@ class Shard:
             entries={"p": Entry(self.store)}, events=Ring(), caller=lambda session: None,
             entry=lambda *of: None,
         )  # fmt: skip
-        self.share = MetadataShare(self.host)
-        self.share.size_bytes = 0
+        self.quota = MetadataQuota(self.host)
+        self.quota.size_bytes = 0
 
     async def carried(self, session: Any, attempt: Callable[[], Awaitable[Any]]) -> Any:
         """What a put gets whose shard does this at each attempt."""
         outgoing: Any = SimpleNamespace(send=lambda *of: attempt())
         grants: Any = SimpleNamespace(keep_where_full=lambda *of: None)
         nothing: Any = None
-        writing = Writing(self.host, grants, outgoing, nothing, nothing, self.share, nothing)
+        writing = Writing(self.host, grants, outgoing, nothing, nothing, self.quota, nothing)
         elsewhere = Put("q", 1, Rows(b""))
         return await writing.store(session, elsewhere, Committed(Values()), nothing)
 
@@ -55,27 +55,27 @@ async def test_names_that_are_remembered_are_not_waited_for() -> None:
     shard = Shard()
     put(shard.store, list(range(1000)))
     shard.store.drop(rows=named(list(range(1000))))
-    assert shard.share.figures()["names_bytes"] > 0
-    shard.share.check(Values(), has_new_rows=True)
+    assert shard.quota.figures()["names_bytes"] > 0
+    shard.quota.check(Values(), has_new_rows=True)
 
 
 async def test_new_rows_end_where_nobody_is_left_who_could_make_room() -> None:
     shard, one = Shard(), SimpleNamespace(id=1, waiting=0)
     refused: list[None] = []
-    shard.share.on_refused.append(lambda: refused.append(None))
+    shard.quota.on_refused.append(lambda: refused.append(None))
     put(shard.store, [1])
 
     async def attempt() -> None:
-        shard.share.check(Values(), has_new_rows=True)
+        shard.quota.check(Values(), has_new_rows=True)
 
     waits = [asyncio.create_task(shard.carried(one, attempt)) for _ in range(2)]
     await asyncio.sleep(0)
-    assert (one.waiting, shard.share.writers, len(refused)) == (2, 2, 2)
-    shard.share.end_in_vain()
+    assert (one.waiting, shard.quota.writers, len(refused)) == (2, 2, 2)
+    shard.quota.fail_waiting()
     for wait in waits:
         with pytest.raises(ShardFull, match="all of them are waiting"):
             await wait
-    assert (one.waiting, shard.share.writers) == (0, 0)
+    assert (one.waiting, shard.quota.writers) == (0, 0)
 
 
 async def test_a_put_whose_second_copies_find_no_room_is_another_change_each_time() -> None:
@@ -95,7 +95,7 @@ async def test_a_put_whose_second_copies_find_no_room_is_another_change_each_tim
 
     session: Any = SimpleNamespace(id=1, waiting=0)
     assert await shard.carried(session, attempt) == "stored"
-    assert floors == [1, 2, 3] and (session.waiting, shard.share.writers) == (0, 0)
+    assert floors == [1, 2, 3] and (session.waiting, shard.quota.writers) == (0, 0)
 
 
 async def test_a_put_is_not_tried_again_when_its_answer_could_not_arrive() -> None:
@@ -122,7 +122,7 @@ def test_a_restore_brings_no_rows_into_a_full_shard() -> None:
     put(shard.store, [1])
     shard.host.shard = lambda *_: shard.host.entries["p"]
     nothing, references = None, SimpleNamespace(answered=lambda *of: None)
-    writing = Writing(shard.host, nothing, nothing, references, nothing, shard.share, nothing)  # type: ignore[arg-type]
+    writing = Writing(shard.host, nothing, nothing, references, nothing, shard.quota, nothing)  # type: ignore[arg-type]
     checkpoints = Checkpoints(writing, nothing, router, nothing)  # type: ignore[arg-type]
     restore = Restore("p", 1, Rows(bytes(KEY.itemsize)), Values(), {}, Progress())
     with pytest.raises(ShardFull, match="Consume or drop rows"):

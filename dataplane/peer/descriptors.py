@@ -14,13 +14,14 @@ from dataplane.errors import InvalidConfig
 MOST = 65_536
 """The soft limit that a peer raises its own to, where the hard limit allows."""
 OWN = 48
-"""For itself: 30 before its first link or client comes, and some for what is open for a moment,
-as a file that spills or a connection that has not said yet whose it is."""
+"""Descriptors for the peer itself: 30 before its first link or client, and some that are open for a
+moment, for example for spilling or for connections that are not identified yet."""
 OF_A_LINK = 11
-"""For each other member: to it a dealer, its monitor, its connection and three streams, and four
-connections from it."""
+"""Descriptors per other member: to it a dealer, its monitor, its connection and three streams; from
+it four connections."""
 OF_A_CLIENT = 3
-"""Two connections, one that stays and one for calls, and the descriptor of its process."""
+"""Descriptors per client: one connection that stays, one for calls, and the pidfd of its
+process."""
 LEAST = OWN + OF_A_CLIENT
 
 

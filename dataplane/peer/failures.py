@@ -32,7 +32,7 @@ def fail(answer: asyncio.Future[Any], why: Exception) -> None:
     """Fail a future with an error, unless it already has a result."""
     if not answer.done():
         answer.set_exception(why)
-        answer.exception()  # who asked may have gone: that is no bug to log
+        answer.exception()  # the caller may have left, which is no bug to log
 
 
 def failed(exc: Exception) -> Failed:

@@ -38,7 +38,8 @@ from dataplane.wire.tables import Owner, PoolHandle
 MAX_LABELS = 10_000
 MAX_SUMS = 64
 MAX_GENERATIONS = 65_536
-"""An older one that was dropped counts as lost where its shard was lost at some time."""
+"""Generations that are remembered. An older one counts as lost, not dropped, if its shard was ever
+lost."""
 OTHER = "other"
 LEASE_S = 1.0
 """A peer serves for this long after it sent the last request that its backup in sync confirmed, or
@@ -91,7 +92,7 @@ def waits_s(timeout_ms: int) -> float:
 
 
 def _bounded(label: str, among: Mapping[str, object]) -> str:
-    """A name that a user chose; OTHER where MAX_SUMS others came before it."""
+    """Return the label, or OTHER if it is new and `among` has MAX_SUMS labels."""
     return label if label in among or len(among) < MAX_SUMS else OTHER
 
 
@@ -128,8 +129,8 @@ class Entry:
     replicas: Replicas | None = None
     """with replicas=2: the replicas of what other peers wrote"""
     inherited: set[tuple[Owner, int]] = field(default_factory=set)
-    """caller and number of changes that another peer carried out before the partition was here: a
-    retry brings their values once more"""
+    """caller and number of changes that another peer applied before the partition moved here: a
+    retry brings their values again"""
     acked_rates: dict[str, Rate] = field(default_factory=dict)
     """by stage, for stages that have acked rows here"""
     metered: dict[str, tuple[int, int, int]] = field(default_factory=dict)
@@ -159,15 +160,15 @@ class Progress:
         self.done = 0
         """log records of this peer's shards so far"""
         self.confirmed = 0
-        """of them, those that the backup has"""
+        """how many of them the backup has"""
         self.required = False
         """the roster calls the backup in sync, so it must have them"""
         self._held_by: asyncio.Future[None] | None = None
         self._held_why = ""
         self._waiting = OrderedDict[asyncio.Future[None], int]()
-        """with the number of records that each waits for, which only grows"""
+        """each with the number of records that it waits for, in ascending order"""
         self.on_awaited: Callable[[], None] = lambda: None
-        """called when somebody begins to wait for the backup"""
+        """called when a call begins to wait for the backup"""
         self.is_slow: Callable[[], bool] = lambda: True
         """whether the backup confirmed something recently; asked if a call ran out of time"""
         self.backup: Callable[[], str] = lambda: ""
@@ -223,7 +224,7 @@ class Progress:
         return reached
 
     def _forget_waiter(self, reached: asyncio.Future[None]) -> None:
-        """Out of time, or given up: a backup that is not there may be awaited again and again."""
+        """Forget a wait that has ended: calls may wait for an absent backup again and again."""
         self._waiting.pop(reached, None)
 
     def _late(self) -> Unavailable:
@@ -268,10 +269,10 @@ class Host:
     """session → what people call it, for messages that say who holds rows"""
     progress: Progress = field(default_factory=Progress)
     spare: Flags | None = None
-    """shards of this peer that go to one without any: nothing lives in them, and nothing may before
-    the next roster"""
+    """shards of this peer that a member without shards will get: they are empty, and stay empty
+    until the next roster"""
     lost_shards: set[int] = field(default_factory=set)
-    """those of which both copies were lost at some time"""
+    """shards that have ever lost both copies"""
     generations: Latest[int, int] = field(default_factory=lambda: Latest(MAX_GENERATIONS))
     """generation → its shard, of the last MAX_GENERATIONS seen since that shard was lost"""
     lost_rows: int = 0
@@ -282,8 +283,8 @@ class Host:
     """messages to clients of this host so far, by kind"""
     released: ByLabel = field(default_factory=ByLabel)
     redelivered: ByLabel = field(default_factory=ByLabel)
-    """by stage, rows of this peer's shards that came back without an ack, and were handed out again
-    after that, also of dropped partitions"""
+    """by stage, rows of this peer's shards that returned without an ack and were granted again,
+    also of dropped partitions"""
     acked_by_clients: ByLabel = field(default_factory=ByLabel)
     """by stage, rows that clients of this host have acked"""
     put_by_clients: int = 0
@@ -296,10 +297,10 @@ class Host:
     on_first_rows: Callable[[], None] | None = None
     """called once, before the first rows of an empty peer are confirmed"""
     silent: bool = False
-    """this peer is about to hand its shards over: until the next roster they change no more"""
+    """this peer's shards are about to move: they do not change until the next roster"""
     threads: Threads = field(default_factory=Threads)
     pools: list[PoolHandle] = field(default_factory=list)
-    """the memories beside the arena, as clients of this host open them"""
+    """the pools besides the arena, as clients of this host map them"""
     _turned: asyncio.Event = field(default_factory=asyncio.Event)
     serving: Serving = field(init=False)
 
@@ -313,7 +314,7 @@ class Host:
         return Owner(self.address, self.incarnation)
 
     def caller(self, session: int = 0) -> Caller:
-        """This peer as a caller, for a client of its own."""
+        """Return this peer as a caller, for one of its clients."""
         return Caller(self.address, self.incarnation, session)
 
     @property
@@ -372,7 +373,7 @@ class Host:
 
     def gone(self, partition: str, generation: int) -> PartitionGone:
         """Return the error for a partition that no longer exists."""
-        # No clock says it: generations are made by the clocks of several hosts.
+        # Clocks cannot tell: generations are made by the clocks of several hosts.
         is_later = generation in self.generations
         lost = self.roster.bucket(partition) in self.lost_shards and not is_later
         why = (
@@ -454,7 +455,7 @@ class Host:
             self.labels[holder] = label
 
     def who(self, holder: int) -> str:
-        """The name of a client of any host. 0 is a plan of which no rank works now."""
+        """Return the name of a client of any host. 0 is a plan without a working rank."""
         known = self.labels.get(holder)
         return known or (f"client {holder:x}" if holder else "its plan")
 
@@ -470,14 +471,13 @@ class Serving:
     def __init__(self, host: Host) -> None:
         self.host = host
         self.heard: float | None = None
-        """when the life sign was sent that the authority answered last (monotonic); None: nothing
-        yet"""
+        """when the last heartbeat that the keeper answered was sent (monotonic), or None"""
         self.authority = ""
-        """where that is, for messages"""
+        """where the keeper is, for messages"""
         self.name_of: Callable[[str], str] = lambda address: "?"
         """the name of the peer at an address"""
         self.waiting = 0
-        """who waits until this peer is sure, and has not gone on yet: nobody overtakes them"""
+        """calls that wait until this peer is sure, which no later call overtakes"""
         self._confirmed_at = -math.inf
         self._confirmed_by: Owner | None = None
         self._not_before = -math.inf
@@ -500,7 +500,7 @@ class Serving:
             return True
         roster, here, now = self.host.roster, self.host.address, self.host.now()
         if here not in roster.members or now < self._not_before:
-            return False  # it joins, and others have the roster with it already; or it succeeds
+            return False  # this peer is joining, or succeeds a primary that may still serve
         return now - self._confirmed < LEASE_S
 
     @property
@@ -511,8 +511,8 @@ class Serving:
 
     @property
     def _confirmed(self) -> float:
-        """When the last request was sent that the backup in sync confirmed, or without one the
-        keeper."""
+        """Return when the last request was sent that the in-sync backup confirmed. Without such a
+        backup, the keeper's confirmation counts."""
         backup, in_sync = self.host.roster.backup_of(self.host.address)
         if backup is None or not in_sync:
             return -math.inf if self.heard is None else self.heard
@@ -550,7 +550,7 @@ class Serving:
 
     @property
     def reason(self) -> str:
-        """Why this peer may not serve now."""
+        """Return why this peer may not serve now."""
         backup, in_sync = self.host.roster.backup_of(self.host.address)
         if backup is not None and in_sync:
             why = f"the backup of its partitions{self.backup} is not responding"

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy.ma  # noqa: F401  np.unique brings it in when first called: 40 ms of somebody's put
+import numpy.ma  # noqa: F401  np.unique imports it on first use: 40 ms of a put
 import uvloop
 
 from dataplane.errors import DataplaneError, InvalidConfig, PeerEnded, counted, joined
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 FILES_S = 1.0
-"""How often a peer looks whether its files are still there."""
+"""How often a peer checks that its files still exist."""
 CARD_S = 5.0
 """A slow disk delays the reply to the first put for at most this long."""
 
@@ -61,7 +61,8 @@ def run(config: PeerConfig, ready: Callable[[], None] | None = None) -> int:
 async def _serve(
     config: PeerConfig, lock: rundir.PeerLock, ready: Callable[[], None] | None
 ) -> str:
-    """Serve until the end. Return why it ended where rows or clients went with it, else ""."""
+    """Serve until the end. Return why the peer ended if rows or clients were lost with it, else
+    ""."""
     leave, stop = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     signals: list[str] = []
@@ -96,7 +97,7 @@ async def _serve(
             keeping = asyncio.create_task(_keep_files(lock, peer))
             try:
                 again = await peer.run(leave, stop)
-            finally:  # its thread may be writing the card
+            finally:  # a thread may still be writing the card
                 keeping.cancel()
                 await asyncio.wait([keeping])
             if not again:
@@ -112,8 +113,8 @@ async def _serve(
 
 
 def _end(peer: Peer, who: str) -> PeerEnded | None:
-    """What its clients, its log and whoever begins the run again are told, where rows or clients go
-    with the peer; None where none do."""
+    """Return the error for clients and for the next start if rows or clients are lost with the
+    peer, and log it. Return None otherwise."""
     host, clients = peer.host, len(peer.sessions)
     if not host.rows and not clients:
         return None
@@ -130,8 +131,8 @@ def _end(peer: Peer, who: str) -> PeerEnded | None:
 
 
 async def _keep_files(lock: rundir.PeerLock, peer: Peer) -> None:
-    """Put back what others remove of this peer's files: without them the next connect() would begin
-    a second peer of the run. Also keep its card up to date."""
+    """Restore this peer's files if they are removed: without them the next connect() would start a
+    second peer of the run. Also keep its card up to date."""
     failed = ""
     while True:
         await asyncio.sleep(FILES_S)
@@ -200,7 +201,7 @@ def _restore(
 
 
 def _reopen_log(path: Path) -> None:
-    """Go on in a new file, where the one that `connect()` had made for the log was removed."""
+    """Continue the log in a new file if the file that `connect()` made was removed."""
     if os.fstat(2).st_nlink == 0:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         os.dup2(fd, 1)
@@ -209,7 +210,7 @@ def _reopen_log(path: Path) -> None:
 
 
 async def _metrics(config: PeerConfig) -> Metrics | None:
-    """The library is not there for peers that show none."""
+    """Start metrics, if configured. A peer without metrics does not import their library."""
     if config.metrics is None:
         return None
     try:
@@ -225,7 +226,7 @@ async def _metrics(config: PeerConfig) -> Metrics | None:
 
 
 async def _started(peer: Peer, socket_path: str, ends: tuple[asyncio.Event, ...]) -> bool:
-    """Whether it serves; False where it was told to end while it waited to be let in."""
+    """Start the peer. Return False if it was told to end before it joined."""
     starting = asyncio.create_task(peer.start(socket_path))
     if starting not in await first_of(starting, *(end.wait() for end in ends)):
         return False

@@ -19,7 +19,7 @@ from dataplane.peer.host import Host, call_context
 REST_S = 0.2
 
 Why = tuple[str, dict[str, Any]]
-"""For people, and the same in figures."""
+"""The reason in words, and the same in figures."""
 
 
 @dataclass(eq=False, repr=False)

@@ -24,8 +24,8 @@ Start = Callable[[int], Body | Awaitable[Body]]
 """Calls the handler of a request, after it has released the pin that an earlier reply to the
 request returned (0: none)."""
 MAX_ANSWERS = 16_384
-"""Answers of one session that are remembered; the oldest are forgotten. A client may make a few
-thousand other calls before it repeats one that timed out."""
+"""Replies remembered per session; the oldest are forgotten. A client may make a few thousand other
+calls before it repeats one that timed out."""
 
 
 class Spans:
@@ -38,7 +38,7 @@ class Spans:
         self._ends: list[int] = []
 
     def __len__(self) -> int:
-        """How many spans there are."""
+        """The number of spans."""
         return len(self._starts)
 
     def __contains__(self, number: int) -> bool:
@@ -74,14 +74,14 @@ class Repeats:
 
     def __init__(self) -> None:
         self._given = CallerAnswers[Body | int]()
-        """by operation: its answer, or the pin that its answer handed out"""
+        """by operation: its reply, or the pin that the reply granted"""
         self._forgotten: Spans | None = None
-        """operations whose answers were forgotten by count, once there are any"""
+        """operations whose replies were forgotten because there were too many"""
         self._pending: dict[int, asyncio.Future[None] | None] = {}
         """operations in progress, each with a future that is done at its end; None if no repetition
         waits for it"""
         self.claimed: dict[int, Body] = {}
-        """by operation: what a claim was granted, until its client uses the lease"""
+        """by operation: the grant of a claim, until its client uses the lease"""
 
     def __len__(self) -> int:
         return len(self._given.answers)
@@ -101,7 +101,7 @@ class Repeats:
             reply = outcome if isinstance(outcome, Body) else await result_of(outcome)
         except Exception as exc:
             if operation.waits is not Waits.NO or once is Once.PIN:
-                raise  # it waits or reads, so a repetition runs it again
+                raise  # the call waits or reads, so a repetition runs it again
             # What the client wrote for this request is no longer granted to the client.
             reply = failed(exc)
         finally:

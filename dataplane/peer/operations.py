@@ -41,31 +41,31 @@ class Sender(enum.Enum):
     """A member of the receiver's roster, whichever roster it has itself: the operation does not
     depend on who serves which shard."""
     SUCCESSOR = enum.auto()
-    """As MEMBER, and the receiver's roster follows the sender's. A peer that went on alone under a
-    roster that nobody else got has undone with its end what it did there."""
+    """As MEMBER, and the receiver's roster follows the sender's. A sender with a roster that no
+    other peer got continued alone: what it did there ended with it."""
     ANYBODY = enum.auto()
     """Also a peer that is not a member yet. The handler checks who it is."""
 
 
 class Once(enum.Enum):
-    """What a client gets that repeats a request with the same operation id."""
+    """What a client gets when it repeats a request with the same operation id."""
 
     NO = enum.auto()
     """The request is carried out again."""
     ANSWER = enum.auto()
     """The first answer, remembered until the client raises its floor."""
     LEASE = enum.auto()
-    """The lease that it was granted, until the client uses it. A claim may wait for days, so it
+    """The lease of the first attempt, until the client uses it. A claim may wait for days, so it
     holds up no floor."""
     PIN = enum.auto()
-    """A new answer. The pin of the first one is released: nobody received it."""
+    """A new reply. The pin of the first reply is released, because no client received it."""
 
 
 class Waits(enum.Enum):
     """How long a request may wait for the effect of other calls."""
 
     NO = enum.auto()
-    """Not at all. It runs to its end, also where its client goes away."""
+    """Not at all. It runs to its end even if its client leaves."""
     DEADLINE = enum.auto()
     """Until the request's deadline. It is cancelled when its connection closes."""
     TIMEOUT = enum.auto()
@@ -131,7 +131,7 @@ _TABLE = (
     _change(m.Seal),
     _change(m.Close),
     _change(m.Reset),
-    # room in the arena
+    # space in the arena
     Operation(
         m.Reserve, client=lambda peer: peer.grants.reserve, once=Once.ANSWER, waits=Waits.DEADLINE
     ),
@@ -195,7 +195,7 @@ _TABLE = (
         m.Withdraw, client=lambda peer: peer.waits.withdraw, peer=lambda peer: peer.calls.withdraw
     ),
     _change(m.Advance),
-    # looking
+    # reads and statistics
     Operation(
         m.Stats,
         client=lambda peer: peer.reporting.stats,
@@ -238,7 +238,7 @@ _TABLE = (
         client=lambda peer: peer.checkpoints.restored,
         peer=lambda peer: peer.checkpoints.restored_here,
     ),
-    # what peers ask each other: who is there
+    # between peers: membership
     Operation(
         p.PeerHello, peer=lambda peer: peer.mesh.hello_here, sender=Sender.ANYBODY, held=False
     ),

@@ -63,7 +63,7 @@ from dataplane.wire.peering import Beat
 from dataplane.wire.tables import Owner
 
 ADMITTED_S = 300.0
-"""How long a peer waits at its start for the authority: hosts of a job start at different times."""
+"""How long a starting peer waits for the keeper: hosts of a job start at different times."""
 
 
 class Peer:
@@ -122,7 +122,7 @@ class Peer:
                 self.mesh.handlers[one.message] = one.peer(self)
 
     def _keep_memory(self) -> None:
-        """Room in this host's memories, and copies of what lies elsewhere."""
+        """Build what manages this host's memories and copies remote values."""
         config, host, mesh = self.config, self.host, self.mesh
         self.room = room = Room(host, mesh)
         room.on_wait.append(self._producers_wait)
@@ -134,7 +134,7 @@ class Peer:
         self.value_replicas = ValueReplicas(host, mesh, pulls, room)
 
     def _keep_shards(self) -> None:
-        """Partitions, the calls that wait at them, and the values that they name."""
+        """Build the partitions, the calls that wait at them, and the references to values."""
         host, mesh, router, room = self.host, self.mesh, self.router, self.room
         self.log_sender = LogSender(host, mesh, self.value_replicas)
         self.references = refs = References(host, mesh, room)
@@ -154,7 +154,7 @@ class Peer:
         quota.on_refused.append(calls.producers_wait)
 
     def _serve_clients(self) -> None:
-        """What clients of this host ask for, and the door through which they do."""
+        """Build the handlers of clients' requests, and the client door."""
         host, mesh, router, room = self.host, self.mesh, self.router, self.room
         refs, parts, quota = self.references, self.partitions, self.metadata_quota
         run_effects = self.effects.run
@@ -182,7 +182,7 @@ class Peer:
         self.door.on_claimed = self.claims.answered
 
     def _take_part(self) -> None:
-        """This peer's place among the members of its plane, and what ends it."""
+        """Build the membership of this peer, and what ends it."""
         config, host, mesh, router = self.config, self.host, self.mesh, self.router
         parts, refs = self.partitions, self.references
         self.keeper = (
@@ -209,7 +209,7 @@ class Peer:
     # life
 
     async def start(self, socket_path: str) -> None:
-        candidates(self.config.transport)  # also where there is nobody yet to read from
+        candidates(self.config.transport)  # checks the settings, even without another peer
         self.pools.check()
         if not self.host.solo:
             bind_host = self.host.address.removeprefix("tcp://").rsplit(":", 1)[0]
@@ -231,7 +231,7 @@ class Peer:
             self.pulls.use(engine)
             if not self.config.bulk_tls:
                 await self.pools.start(made, engine.transport)
-            await self.mesh.listen()  # now that a greeting can say where bytes are read
+            await self.mesh.listen()  # the reply to a greeting names the bulk workers
             self.mesh.spawn(self.membership.run())
             self.mesh.spawn(self.confirming.run())
             await self.membership.admitted(ADMITTED_S)
@@ -251,18 +251,18 @@ class Peer:
         """Close the peer. why: the error for clients that are still connected."""
         await self.door.close(why)
         await self.mesh.close()
-        await self.keeper.close()  # nobody asks it any more, nor becomes the keeper again
+        await self.keeper.close()  # no call needs the keeper now, and this peer must not become it
         await self.pools.stop()
         await self.pulls.close(witnessed=self._is_missed())
         await self.host.threads.ended()
         if self.spilling is not None:
             self.spilling.file.close()
         self.pools.free()
-        # Another life of this process would find it still mapped, and have so much less.
+        # Otherwise the memory would stay mapped after a restart in this process.
         self.host.arena.close()
 
     def _is_missed(self) -> bool:
-        """Whether members go on that take this process for one of them."""
+        """Whether other members continue that still count this process as a member."""
         roster = self.host.roster
         deposed = self.membership.deposed.is_set()
         return not deposed and self.host.owner in roster.owners and len(roster.owners) > 1
@@ -280,7 +280,7 @@ class Peer:
             return "", "", ""
         return engine.address, engine.fingerprint, self.pools.address
 
-    # what becomes of everything when peers come and go
+    # roster changes
 
     def heartbeat(self, leaving: bool, spare: bytes) -> Beat:
         """Return this peer's heartbeat for the roster keeper."""
@@ -289,7 +289,7 @@ class Peer:
 
     def turned(self, old: Roster, new: Roster) -> None:
         """Apply a newer roster."""
-        # First, because what was taken over is this peer's own from here on.
+        # First, because shards that were taken over are this peer's own from here on.
         self.log_receiver.turned(old, new)
         self.leaving.turned(old, new)
         self.partitions.turned()
@@ -304,7 +304,7 @@ class Peer:
         self.pulls.gone(owner)
         self.pools.gone(owner)
 
-    # what follows from a change here
+    # effects
 
     def _session_ended(self, session: Session) -> None:
         self.finishing.release_all(session)
@@ -312,11 +312,12 @@ class Peer:
         self.room.pump()
 
     def _producers_wait(self) -> None:
-        """Somebody begins to wait for room."""
+        """Note that a call begins to wait for space."""
         if self.room.producers:
             self.calls.producers_wait()
 
     def _waste(self) -> int:
-        """Bytes of dead values in chunks that other rows keep alive: a chunk dies whole."""
+        """Return the bytes of dead values in chunks that other rows keep alive: a chunk is freed
+        whole."""
         stores = [entry.store for entry in self.host.entries.values()]
         return sum([store.dead_bytes(self.host.owner) for store in stores])

@@ -35,7 +35,7 @@ class Call(msgspec.Struct, eq=False):
     until: float
     held: bool
 
-    # what the doors differ in
+    # what each door implements
 
     def is_admitted(self) -> bool:
         """Whether the request may run now. Raises an error if it never may."""
@@ -58,16 +58,16 @@ class Call(msgspec.Struct, eq=False):
         return self.held
 
     def take_back(self, reply: Body) -> None:
-        """Take back what a reply hands out, because no client receives it."""
+        """Take back what a reply grants, because no client receives it."""
 
     def answer(self, reply: Body) -> None:
         """Encode and send the reply."""
         raise NotImplementedError
 
-    # what they share
+    # what both doors share
 
     async def serve(self) -> None:
-        """Serve the request, from its admission to its answer."""
+        """Serve the request, from its admission to its reply."""
         try:
             if not self.is_admitted():
                 await self.admission()
@@ -81,7 +81,7 @@ class Call(msgspec.Struct, eq=False):
             await self._answer_once_confirmed(reply)
 
     async def _answer_once_confirmed(self, reply: Body) -> None:
-        """Answer once the reply may leave. If that takes too long, what it hands out comes back."""
+        """Reply once the reply may leave. At the deadline, take back what the reply grants."""
         host = self.host
         until = host.now() + CALL_S if self.until == math.inf else self.until
         try:

@@ -19,7 +19,7 @@ class Rate:
         self._began = now
         self._total = total
         self._amounts: deque[list[int]] = deque()
-        """[second, amount], the oldest first"""
+        """(second, amount) pairs, the oldest first"""
 
     def sample(self, now: float, total: int) -> None:
         """Note the total. What was added since the previous sample counts as added now."""
@@ -40,7 +40,7 @@ class Rate:
         return sum(amount for _, amount in self._amounts) / seconds
 
     def _forget(self, second: int) -> int:
-        """Drop what is older than the window. Return the first second of the window."""
+        """Drop amounts older than the window. Return the first second of the window."""
         first = second - WINDOW_S + 1
         while self._amounts and self._amounts[0][0] < first:
             self._amounts.popleft()

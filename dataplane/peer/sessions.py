@@ -27,13 +27,13 @@ from dataplane.wire.tables import SESSIONS
 log = logging.getLogger(__name__)
 
 MAX_ENDED = 1_024
-"""Sessions that have ended and can still be named; the oldest are forgotten."""
+"""Ended sessions whose names are remembered; the oldest are forgotten."""
 COMMAND_CHARACTERS = 200
-"""Of the command line that a client says; the rest is cut off."""
+"""The length limit of a client's command line; the rest is cut off."""
 
 
 class Held(NamedTuple):
-    """A permit to open groups, and the operation that asked for it."""
+    """A permit to open groups, and the operation that requested it."""
 
     partition: str
     generation: int
@@ -60,14 +60,14 @@ class Session:
     connections: int = 0
     leases: set[int] = field(default_factory=set)
     permits: dict[int, Held] = field(default_factory=dict)
-    """by number, those that it has not given back"""
+    """by number, permits that it has not returned"""
     partitions: set[str] = field(default_factory=set)
     """partitions that it has declared or attached to"""
     pidfd: int = -1
     ended: bool = False
     gone: bool = False
     waiting: int = 0
-    """its calls that wait for room or for rows"""
+    """its calls that wait for space or for rows"""
     repeats: Repeats = field(default_factory=Repeats)
 
     def is_of(self, other: Session) -> bool:
@@ -80,8 +80,8 @@ class Session:
         return f"{self.label}, `{self.command}`" if self.command else self.label
 
     def check(self) -> None:
-        """Raise ClientClosed if the process exited before this request was read. What the reply
-        would hand out could never be returned."""
+        """Raise ClientClosed if the process exited before this request was read: it could not
+        return what the reply grants."""
         if self.ended:
             raise ClientClosed(
                 "the peer closed this session because the process that opened the "
@@ -105,9 +105,9 @@ class Sessions:
         """sessions whose restores are complete: they count as connected until the shards confirm"""
         self.last_seen = host.now()
         self.came = False
-        """there has been a client"""
+        """whether there has been a client"""
         self.last: Session | None = None
-        """the session that ended last, of those that had to do with a partition"""
+        """the last session to end that used a partition"""
 
     def __len__(self) -> int:
         return len(self._live)
@@ -148,13 +148,13 @@ class Sessions:
             session.pidfd = os.pidfd_open(pid)
             asyncio.get_running_loop().add_reader(session.pidfd, self._exited, session)
         except OSError:
-            # Another pid namespace, or already gone: the connections alone are watched.
+            # In another pid namespace, or already exited: only the connections are watched.
             session.pidfd = -1
         return session
 
     def _label(self, number: int, pid: int, own_pid: int) -> str:
-        """What people call a client. A label names one process, so that "this process" can be told
-        by it: of another pid namespace, where pids repeat, it has the session's number too."""
+        """Return a client's label, which names one process, so that messages can say "this
+        process". In another pid namespace, where pids repeat, it includes the session's number."""
         if pid:
             return f"pid {pid} on host {self.where}"
         nth = number - self._host.owner.first_session
@@ -192,7 +192,7 @@ class Sessions:
 
     def connection_lost(self, session: Session) -> None:
         session.connections -= 1
-        if session.partitions:  # else it only looked, as `dataplane status` does
+        if session.partitions:  # else it only read figures, as `dataplane status` does
             self.last_seen = self._host.now()
         if session.connections == 0 and session.id in self._live:
             self._end(session)
@@ -207,13 +207,13 @@ class Sessions:
         self._over[session.id] = session.label, session.who, self._host.now()
         self._ended(session)
         if not self._host.space.holds(session.id):
-            self._prove(session)  # of what it does not hold nothing must come back
+            self._prove(session)  # nothing that it does not hold may be returned
             return
         self._quarantined[session.id] = session
         self._host.space.disown(session.id)
 
     def sweep(self, session: Session) -> None:
-        """Take back what a call handed out that ended after its session."""
+        """Take back what a call granted that ended after its session."""
         if session.ended:
             self._ended(session)
         if session.gone:
@@ -230,7 +230,7 @@ class Sessions:
         self._prove(session)
 
     def _prove(self, session: Session) -> None:
-        """Nothing maps its memory any more: extents and pins come back."""
+        """Return its extents and pins: no process maps its memory now."""
         session.gone = True
         self._quarantined.pop(session.id, None)
         self._host.space.forget(session.id)

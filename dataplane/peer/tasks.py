@@ -90,7 +90,7 @@ class Threads:
             await asyncio.wait(self._jobs)
 
 
-# work that may wait for nothing
+# work that may end without a wait
 
 
 def begin(work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
@@ -114,7 +114,7 @@ async def _rest(work: Coroutine[Any, Any, None], awaited: object) -> None:
 
 @types.coroutine
 def _resumed(work: Coroutine[Any, Any, None], awaited: object) -> Generator[Any, Any, None]:
-    """Go on with `work`, which waits for `awaited`. Pauses once before that."""
+    """Continue `work`, which waits for `awaited`. Pauses once before that."""
     is_begun = False
     while True:
         try:
@@ -161,7 +161,7 @@ async def within(limit_s: float, work: Awaitable[T]) -> T:
 
 
 async def first_of(*works: Awaitable[Any]) -> set[asyncio.Future[Any]]:
-    """Return those that ended first. The others are cancelled and have ended by then too."""
+    """Return the works that ended first. The others are cancelled and have ended too."""
     tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(work) for work in works]
     try:
         return (await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED))[0]

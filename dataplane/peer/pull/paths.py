@@ -48,11 +48,11 @@ from dataplane.wire.tables import Owner
 log = logging.getLogger(__name__)
 
 REQUIRED_S = 15.0
-"""How long a first pull waits to know whether the transport that is required works."""
+"""How long a first pull waits for the check of a required transport."""
 AGAIN_S = 120.0
 """A transport that did not work is checked again after this time."""
 ARENA, POOL = 0, 1
-"""The memories that lend: the host arena, and the first pool."""
+"""Memories that hold samples: the host arena, and the first pool."""
 SAMPLE_BYTES = 4 << 20
 SMALL_BYTES = 64
 ROUNDS = 3
@@ -150,7 +150,7 @@ class Paths:
             path = await self.tried(source, number)
         except DataplaneError as exc:
             path = Path(self.plain, f"the transport test failed: {exc.message}")
-        if self.sampling.host.roster.has(source.owner):  # else the process was lost meanwhile
+        if self.sampling.host.roster.has(source.owner):  # else the process was lost
             self._set(source.owner, path)
 
     async def tried(self, source: Remote, number: int = ARENA, measures: bool = False) -> Path:
@@ -287,7 +287,8 @@ class Sampling:
         return [self.host.space, *self.pools.spaces]
 
     def _size_bytes(self, number: int) -> int:
-        """A small part of that memory, so that lending it is not felt; 0 where there is none."""
+        """Return the size of a sample: a small part of that memory, or 0 if there is no such
+        memory."""
         spaces = self._spaces()
         if number >= len(spaces):
             return 0

@@ -62,7 +62,7 @@ AT_ONCE = 128
 """The most small pulls in flight to one owner. More wait here, so that log records and heartbeats
 on the link are not delayed."""
 BEHIND_S = 0.3
-"""How long a pull waits for a roster that has the owner of the values."""
+"""How long a pull waits for a roster that lists the owner of the values."""
 AGAIN_S = 0.5
 """The pause before an owner that was unreachable, but is not lost, is asked again."""
 PASSES_S = 10.0
@@ -90,7 +90,7 @@ class Pulls:
         required = self.transport.required not in (None, *POOLS_ONLY)
         self.paths = Paths(self.sampling, TCP, "values", required)
         self.brought: defaultdict[str, ByLabel] = defaultdict(ByLabel)
-        """bytes of other hosts, by what carried them and by the stage that they were for"""
+        """bytes of other hosts, by carrier and by the stage that they were for"""
         self.hits = 0
         self._under_way: dict[int, dict[int, asyncio.Future[None]]] = {}
         """pulls in flight, by the owner's incarnation and the number of the chunk"""
@@ -188,7 +188,7 @@ class Pulls:
                 if owner.incarnation != DISK and owner not in self._looked_at:
                     self._looked_at.add(owner)
                     self.mesh.spawn(self._drop_dead(owner))
-            else:  # nobody will ask for it again, nor say that it has gone
+            else:  # no reader will ask for it, and no owner reports its end
                 space.release(copies)
             return copies, pin
         finally:
@@ -304,7 +304,7 @@ class Pulls:
     async def _is_member(self, owner: Owner) -> None:
         """Raise RowsLost if the owner is no longer a member. A new link to it would never be
         made."""
-        while not self.host.roster.has(owner):  # or not yet, where a newer roster is on its way
+        while not self.host.roster.has(owner):  # or not yet, if a newer roster is in flight
             until = min(self.host.now() + BEHIND_S, call_context.get().until)
             if not await self.host.another_roster(self.host.roster, until):
                 raise _went(owner)
@@ -369,12 +369,12 @@ class Pulls:
 
     @property
     def carried_bytes(self) -> int:
-        """Bytes of other hosts' values that came on control links."""
+        """Bytes of other hosts' values that arrived on control links."""
         return sum(self.brought[CONTROL].sums.values())
 
     @property
     def pulled_bytes(self) -> int:
-        """Bytes of other hosts' values that came over bulk transfer."""
+        """Bytes of other hosts' values that arrived by bulk transfer."""
         everything = sum(sum(by_stage.sums.values()) for by_stage in self.brought.values())
         return everything - self.carried_bytes
 
@@ -393,7 +393,7 @@ class Pulls:
         return fresh
 
     async def _read(self, source: Remote, copies: Array) -> npt.NDArray[np.bool_]:
-        """Return which of the copies are gone at the owner. The others have arrived."""
+        """Return which of the copies are freed at the owner. The others have arrived."""
         assert self.engine is not None
         way = await self.paths.take(source)
         began = self.host.now()
@@ -477,7 +477,7 @@ class Pulls:
                 found, pins = await self.ensure_mappable(keys, PULLER)
                 break
             except RowsGone:
-                continue  # some died meanwhile: fewer are left to wait for
+                continue  # some were freed: retry with the rest
         try:
             local = np.zeros(len(chunks), U8)
             local[alive] = found[inverse]

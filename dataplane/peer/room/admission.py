@@ -92,9 +92,9 @@ class Room:
         self._mesh = mesh
         self.space = host.space
         self.on_wait: list[Callable[[], None]] = []
-        """called when somebody begins to wait"""
+        """called when a call begins to wait"""
         self.beyond: Callable[[], tuple[type[BackPressure], str]] = lambda: (BackPressure, "")
-        """the error that ends a wait without success, and where else values may be stored"""
+        """the error for a wait without success, and where else values may be stored"""
         self.waited = [0] * len(Admission)
         """number of calls that had to wait, by class"""
         self.waited_s = [0.0] * len(Admission)
@@ -115,7 +115,7 @@ class Room:
         self._looked_at = -math.inf
         self._looking: asyncio.Task[None] | None = None
         self._kept: tuple[list[StoredRows], int] = [], 0
-        """what rows here keep of this arena, at `_looked_at`"""
+        """bytes of this arena that rows here keep, at `_looked_at`"""
 
     def __len__(self) -> int:
         return sum(map(len, self._lines.values()))
@@ -126,7 +126,7 @@ class Room:
         return len(self) - len(self._lines[Admission.PULL])
 
     def waiting(self, admission: Admission) -> int:
-        """How many reservations of this class wait now."""
+        """Return how many reservations of this class wait now."""
         return len(self._lines[admission])
 
     def at_once(self, holder: int, admission: Admission, units: Units) -> tuple[int, Array] | None:
@@ -306,7 +306,7 @@ class Room:
         self._asking = [self._mesh.spawn(self._ask(owner)) for owner in self._activities]
 
     async def _ask(self, owner: Owner) -> None:
-        with contextlib.suppress(DataplaneError):  # it stays unknown, and the message says so
+        with contextlib.suppress(DataplaneError):  # unknown then, as the message says
             self._activities[owner] = await self._mesh.call(
                 owner.peer, CanFree(why=True), timeout_s=ASK_S, to=owner.incarnation
             )
@@ -404,8 +404,8 @@ class Room:
         )
 
     def _holders(self) -> list[dict[str, Any]]:
-        """What each process has of this arena, the largest first. A process may have several
-        sessions: views outlive the one that read them."""
+        """Return each process's bytes in this arena, the largest first. A process may have several
+        sessions: views outlive the session that read them."""
         by_who: dict[str, dict[str, Any]] = {}
         for holder, granted, pinned in self.space.holders():
             who = "the peer itself" if holder == PULLER else self._host.who(holder)
@@ -434,8 +434,8 @@ class Room:
         return found
 
     def _most_by(self) -> str:
-        """Who holds most of this arena: a client, by what it has reserved or in view, or a
-        partition, by its rows, with who keeps them from being freed."""
+        """Return who holds most of this arena: a client, by its reserved and mapped bytes, or a
+        partition, by its rows, with the clients that keep them from being freed."""
         holders = self._holders()
         if holders:
             most = holders[0]
@@ -481,7 +481,7 @@ class Room:
         return True
 
     def back(self, claim: int) -> None:
-        """Note that the claim's bytes are here, or will not come."""
+        """Note that the claim's bytes are here, or will not arrive."""
         if nbytes := self._promised.pop(claim, 0):
             self._promised_bytes -= nbytes
             self._look_at_claims()

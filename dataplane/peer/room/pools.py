@@ -61,10 +61,10 @@ class Pools:
         raise mixed_releases(f"this peer has no device arena {number}")
 
     def overflowed(self, number: int, nbytes: int) -> None:
-        """Note that values for this pool went to the host arena, because the pool was full."""
+        """Note that values for this pool are in the host arena, because the pool was full."""
 
     def ahead(self, holder: int, wanted: Sequence[int]) -> bytes:
-        """Return the holder's next reservation, with so many bytes of each pool."""
+        """Return the holder's next reservation, with this many bytes of each pool."""
         return b""
 
     def figures(self) -> list[dict[str, Any]]:
@@ -121,7 +121,7 @@ class Pools:
     async def bring(
         self, owner: Owner, remote: Array, nbytes: Array, holder: int
     ) -> tuple[Array, list[int]]:
-        """As `Pulls.bring`, to where this holder reads in place."""
+        """As `Pulls.bring`, to memory where this holder reads in place."""
         return await self.pulls.bring(owner, remote, nbytes, holder)
 
     async def ways(self, owner: Owner) -> Path | None:

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 LOOKS = 3
 LOOK_EVERY_S = 0.2
 LOOK_AGAIN_S = 2.0
-"""After somebody was seen who may free something."""
+"""The pause after a look that found a client that may free space."""
 ASK_S = 2.0
 TELL_EVERY_S = 2.0
-"""How often remote shards are told that puts wait for space here: well within
+"""How often remote shards learn that puts wait for space here: well within
 `waiting_calls.YIELD_S`."""
 
 
@@ -69,7 +69,7 @@ class Standstill:
         self._telling: asyncio.Task[None] | None = None
         self._next_tell = 0.0
         self._alive = ""
-        """where somebody was seen at the last look: asked first the next time"""
+        """the peer with such a client at the last look, which is asked first next time"""
 
     @property
     def can_spill(self) -> bool:
@@ -90,7 +90,7 @@ class Standstill:
             self._looking = self.mesh.spawn(self._look())
         found = self._looks >= LOOKS
         if found:
-            self._looks = 0  # who begins to wait after this is told of what is seen from then on
+            self._looks = 0  # a call that begins to wait now depends on later looks
         return found
 
     def _tell(self) -> None:
@@ -106,7 +106,7 @@ class Standstill:
 
     async def _send_can_free(self, homes: list[str]) -> None:
         calls = [self.mesh.call(home, CanFree(), timeout_s=ASK_S) for home in homes]
-        await asyncio.gather(*calls, return_exceptions=True)  # told again soon
+        await asyncio.gather(*calls, return_exceptions=True)  # repeated soon
 
     async def _look(self) -> None:
         answers: list[Activity] = []

@@ -29,7 +29,7 @@ from dataplane.wire.tables import Owner
 CONFIRM_S = 0.3
 OVERDUE_S = 2.0
 PAUSE_S = 1.0
-"""Life signs that arrive at least this often, each of which is answered, reach their sender."""
+"""Heartbeats that arrive at least this often, each of which is answered, reach their sender."""
 STALL_S = 1.0
 """A primary that did not run for longer than this cannot say that its backup was late."""
 
@@ -40,13 +40,13 @@ class Confirming:
     mesh: Mesh
     log_sender: LogSender
     keeps_the_roster: bool
-    """this peer does, and no consensus store"""
+    """whether this peer keeps the roster, without a consensus store"""
 
     def __post_init__(self) -> None:
         self._backup: Owner | None = None
         self._heard_at = self._ran_at = 0.0
         self._beat_at = self._beats_since = 0.0
-        """when a life sign of the backup arrived last, and since when without a pause"""
+        """when the backup's last heartbeat arrived, and since when they arrive without a pause"""
 
     async def run(self) -> None:
         """Run until cancelled."""

@@ -175,7 +175,7 @@ class LogReceiver:
             raise
         before = origin.ahead.get((key, body.chunks))
         origin.ahead[key, body.chunks] = held
-        if before is not None:  # asked again
+        if before is not None:  # a retry
             before.close()
         loop = asyncio.get_running_loop()
         loop.call_later(AHEAD_S, _named, origin, (key, body.chunks), held)
@@ -189,7 +189,7 @@ class LogReceiver:
         await self.value_replicas.copy_here(values, owner)
         await self.host.progress.reached(call_context.get().until)
         entry = self.log_sender.passed_on.get((store.partition, store.generation))
-        if entry is None:  # it was dropped meanwhile
+        if entry is None:  # the partition was dropped
             return
         await self.value_replicas.copy_held_to_backup(entry, values, owner)
         await self.value_replicas.copy_to_backup(entry, *store.named(self.host.owner))
@@ -211,7 +211,7 @@ class LogReceiver:
         return self._origins.get(owner) is origin
 
     def _check_backs_up(self, owner: Owner, origin: _Origin) -> None:
-        """Raise StaleEpoch if the owner's shards were taken over meanwhile."""
+        """Raise StaleEpoch if a peer has taken over the owner's shards."""
         if not self._backs_up(owner, origin):
             raise StaleEpoch(
                 f"the peer at {self.host.address} is no longer the backup of the peer at "
@@ -228,7 +228,7 @@ class LogReceiver:
     def _replay(
         self, owner: Owner, origin: _Origin, parts: list[PartitionLog]
     ) -> list[PartitionLog]:
-        """Replay records for at most `PIECE_S`. Return those that are left."""
+        """Replay records for at most `PIECE_S`. Return the remaining ones."""
         until = self.host.now() + PIECE_S
         rest: list[PartitionLog] = []
         try:
@@ -248,8 +248,9 @@ class LogReceiver:
         return address in leaving and self.host.address not in leaving
 
     def _pass_on(self, owner: Owner, origin: _Origin) -> None:
-        """Pass the copies of what the owner serves on to this peer's backup. Leave out what was
-        passed on to the owner, because another peer may have newer records of that."""
+        """Pass copies of the partitions that the owner serves on to this peer's backup. Leave out
+        copies that were passed on to the owner, because another peer may have newer records of
+        those."""
         home = self.host.roster.home
         for key, copy in origin.copies.items() if self._passes_on(owner.peer) else ():
             if key not in self.log_sender.passed_on and home(key[0]) == owner.peer:
@@ -258,7 +259,7 @@ class LogReceiver:
     def _replay_part(
         self, owner: Owner, origin: _Origin, part: PartitionLog, until: float
     ) -> list[LogRecord]:
-        """Replay records until a time (monotonic). Return those that are left."""
+        """Replay records until a time (monotonic). Return the remaining ones."""
         name, generation = key = part.partition, part.generation
         copy = origin.copies.get(key)
         for done, record in enumerate(part.records, 1):
@@ -341,7 +342,7 @@ class LogReceiver:
                 continue
             if new.successor_of(old, owner) == self.host.owner:
                 origin = self._origins.pop(owner, None)
-                if origin is None and owner in whole:  # the copy broke before the keeper heard
+                if origin is None and owner in whole:  # the copy broke before the keeper knew
                     self.host.lose(old.shards_of(owner.peer).tolist())
                 ended = owner in last and last[owner].ended
                 if owner in self._confirmed and not ended:
@@ -413,7 +414,7 @@ class LogReceiver:
             members = self.host.roster.owners
             for holder in entry.store.lessees:
                 if not any(one.has_session(holder) for one in members):
-                    entry.store.release_holder(holder)  # nobody is left to say that it has ended
+                    entry.store.release_holder(holder)  # no peer is left to report its end
             log.warning(
                 "partition %r: took over %s from lost peer %s",
                 entry.name,
@@ -430,8 +431,7 @@ class LogReceiver:
 def _named(
     origin: _Origin, ahead: tuple[Key, bytes], held: contextlib.ExitStack | None = None
 ) -> None:
-    """Stop holding these replicas: rows reference them, or no record that does has arrived in
-    time."""
+    """Release these replicas: rows reference them, or no record that does has arrived in time."""
     found = origin.ahead.get(ahead)
     if found is not None and held in (None, found):
         del origin.ahead[ahead]
@@ -439,7 +439,7 @@ def _named(
 
 
 def _those(store: Store, owner: Owner, chunks: Array) -> tuple[Array, Array]:
-    """Return those of these chunks that rows use: their numbers and sizes, u8 each."""
+    """Return the chunks that rows use: their numbers and sizes, u8 each."""
     used, nbytes = store.named(owner)
     among = np.isin(used, chunks)
     return used[among], nbytes[among]

@@ -137,7 +137,7 @@ class LogSender:
         """snapshots in `_later`, by the id of their store"""
         self._snapshotting: asyncio.Task[object] | None = None
         self._has_begun = False
-        """the stream has begun, so the backup gets what is queued"""
+        """the stream has begun, so the backup gets the queue"""
         self._has_room = asyncio.Event()
         self._under_way, self._sends = True, False
         """a message to the backup is in flight, or the stream has not begun; a message will be sent
@@ -164,14 +164,14 @@ class LogSender:
         self._removed_at, self._rest_s = -math.inf, 0.0
         """when this backup was last removed for being late, and for at least how long"""
         self._awaited: tuple[str, float] | None = None
-        """the backup that answers wait for, and since when"""
+        """the backup that replies wait for, and since when"""
         self.passed_on: dict[tuple[str, int], Entry] = {}
         """copies of partitions that this peer will serve soon"""
         self.on_whole: Callable[[], None] = lambda: None
-        """called when the backup has what it must have to be listed as in sync"""
+        """called when the backup has every record that it needs to be listed as in sync"""
         self.progress.on_awaited = self._send_soon
 
-    # what the stores do
+    # records of the stores
 
     def watch(self, entry: Entry) -> None:
         """Send the records of a new partition from now on."""
@@ -194,7 +194,7 @@ class LogSender:
     def take_over(self, entry: Entry) -> None:
         """Serve a partition that another peer served before."""
         passed = self.passed_on.pop(entry.key, None)
-        if passed is not None and passed.store is not entry.store:  # two that leave had it
+        if passed is not None and passed.store is not entry.store:  # two leaving peers had it
             self._queue_record(passed, Ended())
             passed = None
         if passed is None:
@@ -225,7 +225,7 @@ class LogSender:
         if self.backup is None:
             return
         snapshot = self._to_snapshot.get(id(entry.store))
-        if snapshot is not None:  # which will contain it
+        if snapshot is not None:  # the snapshot will contain it
             snapshot.has_ended |= isinstance(record, Ended)
             return
         self.progress.done += 1
@@ -440,7 +440,7 @@ class LogSender:
         return bool(roster.in_sync[roster.shards_of(self.host.address)].any())
 
     def _note_backup(self) -> None:
-        """Record the end of the time in which answers waited for one backup."""
+        """Record the end of the time in which replies waited for one backup."""
         backup = self.backup.peer if self.backup is not None and self.progress.required else ""
         if self._awaited is not None and self._awaited[0] != backup:
             before, since = self._awaited
@@ -498,7 +498,7 @@ class LogSender:
     async def _send_stream(self, backup: Owner) -> None:
         while self.progress.required:
             # A backup drops its copies when a new stream begins. It must not while it may still be
-            # promoted. Meanwhile no reply leaves that depends on what it lacks.
+            # promoted. Until then, no reply leaves that depends on records that it lacks.
             await self.host.another_roster(self.host.roster, self.host.now() + RETRY_S)
         waiting = sum([counts for _, _, counts, _ in self._queue]) + len(self._later)
         self.progress.confirmed = self.progress.done - waiting
@@ -536,8 +536,8 @@ class LogSender:
             self._taken(end)
 
     async def _send_until_confirmed(self, backup: Owner, body: Append, end: int) -> None:
-        """Send the message until the backup confirms it, in the reply or meanwhile in another
-        message. Retry as long as the roster names this backup."""
+        """Send the message until the backup confirms it, in the reply or in another message. Retry
+        as long as the roster names this backup."""
         attempt_s = ATTEMPT_S
         while not body.first < end <= self._first:  # only its reply confirms an empty message
             roster, began, limit_s = self.host.roster, self.host.now(), attempt_s + self._takes_s
@@ -551,7 +551,7 @@ class LogSender:
                 if refused and not isinstance(exc, StaleEpoch):
                     await self._restart_stream(backup, roster, exc)
                     return
-                waits = isinstance(exc, StaleEpoch | Unavailable)  # or has no room for values
+                waits = isinstance(exc, StaleEpoch | Unavailable)  # or has no space for values
                 level = logging.INFO if waits else logging.WARNING
                 log.log(level, "backup %s: retrying: %s", backup.peer, exc)
                 await self.host.another_roster(roster, self.host.now() + RETRY_S)
@@ -565,7 +565,7 @@ class LogSender:
         log.log(level, "backup %s: resyncing in %g s: %s", backup.peer, pause_s, why)
         self._in_vain += 1
         self.synced = False
-        # A roster that lists it as in sync may be in flight, so no reply leaves meanwhile.
+        # A roster that lists it as in sync may be in flight, so no reply leaves until then.
         await self.host.another_roster(roster, self.host.now() + pause_s)
         self._task = None
         self._stop()

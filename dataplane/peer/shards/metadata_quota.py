@@ -21,17 +21,17 @@ from dataplane.wire.events import EventRecord, Kind, Reason
 from dataplane.wire.tables import Values
 
 WITH_VALUES, IN_ALL = 20, 5
-"""One part in so many of the arena's size: up to where small values are taken, and new rows. A
-million rows of seven fields, without values, are some 300 MB."""
+"""Shares of the arena's size, as divisors: up to the first, shards store small values; up to the
+second, they accept new rows. A million rows of seven fields take 300 MB without values."""
 LEAST_BYTES = 4 << 20
-"""Of a small arena, the smaller of the two; the other is four times as much."""
+"""The least share for small values, for small arenas. The other share is four times as much."""
 MEASURED_S = 0.1
-"""How old the figures of the tables may be; what small values took since is added."""
+"""How old the measured size of the tables may be. Small values since then are added to it."""
 AGAIN_S = (0.1, 2.0)
-"""New rows that wait are tried again after so long, and then ever later: at first, at most."""
+"""The first and the longest pause before waiting new rows are retried."""
 LEAST_S = 0.25
-"""New rows are not tried again with less time left: the shard waits for room for half of it, and
-without an answer nobody would know whether it has the rows."""
+"""With less time left, new rows are not retried. The shard waits for space for half of that time,
+and without a reply it would be unknown whether the shard has the rows."""
 
 
 class MetadataQuota:
@@ -39,18 +39,18 @@ class MetadataQuota:
         self._host = host
         self.size_bytes = max(LEAST_BYTES * WITH_VALUES // IN_ALL, host.space.size_bytes // IN_ALL)
         self.inline_bytes = self.size_bytes * IN_ALL // WITH_VALUES
-        """more than this, tables included, is no room for small values"""
+        """above this usage, tables included, shards store no small values"""
         self.refused_values = 0
-        """messages whose small values their writers had to keep"""
+        """messages whose small values were rejected, so that the writer stores them"""
         self.on_refused: list[Callable[[], None]] = []
-        """called when new rows find no room here"""
+        """called when there is no space here for new rows"""
         self.writers = 0
-        """puts of this host's clients that wait for room at a shard, here or elsewhere"""
+        """puts of this host's clients that wait for space at a shard, here or elsewhere"""
         self._measured_at = float("-inf")
         self._measured = 0
         self._since = 0
         self._vain: asyncio.Future[None] | None = None
-        """done when nobody is left for whom the writers here could wait"""
+        """done when no client is left that could free space for the writers here"""
 
     @property
     def used_bytes(self) -> int:
@@ -98,7 +98,7 @@ class MetadataQuota:
     # for clients of this host
 
     def waited(self, session: Session, began: float) -> None:
-        """Note that a call waited for room since `began` (monotonic)."""
+        """Note that a call waited for space since `began` (monotonic)."""
         record = EventRecord(Kind.ROOM_WAIT, reason=Reason.METADATA, worker=session.id)
         self._host.events.waited(record, began)
 

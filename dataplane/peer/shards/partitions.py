@@ -49,13 +49,13 @@ from dataplane.wire.tables import Change, Definition, Owner
 log = logging.getLogger(__name__)
 
 ANSWER_S = 3.0
-"""How long a shard's answer is awaited, at most to the end of the call."""
+"""Timeout for a shard's reply, within the call's deadline."""
 LOOK_S = 1.0
 """The pause between checks that the client that restores a partition is still connected."""
 MAX_ENDED = 4_096
-"""Drops of partitions whose answer is remembered, for retries within the time of a call."""
+"""Drops of partitions whose reply is remembered, for retries within the time of a call."""
 MAX_NAMES = 10_000
-"""Partitions that clients here attached to, whose names are remembered: the last ones."""
+"""The most names of partitions that are remembered because clients here attached to them."""
 
 
 @dataclass(eq=False, repr=False)
@@ -70,7 +70,7 @@ class Partitions:
         self.on_drop: Callable[[Entry], None] = lambda entry: None
         """called when a partition whose shard is here was dropped"""
         self.declared = Latest[str, None](MAX_NAMES)
-        """partitions that clients here declared or attached to, the latest last; for people"""
+        """partitions that clients here declared or attached to, the latest last; for messages"""
         self._ended = Latest[tuple[Owner, int], Dropped](MAX_ENDED)
         """by caller and number of the change"""
         self._changed = asyncio.Event()

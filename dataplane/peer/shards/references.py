@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 MOST_CHUNKS = 1 << 20
 """The most chunks that one message lists as released or taken over."""
 AGAIN_S = 2.0
-"""The pause before an owner that refused a release is told again."""
+"""The pause before an owner that refused a release gets it again."""
 
 
 class References:
@@ -48,7 +48,7 @@ class References:
         self._heard: dict[Owner, int] = {}
         """number of the last `Release` of each peer"""
 
-    # at the peer of the shards: of values anywhere
+    # at the shards' peer: references to values anywhere
 
     def answered(self, entry: Entry, caller: Caller, body: Any) -> Body | None:
         """Return the earlier reply to a change, or None if the change is new. May raise
@@ -87,7 +87,7 @@ class References:
         while self._freed[owner]:
             try:
                 await self._release_once(owner)
-            except DataplaneError as exc:  # it let go of nothing
+            except DataplaneError as exc:  # the owner released nothing
                 log.warning(
                     "peer %s: could not free unreferenced values (%s), retrying", owner.peer, exc
                 )
@@ -101,13 +101,13 @@ class References:
         may arrive in another order."""
         progress = self.host.progress
         while (telling := self._telling.get(owner)) or not progress.is_settled:
-            # More may be taken over, and let go of, in each of these waits.
+            # More values may be taken over and released during each of these waits.
             await (asyncio.wait(telling) if telling else progress.reached(math.inf))
         chunks, counts = (b"".join(columns) for columns in zip(*self._freed[owner], strict=True))
         most = MOST_CHUNKS * U8.itemsize, MOST_CHUNKS * U4.itemsize
         rest = chunks[most[0] :], counts[most[1] :]
         self._freed[owner] = [rest] if rest[0] else []
-        # An owner is told of one at a time, so that it need know of no other.
+        # An owner gets one message at a time, so it needs to know of no other.
         body = Release(chunks[: most[0]], counts[: most[1]], next(self._releases))
         try:
             await self.mesh.tell(owner, body)
@@ -171,11 +171,12 @@ class References:
         return Done()
 
     def _is_about(self, body: Inherited, sender: Owner, owner: Owner) -> bool:
-        """Did `origin` have what this one had, or take over from it before it was lost as well? Or
-        was the sender given that by a roster which is no later than its first one?"""
+        """Return whether the report covers `owner`'s references: `origin` had its shards, or took
+        them over before it was lost too. Or `sender` got them empty, by a roster that is not later
+        than its first one."""
         if owner == body.origin:
             return True
-        # The roster may have given shards to who was yet to come, by its address alone.
+        # A roster may assign shards to a peer that has yet to join, by its address alone.
         about = (body.origin, sender) if body.began else (body.origin,)
         for given_at, successor in self.host.successors.after(owner):
             if successor in about:

@@ -18,10 +18,10 @@ from dataplane.errors import counted
 log = logging.getLogger(__name__)
 
 SWEEP_S = 0.5
-"""How soon what failed is tried again."""
+"""The pause before failed effects are retried."""
 LOG_EVERY_S = 60.0
 MAX_DUE = 1_000
-"""Effects that are tried again; beyond that, the oldest are given up."""
+"""Effects that wait for a retry; beyond that, the oldest are given up."""
 
 Effect = Callable[[], object]
 
@@ -31,7 +31,7 @@ class _Failed:
     what: str
     again: Effect
     is_last: bool
-    """it is tried once more, and then given up"""
+    """the next retry is the last"""
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Retries:
     _logged: dict[str, _Logged] = field(default_factory=dict)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _is_set: bool = False
-    """the next sweep is set"""
+    """the next sweep is scheduled"""
 
     def failed(self, what: str, again: Effect, key: Hashable = None) -> None:
         """Schedule a retry of an effect that raised.

@@ -84,11 +84,9 @@ class ValueReplicas:
 
     @contextlib.asynccontextmanager
     async def beforehand(self, entry: Entry, body: Put | Finish | Restore) -> AsyncIterator[None]:
-        """Create replicas of a message's values while the shard applies the message.
-
-        Raises BackPressure or RowsLost, and StaleEpoch if the roster changes meanwhile or this
-        peer is leaving, because its successor may already have the shards.
-        """
+        """Create replicas of a message's values while the shard applies the message. Raises
+        BackPressure or RowsLost, and StaleEpoch if the roster changes first or this peer is
+        leaving, because its successor may already have the shards."""
         copies, roster = entry.replicas, self.host.roster
         named = named_by(body) if copies is not None else []
         if copies is None or not named:
@@ -110,8 +108,8 @@ class ValueReplicas:
             yield
 
     async def copy_held_to_backup(self, entry: Entry, copies: Replicas, owner: Owner) -> None:
-        """Have the backup copy this peer's copies of an owner's values before they become the
-        only ones that rows reference. If the backup is replaced meanwhile, use the new one."""
+        """Have the backup copy this peer's copies of an owner's values before rows reference only
+        these copies. If the backup is replaced during that, use the new one."""
         told = None
         while (backup := self.host.roster.backup_of(self.host.address)[0]) != told:
             told = backup
@@ -142,8 +140,9 @@ class ValueReplicas:
                 await self.host.another_roster(roster, self.host.now() + RETRY_S)
 
     async def _has_made(self, roster: Roster, address: str, body: Duplicate) -> bool:
-        """Wait until the backup has made copies, or another roster comes: a backup that confirms
-        nothing leaves the in-sync set, and nobody waits for it any longer. Whether it has them."""
+        """Wait until the backup has made copies, or the roster changes: a backup that confirms
+        nothing leaves the in-sync set, and calls stop waiting for it. Return whether it has the
+        copies."""
         made = asyncio.ensure_future(self.mesh.call(address, body))
         turned = self.host.another_roster(roster, call_end(self.host.now()))
         if made not in await first_of(made, turned):
@@ -161,7 +160,7 @@ class ValueReplicas:
         if entry.replicas is not None:
             self.succeed(entry, entry.replicas, owner)
 
-    # at either
+    # at both peers
 
     @contextlib.contextmanager
     def held(self, copies: Replicas, named: list[Named]) -> Iterator[None]:
@@ -194,7 +193,7 @@ class ValueReplicas:
                 try:
                     await self.copy_here(copies, owner)
                 except RowsLost:
-                    return  # the roster will say so, and the rows
+                    return  # the next roster will remove the owner
                 except DataplaneError as exc:
                     log.warning("partition %r: could not create replicas (%s), retrying", name, exc)
                     self._coming[key] = True
@@ -229,7 +228,7 @@ class ValueReplicas:
             try:
                 count, here, local = await self.fetch(owner, chunks, nbytes)
             except BackPressure:
-                # What is freed needs no room, and that it is may be what waits for this.
+                # Freed values need no space, and may be what the arena lacks space for.
                 dead = await self.pulls.dead(owner, chunks)
                 if not dead.any():
                     raise
@@ -250,7 +249,7 @@ class ValueReplicas:
         chunks, nbytes = chunks[:most], nbytes[:most]
         units = [padded(nbytes[i : i + 1].astype(U8)) for i in range(len(nbytes))]
         left_s = max(0.0, call_context.get().until - self.host.now())
-        patience_s = min(PATIENCE_S, left_s / 2)  # who asks hears of it in time
+        patience_s = min(PATIENCE_S, left_s / 2)  # the caller gets the error in time
         count, extents = await self.room.reserve(PULLER, Admission.OPEN, units, patience_s)
         local = await self.pulls.take_over(owner, chunks[:count], nbytes[:count], extents)
         here = local != 0

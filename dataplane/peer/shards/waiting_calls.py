@@ -72,9 +72,9 @@ YIELD_S = TURN_S + 1.0
 """After a producer was seen to wait, no rows are kept for older claims for this long. A producer
 that waits at a shard asks again before that."""
 SHOWN_SLOW = 3
-"""The most groups of which `admit` says what they wait for."""
+"""The most groups whose reasons a timed-out `admit` reports."""
 ADMISSION = None
-"""In place of a stage's name, which may be any text: who waits there waits to open groups."""
+"""Stands for a stage's name, which may be any text: calls there wait to open groups."""
 
 Answer = asyncio.Future[Body]
 Late = Callable[[], Coroutine[Any, Any, DataplaneError]]
@@ -107,7 +107,7 @@ class WaitingCalls:
     value_replicas: ValueReplicas
     run_effects: Callable[[Entry], None]
     producers: Callable[[], int]
-    """how many puts wait for room here, or at this peer's shards"""
+    """how many puts wait for space here, or at this peer's shards"""
     retries: Retries
 
     def __post_init__(self) -> None:
@@ -121,7 +121,7 @@ class WaitingCalls:
         """The number of claims and calls of `admit` that wait here."""
         return len(self._answers)
 
-    # claims come
+    # calls that arrive
 
     def claim(self, caller: Caller, body: Claim) -> Body | Answer:
         """Grant rows at once if there are enough and no claim is ahead, else return a future reply.
@@ -245,7 +245,7 @@ class WaitingCalls:
             try:
                 table = rows_out.table(entry.store, lease.number, body.fields, body.stage)
                 return Claimed(lease.number, 0, table)
-            except RowsGone:  # some were dropped: nobody has had it, so it may have others
+            except RowsGone:  # no client has seen the lease: grant other rows
                 self._finish(entry, lease.number, "release")
                 return None
         if body.number in self._past:
@@ -254,7 +254,7 @@ class WaitingCalls:
             )
         return None
 
-    # claims go
+    # calls that end
 
     def withdraw(self, caller: Caller, body: Withdraw) -> Body:
         """Withdraw waiting calls. They have no lease and no permit, and never get one."""
@@ -297,8 +297,8 @@ class WaitingCalls:
         )
 
     def _gives_up(self, stage: _Stage, number: int) -> None:
-        """End a call that does not wait, after its reply. Serve the others, which may now get what
-        was kept for it while its reason was looked for."""
+        """End a call that does not wait, after its reply. Serve the others, which may now get the
+        rows that were kept for it during the search for its reason."""
         self._end(stage, number)
         self._serve(stage)
 
@@ -356,7 +356,7 @@ class WaitingCalls:
     def _serve(self, stage: _Stage, number: int = 0) -> Body | DataplaneError | None:
         """Serve the calls that can be served. Return the reply to call `number`; the others get
         theirs."""
-        if not len(stage.queue) or self.host.silent:  # its successor would not know of a change
+        if not len(stage.queue) or self.host.silent:  # the new primary would not know of a change
             return None
         mine: Body | DataplaneError | None = None
         now = self.host.now()
@@ -416,7 +416,7 @@ class WaitingCalls:
             stage = self._stage(entry, body.stage)
             units = entry.store.stage(body.stage).units(body.unit)
             units.want(body.where, True)  # ProtocolError for no filter, before others are looked at
-        else:  # among those that are looked at with every change
+        else:  # checked after every change
             stage, units = self._stage(entry, ADMISSION), None
         answer: Answer = asyncio.get_running_loop().create_future()
         stage.waits[answer] = body
@@ -429,7 +429,7 @@ class WaitingCalls:
         answer.add_done_callback(ended)
         if body.below:
             self.producers_wait()
-        self._recheck_wait(stage, answer, body)  # for the others nothing has changed
+        self._recheck_wait(stage, answer, body)  # nothing has changed for the others
         late = self._late if body.key is None else self._no_key
         self._in_time(answer, body.timeout_ms, functools.partial(late, stage, body))
         return answer
@@ -459,8 +459,8 @@ class WaitingCalls:
             answer.add_done_callback(lambda _: timer.cancel())
 
     def losses(self, caller: Caller, body: Losses) -> Answer:
-        """Wait for lost rows after the number that the caller has, or until no row can be lost any
-        more. Raise DeadlineExceeded at the deadline."""
+        """Wait for lost rows after the caller's number, or until no row can be lost. Raise
+        DeadlineExceeded at the deadline."""
         if body.after < 0:
             raise mixed_releases(
                 f"invalid position {body.after} in the list of lost rows: expected 0 or more"
@@ -507,8 +507,7 @@ class WaitingCalls:
         )
 
     async def _missing(self, stage: _Stage, want: Want | Wait) -> dict[str, Any]:
-        """Return what keeps rows from a call, now or a moment ago. Calls of one form share one
-        scan."""
+        """Return why a call gets no rows, now or a moment ago. Calls of one form share one scan."""
         form = want.unit, str(want.where), want.budget_tag if isinstance(want, Want) else None
         until, missing = stage.looked.get(form, (0.0, {}))
         if self.host.now() < until:

@@ -24,14 +24,14 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.2
 STALL_S = 0.25
-"""A peer that wakes up so late had no processor time, or was stopped."""
+"""A peer that wakes up this late had no processor time, or was stopped."""
 SAMPLE_S = 1.0
 """How often rates are sampled, and at most how often the use of the arena is recorded. It is
 recorded if it has changed by `SAMPLE_SHARE`."""
 SAMPLE_SHARE = 0.01
 PREFAULT_AHEAD_BYTES = 256 << 20
 ARRIVAL_S = 5.0
-"""Whoever started this peer has so long to come, however short it is to linger."""
+"""How long the starter of this peer has to connect, however short its linger time."""
 
 
 class Janitor:
@@ -43,19 +43,19 @@ class Janitor:
         self._linger_s = config.linger_s
         self._linger_unread_s = config.linger_unread_s
         self._unnamed = runs.is_unnamed(config.run)
-        # When all that an unnamed run had is sealed and drained, it ends with its last client, so
-        # that a process that connects again begins anew.
+        # An unnamed run ends with its last client once its partitions are sealed and drained, so
+        # that a process that connects again starts a new one.
         self._brief = self._unnamed and config.linger_s == LINGER_S
         self._began = self._over = False
         self._faulted = 0
         self._sampled = -math.inf, -1
-        """when the use of the arena was recorded, and how many bytes it was"""
+        """when the usage of the arena was recorded, and that usage in bytes"""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Run until `stop` is set, by another part or by this loop when the peer has lingered
         long enough."""
         peer, lingers = self.peer, self._linger_s is not None
-        peer.sessions.last_seen = self.host.now()  # to be let in may have taken long
+        peer.sessions.last_seen = self.host.now()  # joining may have taken long
         self._began = True
         faulting: asyncio.Future[None] | None = None
         restores: asyncio.Future[None] | None = None
@@ -77,7 +77,7 @@ class Janitor:
                     peer.room.fail_waiting()
             wanted = self.is_wanted() or peer.membership.plane_is_wanted()
             if lingers and not wanted:
-                peer.door.shut()  # who came now would lose this peer in its first call
+                peer.door.shut()  # a client accepted now would lose this peer at its first call
                 log.info("peer %r: no clients left, shutting down", self.host.name)
                 stop.set()
                 return
@@ -131,11 +131,10 @@ class Janitor:
             self.host.events.add(EventRecord(Kind.ARENA, nbytes=used))
 
     async def _prefault(self) -> None:
-        """Keep some pages above the highest use allocated: the first touch of a page is slow.
-
-        Starts when half of them are used: a short burst of puts needs the processor for itself. A
-        child touches the pages (`memory.prefault` says why), and ends with this.
-        """
+        """Keep some pages above the highest use allocated, because the first touch of a page is
+        slow. Starts when half of them are used: a short burst of puts needs the processor for
+        itself. A child process touches the pages (`memory.prefault` says why), and ends with this
+        call."""
         space = self.host.space
         ahead = min(PREFAULT_AHEAD_BYTES, space.size_bytes // 4)
         start, goal = self._faulted, min(space.high_water + ahead, space.size_bytes)

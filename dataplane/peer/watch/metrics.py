@@ -44,18 +44,18 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_REQUESTS = 8
-"""under way at once; more are turned away"""
+"""Requests in flight at once; more are refused."""
 MAX_HEAD_BYTES = 16 << 10
 READ_S = 2.0
-"""Who has not asked by then is turned away."""
+"""A connection without a request after this time is closed."""
 REQUEST_S = 10.0
-"""A connection is closed after so long, however slowly it is read."""
+"""A connection is closed after this time, however slowly it is read."""
 TEXT = "text/plain; charset=utf-8"
 
 MAX_CLIENTS = 20
-"""Clients that hold most are named one by one, the others together."""
+"""Clients with their own series: those that hold most. The others share one."""
 MAX_LETTERS = 64
-"""of a label that a user chose"""
+"""The length limit of a label that a user chose."""
 BOUNDS_S: tuple[float, ...] = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1)
 BOUNDS_S += (0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 100.0, 300.0)
 """Upper ends of the histogram's buckets: a local claim takes under a millisecond, one that waits
@@ -226,7 +226,7 @@ class Meters:
         if isinstance(request, m.Claim):
             self.claim_us.add(request.stage, int(1e6 * took_s))
         if isinstance(answer, m.Failed):
-            if not answer.details.get("values"):  # its client keeps them in the arena now
+            if not answer.details.get("values"):  # the client stores them in the arena instead
                 self.failures.add(answer.code, 1)
         elif isinstance(request, m.Put):
             self.put_rows += request.rows.count
@@ -237,7 +237,8 @@ class Meters:
 
 
 def _bytes_of_rows(values: tables.Values) -> int:
-    """About how many bytes of its chunks are of its rows: each row of a chunk counts alike."""
+    """Return about how many bytes belong to the message's rows: each row of a chunk counts
+    alike."""
     rows: Counter[int] = Counter()
     for piece in values.pieces:
         rows[piece.chunk] += int.from_bytes(piece.given).bit_count()
@@ -389,7 +390,7 @@ def _moved(peer: Peer) -> dict[str, float | Values]:
     bulk = [pulls.engine.stats()] if pulls.engine is not None else []
     moved = {(name, "in"): count for b in bulk for name, count in b["bytes_in_over"].items()}
     for b in bulk:
-        # Who reads here with another engine does not say so: then out is both together.
+        # Readers with another engine do not say so: then `out` counts both together.
         moved[TCP if b["transport"] == TCP else "any", "out"] = b["bytes_out"]
     brought: Counter[tuple[str, ...]] = Counter()
     for carrier, by_stage in pulls.brought.items():
@@ -470,7 +471,7 @@ class Metrics:
             head = await reader.readuntil(b"\r\n\r\n")
         method, path, _ = head.split(b"\r\n", 1)[0].decode("ascii").split(" ")
         status, kind, page = await self._page(path.partition("?")[0])
-        if writer.is_closing():  # who asked has hung up, and uvloop takes nothing for them
+        if writer.is_closing():  # the caller has hung up, and uvloop accepts no more bytes
             return
         writer.write(
             f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(page)}\r\n"
@@ -479,10 +480,10 @@ class Metrics:
         writer.write(b"" if method == "HEAD" else page)
         writer.write_eof()
         await writer.drain()
-        await reader.read(1)  # until who asked has it all
+        await reader.read(1)  # until the caller has everything
 
     async def _page(self, path: str) -> tuple[str, str, bytes]:
-        """Status, content type, text."""
+        """Return status, content type and text."""
         peer = self._peer
         if path not in ("/metrics", "/healthz", "/readyz"):
             return "404 Not Found", TEXT, b"not found: use /metrics, /healthz or /readyz\n"

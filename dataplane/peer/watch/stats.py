@@ -27,11 +27,11 @@ MAX_HOLDERS = 1_000
 """Holders of leases that a peer names at once."""
 MAX_CLIENTS = 1_000
 MAX_NAMED = 8
-"""Partitions that are named of each client."""
+"""The most partitions that are listed per client."""
 ASK_S = 2.0
-"""How long another peer has to say its figures."""
+"""Timeout for another peer's figures."""
 MAX_ASKED = 256
-"""Other peers that are asked at once."""
+"""The most peers asked at once."""
 
 
 class Reporting:
@@ -60,7 +60,7 @@ class Reporting:
         return StatsDone(self._partition(entry) | {"open_groups": groups})
 
     def _peer(self) -> dict[str, Any]:
-        """This peer alone."""
+        """Return this peer's own figures."""
         host = self.host
         space = host.space.stats()
         return {
@@ -105,8 +105,8 @@ class Reporting:
         return self.peer.pulls.engine.stats() | {"paths": self.peer.pulls.stats()}
 
     async def _probed(self) -> dict[str, Any]:
-        """Every peer's ways from all others: one after another, so that none is measured beside
-        another's load."""
+        """Return the paths between all peers, measured one after another, so that none is measured
+        under another's load."""
         peers = []
         for address in self.host.roster.members:
             try:
@@ -117,7 +117,7 @@ class Reporting:
         return {"plane": self.host.plane, "peers": peers}
 
     async def _ways(self) -> dict[str, Any]:
-        """The ways to this peer from each other one."""
+        """Return the paths to this peer from each other peer."""
         host, ways = self.host, []
         for address in host.roster.members:
             if address != host.address:
@@ -152,13 +152,13 @@ class Reporting:
         }
 
     async def _plane(self, asks: Session) -> dict[str, Any]:
-        """This peer's figures, a line for each other peer, and what all of them together have.
-        asks: the session that asks is not among the clients."""
+        """Return this peer's figures, a line for each other peer, and totals. asks: the session
+        that asks, which is not listed as a client."""
         stats = self._peer()
         stats["client_list"] = [o for o in stats["client_list"] if o["session"] != asks.id]
         _name(stats, self.host.name)
         stats["peers"], everybody = {}, [stats]
-        # All at once: the silent ones take their time together, and not one after the other.
+        # All at once, so that the timeouts of silent peers do not add up.
         asking = asyncio.Semaphore(MAX_ASKED)
         members = list(self.host.roster.members)
         replies = await asyncio.gather(*(self._figures(at, asking) for at in members))
@@ -168,7 +168,7 @@ class Reporting:
             elif isinstance(reply, DataplaneError):
                 stats["peers"][address] = {"address": address, "error": reply.message}
             else:
-                name = reply["peer"]  # embedded ones are all called so
+                name = reply["peer"]  # embedded peers share one name
                 name = f"{name} at {address}" if name in stats["peers"] else name
                 stats["peers"][name] = _line(reply)
                 _name(reply, name)
@@ -185,11 +185,11 @@ class Reporting:
     async def _figures(
         self, address: str, asking: asyncio.Semaphore
     ) -> dict[str, Any] | DataplaneError:
-        """What another peer says of itself, or why it says nothing; nothing of this one."""
+        """Return another peer's figures, or the error that it gave; nothing for this peer."""
         if address == self.host.address:
             return {}
         owner = self.host.roster.owner_at(address)
-        # One that is declared lost meanwhile is waited for no longer.
+        # If the peer is declared lost, the call ends at once.
         to = owner.incarnation if owner is not None else None
         async with asking:
             try:
@@ -199,7 +199,7 @@ class Reporting:
         return reply.stats
 
     def _waits(self) -> list[dict[str, Any]]:
-        """What calls of this host's clients wait for."""
+        """Return what calls of this host's clients wait for."""
         return [
             {
                 "kind": subject.kind,
@@ -215,7 +215,7 @@ class Reporting:
         ]
 
     def _holders(self) -> list[dict[str, Any]]:
-        """Who has leased rows that are at this peer, those who have them longest."""
+        """Return the holders of leased rows at this peer, the longest first."""
         now = self.host.now()
         found: list[dict[str, Any]] = [
             {
@@ -232,7 +232,7 @@ class Reporting:
         return sorted(found, key=lambda one: -one["for_s"])[:MAX_HOLDERS]
 
     def _clients(self) -> list[dict[str, Any]]:
-        """The clients of this host, the oldest first: who they are, and what they hold."""
+        """Return the clients of this host, the oldest first: their names, and what they hold."""
         now, held = self.host.now(), {who: room for who, *room in self.host.space.holders()}
         found: list[dict[str, Any]] = []
         for one in itertools.islice(self.peer.sessions, MAX_CLIENTS):
@@ -257,8 +257,8 @@ class Reporting:
         return found
 
     def _rates(self) -> dict[str, Any]:
-        """Rows a second that this host's clients put, and acked of each stage: averages over 30 s,
-        by which one sees the slow host."""
+        """Return rows per second put by this host's clients, and acked per stage. The averages over
+        30 s show which host is slow."""
         now, host = self.host.now(), self.host
         host.meter()
         acked = {name: round(one.per_s(now), 2) for name, one in host.acked_rates.items()}
@@ -275,7 +275,7 @@ class Reporting:
 
 
 def _name(stats: dict[str, Any], peer: str) -> None:
-    """Say of each client and partition at which peer it is, by the name that is shown."""
+    """Add to each client and partition the name of its peer."""
     for one in (*stats["client_list"], *stats["partitions"].values()):
         one["peer"] = peer
 
@@ -287,7 +287,7 @@ def _resident_bytes() -> int:
 
 
 def _introduce(everywhere: dict[str, Any]) -> None:
-    """Say of each holder of rows what its own peer knows of it."""
+    """Add to each holder of rows what its own peer knows of it."""
     known = {client["session"]: client for client in everywhere["clients"]}
     for held in everywhere["holders"]:
         client = known.get(held["session"], {})

@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from dataplane.peer.peer import Peer
 
 EXCHANGES = 4
-"""How often a peer's clock is asked for before its records are."""
+"""Clock exchanges with a peer before its records are read."""
 FRESH_S = 60.0
-"""An offset that is older is measured again."""
+"""An offset older than this is measured again."""
 ASK_S = 2.0
 DRIFT = 1e-4
-"""By how much two clocks may differ in pace."""
+"""The most that two clocks drift apart, in seconds per second."""
 MAX_GOING_ON = 1_024
-"""Waits and leases that are told at once, those that last longest."""
+"""The most waits and leases in progress in one reply, the longest first."""
 
 
 class _Clock(NamedTuple):
-    """Of another peer: by how much it was ahead when it was last asked, give or take."""
+    """Another peer's clock: how far ahead it was at `asked`, and the error of that figure."""
 
     offset: float
     uncertain: float
@@ -48,7 +48,7 @@ class Timeline:
     def __init__(self, peer: Peer) -> None:
         self.peer, self.host, self.mesh = peer, peer.host, peer.mesh
         self._clocks: dict[str, tuple[int, _Clock]] = {}
-        """by address, with the incarnation"""
+        """by address, with the peer's incarnation"""
 
     async def events(self, session: Session, request: Request, body: Events) -> EventsDone:
         """Return a page of one peer's records. Raises InvalidCall for an unknown peer, or
@@ -86,7 +86,7 @@ class Timeline:
         return done
 
     def events_here(self, caller: Caller, body: Events) -> EventsDone:
-        """A page of this peer's own records."""
+        """Return a page of this peer's own records."""
         host, ring = self.host, self.host.events
         limit = min(max(0, body.limit), MAX_RECORDS_PER_MESSAGE)
         first, records = ring.after(body.after, body.since, limit)

@@ -139,7 +139,8 @@ class Connection:
             self.sock.close()
 
     def shut(self) -> None:
-        """Wake the call that waits here. It finds the bytes that have arrived, or the end."""
+        """Shut the socket down. This wakes the waiting call, which reads the bytes that have
+        arrived."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 
@@ -222,11 +223,11 @@ class Connection:
                 raise no_answer(self.peer, deadline)
             yield min(until, look_at) - now
 
-    # its steps, which do not wait
+    # non-blocking steps
 
     def send_some(self, rest: bytes | memoryview) -> int:
         """Send as much of the rest of a frame as the socket takes without waiting."""
-        # An interrupt may hide the count of a send: until it is known, all of it may have left.
+        # An interrupt may hide the result of `send`. Until then, the whole frame may be sent.
         self.frame_sent = True
         try:
             sent = self.sock.send(rest, _AT_ONCE)
@@ -237,7 +238,7 @@ class Connection:
         return sent
 
     def take(self, flags: int = _AT_ONCE) -> None:
-        """Receive what has arrived; BlockingIOError if nothing has."""
+        """Receive the bytes that have arrived. Raises BlockingIOError if there are none."""
         data = self.sock.recv(self.frames.awaited_bytes or _RECEIVE_BYTES, flags)
         if not data:
             raise self._complaint or peer_lost(self.peer)
@@ -262,22 +263,22 @@ class Connection:
         return None
 
     def keep_early(self, reply: Reply, rid: int) -> None:
-        """Keep the reply to the request that was sent along with request `rid`. ProtocolError for
-        any other."""
+        """Keep the reply to the request that was sent along with request `rid`. Raises
+        ProtocolError for any other reply."""
         if reply.rid != self.later:
             raise _unexpected(reply, rid)
         self.early = reply
 
     def _log_notice(self, body: Body) -> None:
-        """Log what the peer says beside its replies. An error of a message that needs no reply is
-        only logged: its call is over. If the peer then closes the connection, that was why."""
+        """Log a notice, or the error of a one-way message, which has no caller. If the peer then
+        closes the connection, that error was the reason."""
         if isinstance(body, Notice):
             log.warning("%s", body.text)
             return
         if not isinstance(body, Failed):
             raise _unexpected(Reply(0, body), self.later)  # type: ignore[arg-type]
         self._complaint = from_wire(body.code, body.message, body.details)
-        if isinstance(self._complaint, PeerLost):  # it says good-bye
+        if isinstance(self._complaint, PeerLost):  # the peer is shutting down
             log.warning("%s", body.message)
             return
         log.warning("peer %r rejected a one-way message: %s", self.peer, body.message)
@@ -294,7 +295,7 @@ class Connection:
             self._readable.unregister(fd)
 
     def _send_rest(self, frame: bytes, sent: int, deadline: Deadline, grace_s: float) -> None:
-        """Send the rest of a frame, of which so many bytes were sent."""
+        """Send the rest of a frame after its first `sent` bytes."""
         rest, waits = memoryview(frame)[sent:], self.waits(deadline, grace_s)
         writable = select.poll()
         writable.register(self.sock, select.POLLOUT)
@@ -308,7 +309,7 @@ class Connection:
     # its end
 
     def fail(self, exc: BaseException) -> None:
-        """End the connection because of this error; PeerLost where the socket failed."""
+        """End the connection because of this error. Raise PeerLost if the socket failed."""
         # A signal handler may raise TimeoutError, which is an OSError, but not one of the socket.
         socket_failed = isinstance(exc, OSError) and exc.errno is not None
         ours = isinstance(exc, DataplaneError) and not isinstance(exc, DeadlineExceeded)
@@ -420,7 +421,7 @@ class Connections:
     def opened(self, connection: Connection) -> Connection:
         """Borrow a new connection. Raise ClientClosed if the client was closed meanwhile."""
         self._open.add(connection)
-        if self._closed is not None:  # else end_calls() finds it
+        if self._closed is not None:  # otherwise end_calls() ends it
             self._open.discard(connection)
             connection.close()
             raise ClientClosed(self._closed)
@@ -452,9 +453,9 @@ class Connections:
             connection.shut()
 
     def close(self, why: str) -> None:
-        """Without a lock: the collector may call it, and a forked child, whose sockets are the
-        parent's too and are closed without a word to the peer. What is given back later is closed
-        then."""
+        """Close all connections without a message, as in a forked child, which shares its sockets
+        with the parent. Takes no lock, because the collector may call it. Connections given back
+        later are closed then."""
         self._closed = why
         while self._idle:
             with contextlib.suppress(IndexError):  # another thread was faster
@@ -464,8 +465,8 @@ class Connections:
 
 
 def process_of(sock: socket.socket) -> int:
-    """Return the pid of the process at the other end of a unix socket, 0 if it cannot be seen from
-    here, as in another pid namespace."""
+    """Return the pid of the process at the other end of a unix socket; 0 if it is not visible, as
+    in another pid namespace."""
     try:
         raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     except OSError:
@@ -475,7 +476,7 @@ def process_of(sock: socket.socket) -> int:
 
 
 def is_stopped(sock: socket.socket) -> bool:
-    """Whether the process at the other end of a unix socket is stopped, so that it will not answer:
-    a peer that is only busy gets a moment more, for its own answer says more than the client's.
-    False where that cannot be seen from here, as in another pid namespace."""
+    """Whether the process at the other end of a unix socket is stopped, so that it cannot reply. A
+    busy peer gets more time, because its own reply explains more. False if the process is not
+    visible, as in another pid namespace."""
     return processes.is_stopped(process_of(sock))

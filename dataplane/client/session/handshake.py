@@ -41,7 +41,7 @@ from dataplane.wire.messages import Hello, HelloDone, Request, Welcome
 
 HANDSHAKE_S, LEAST_S = 20.0, 1.0
 _GONE = ConnectionRefusedError, FileNotFoundError
-"""Errors of connecting which say that no peer listens any more."""
+"""Errors of `connect` which prove that no peer listens."""
 _LOOKS, _LOOK_S = 10, 0.02
 
 
@@ -66,13 +66,11 @@ def open_connection(
     greet: Callable[[Welcome], list[int]] = lambda welcome: [],
     begun: Callable[[Connection], object] = lambda connection: None,
 ) -> tuple[Connection, Welcome, HelloDone, list[int]]:
-    """Connect and shake hands. Returns the arena's descriptors (read-only, read-write), owned by
-    the caller, without a `session`; a further connection of one lets the kernel drop them. greet:
-    hears what the peer is, and says which pools a new session reads in place. begun: gets the
-    connection before its handshake.
-
-    PeerLost, also where another incarnation answers than the session's. Where the peer does not
-    answer in time: DeadlineExceeded with a session, ConnectError without.
+    """Connect and shake hands. Returns the arena's descriptors (read-only, read-write), which the
+    caller then owns. With a `session`, there are none. greet: gets the welcome, and returns the
+    pools that a new session reads in place. begun: gets the connection before its handshake. Raises
+    PeerLost, also if another incarnation than the session's replies. If the peer does not reply in
+    time, raises DeadlineExceeded with a session, else ConnectError.
     """
     descriptors: list[int] = []
     deadline = Deadline(limit_s)
@@ -120,7 +118,7 @@ def open_connection(
             raise _not_accepted(exc, where, limit_s, pid) from exc
         late = isinstance(exc, TimeoutError)
         broke = type(exc) is PeerLost or (of_socket and not late)
-        if session is not None and broke and _is_gone(opener):  # it died as this connection came
+        if session is not None and broke and _is_gone(opener):  # it died during the handshake
             session.peer_is_gone()
             raise peer_gone(session) from exc
         if of_socket:
@@ -130,7 +128,7 @@ def open_connection(
 
 
 class QueueFull(TimeoutError):
-    """The peer accepts no connection, and the kernel queues no more of them."""
+    """The peer accepts no connections, and the kernel's listen queue is full."""
 
     def __init__(self, path: str) -> None:
         super().__init__(
@@ -144,7 +142,8 @@ class QueueFull(TimeoutError):
 
 
 def _is_gone(opener: Opener) -> bool:
-    """Whether nobody listens any more. A process that dies closes its sockets one by one."""
+    """Whether no process listens. A dying process closes its sockets one by one, so look
+    repeatedly."""
     for _ in range(_LOOKS):
         try:
             opener(_LOOK_S).close()
@@ -157,7 +156,7 @@ def _is_gone(opener: Opener) -> bool:
 
 
 def peer_gone(session: Session) -> PeerLost:
-    """The peer of a session ended: what is gone with it, and where its log is."""
+    """The error for a session whose peer ended: which rows are lost, and where the log is."""
     if session.farewell is not None:
         return type(session.farewell)(session.farewell.message, **session.farewell.details)
     welcome = session.welcome
@@ -206,7 +205,7 @@ def no_descriptors() -> LimitExceeded:
 
 
 def _not_accepted(exc: BaseException, where: str, limit_s: float, pid: int) -> DataplaneError:
-    """No call of this client has been there yet. pid: of the peer; 0: unknown."""
+    """The error for a client that the peer did not accept. pid: of the peer; 0: unknown."""
     if isinstance(exc, TimeoutError):
         process = f"the peer {where} (pid {pid})" if pid else f"the peer {where}"
         late = f"{process} did not accept this client within {duration(limit_s)}"
@@ -229,7 +228,7 @@ def further(
     begun: Callable[[Connection], object] = lambda connection: None,
 ) -> Connection:
     """One more connection of a session, for a call with this deadline. begun: gets the connection
-    as its handshake begins, and may end that with `shut`."""
+    before its handshake, and may end the handshake with `shut`."""
     limit_s = min(HANDSHAKE_S, max(LEAST_S, deadline.until - time.monotonic()))
     return open_connection(session.connections.opener, session, limit_s, begun=begun)[0]
 

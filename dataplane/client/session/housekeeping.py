@@ -1,4 +1,4 @@
-"""What a client does without being asked: release pins, give grants back, end the session.
+"""Background work of a client: release pins, return grants, end the session.
 
 One daemon thread a client, started when there is something to do. It owns the anchor: a connection
 that no call borrows, so that the session outlives cancelled calls. Also here: process exit, and
@@ -45,12 +45,12 @@ log = logging.getLogger(__name__)
 GATHER_S = 0.2
 """Releases are collected for this long, so that a loop over batches sends few messages."""
 POOLS_S = 0.002
-"""How often pools that are read in place are polled meanwhile."""
+"""Poll interval of pools that are read in place, during GATHER_S."""
 _SEND_S = 5.0
 _CLOSE_S = 2.0
 """How long a client that closes waits for its peer, and an exiting process for all its clients."""
 _LEAST_S = 0.5
-"""The least time of these for the last message."""
+"""The part of it that the last message gets at least."""
 
 COLLECTED = (
     "this client was garbage-collected: keep a reference to the plane that connect() returned"
@@ -60,7 +60,7 @@ _living: weakref.WeakSet[Housekeeper] = weakref.WeakSet()
 
 
 class Housekeeper:
-    """Keeps house for one session, on its anchor connection."""
+    """Does the background work of one session, on its anchor connection."""
 
     def __init__(self, session: Session, anchor: Connection) -> None:
         self.session = session
@@ -78,7 +78,7 @@ class Housekeeper:
         self._undoing = threading.Lock()
         _living.add(self)
         if session.pools is not None:
-            self.start()  # it closes them, whatever becomes of the plane
+            self.start()  # it closes the pools, even if the plane is never closed
 
     def start(self) -> None:
         if self._thread is not None or self._closing.is_set():
@@ -93,7 +93,7 @@ class Housekeeper:
     def _run(self) -> None:
         session = self.session
         while not self._ended and not self._over():
-            # The driver tells nobody when a copy from the arena is done: it is asked.
+            # The driver does not report finished copies from the arena, so poll it.
             soon = session.direct.pending or session.orphaned
             woken = session.bell.wait(GATHER_S if soon else IDLE_S)
             if woken and not self._deserted:
@@ -278,10 +278,10 @@ class Housekeeper:
         ]
         if session.spans is not None:
             session.spans.close()
-        # What waits for orphans may wait in vain for a peer that is stopped: it has half the time.
+        # A stopped peer never ends orphans, so the wait for them gets half the time.
         due += self._undone(_CLOSE_S / 2)
         left_s = max(_LEAST_S, until - time.monotonic())
-        # Another thread may wait for an answer: if it waits in vain, so would this one.
+        # If another thread waits for a reply that never arrives, this one would too.
         if self._sending.acquire(timeout=left_s):
             self._sending.release()
             left_s = max(_LEAST_S, until - time.monotonic())
@@ -293,7 +293,7 @@ class Housekeeper:
         if not self._sending.acquire(timeout=_LEAST_S):
             self._ended = True
             if (awaited := self._anchor) is not None:
-                awaited.shut()  # ends the wait of another thread for a peer that is stopped
+                awaited.shut()  # ends another thread's wait for a stopped peer
             self._sending.acquire()
         anchor, self._anchor, self._ended = self._anchor, None, True
         self._sending.release()
@@ -318,7 +318,7 @@ def undo(body: Body) -> list[Body]:
     if isinstance(body, Claimed):
         due.append(Finish(body.lease, "release" if body.plan is None else "leave"))
     if isinstance(body, Admitted):
-        due.append(Withdraw("", 0, [body.permit]))  # the peer knows of which partition it is
+        due.append(Withdraw("", 0, [body.permit]))  # the peer knows the permit's partition
     if isinstance(body, Reserved | PutDone) and body.extents:
         due.append(GiveBack(body.extents))
     if isinstance(body, Claimed | Fetched | ReadDone | Reserved | SaveDone) and body.pin:

@@ -108,7 +108,7 @@ def _open_session(
 
 def _found(session: Session, began: bool) -> HelloDone | None:
     """The other clients, or the rows without clients, that a new session finds in its run. The peer
-    knows those of this host, so those of other hosts are asked for. None if a host does not answer.
+    knows those of its own host; the statistics report the others. None if a host does not reply.
     began: the peer was started for this session."""
     found = session.found
     if began or found.clients or session.welcome.alone:
@@ -125,7 +125,7 @@ def _found(session: Session, began: bool) -> HelloDone | None:
 
 
 def _clients_of(peer: LivingPeer) -> list[Client]:
-    """The clients of a peer's run, on all its hosts, this visit excepted."""
+    """The clients of a peer's run on all its hosts, without this visit."""
     keeper = visit(peer)
     try:
         stats = _stats(keeper.session)
@@ -155,9 +155,9 @@ def _stats(session: Session) -> dict[str, Any]:
 
 
 def visit(peer: LivingPeer) -> Housekeeper:
-    """A session for a command that only looks: it starts no peer, also where this one has left
-    meanwhile, which is PeerLost, and its run is nobody else's. ConnectError for one that lets
-    nobody in, sooner than for who needs it: it may be stopped, and others are looked at as well."""
+    """Open a session for a command that only inspects a run. It starts no peer, and other calls do
+    not inherit the run. Raises PeerLost if the peer has left, and ConnectError if it does not reply
+    within _VISIT_S: it may be stopped, and the command inspects other peers too."""
     return join(partial(_connected, str(peer.socket)), limit_s=_VISIT_S)
 
 
@@ -166,8 +166,8 @@ _reconnecting = threading.Lock()
 
 
 def reconnect(kind: Callable[[Housekeeper], P], run: str, peer: str) -> P:
-    """What a pickled plane is in this process: a client of its run, at the same peer where that is
-    on this host. One for all that come in, for as long as somebody has it."""
+    """Return the plane for a pickled plane: a client of its run, at the same peer if that is on
+    this host. All pickles of one plane share one client while it is referenced."""
     with _reconnecting:
         known = (kind, os.getpid(), run, peer)
         plane = _reconnected.get(known)
@@ -182,16 +182,17 @@ def reconnect(kind: Callable[[Housekeeper], P], run: str, peer: str) -> P:
 
 @functools.cache
 def _warn_of_unknown() -> None:
-    """Once a process: a variable whose name is wrong would do nothing, without a word."""
+    """Warn once per process of unknown DATAPLANE_* variables, which have no effect."""
     if wrong := settings.unknown():
         log.warning("%s", wrong)
 
 
 def _connected(path: str, limit_s: float) -> socket.socket:
-    """TimeoutError where the peer's queue of connections stays full: it is stopped, or busy."""
+    """Return a socket. Raise QueueFull if the listen queue stays full: the peer is stopped or
+    busy."""
     began = time.monotonic()
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.setblocking(False)  # a blocking one waits for room in the queue, without a limit
+    sock.setblocking(False)  # a blocking connect would wait for the queue without limit
     try:
         while True:
             try:
@@ -203,7 +204,7 @@ def _connected(path: str, limit_s: float) -> socket.socket:
                     raise QueueFull(path) from None
                 time.sleep(_LOOK_S)
             except FileNotFoundError:
-                # Somebody has removed the file; a peer that lives puts it back.
+                # The socket file was removed; a living peer restores it.
                 at = Path(path)
                 late = time.monotonic() - began > _RESTORE_S
                 if late or rundir.holder(at.parent, at.stem) is None:
@@ -215,7 +216,7 @@ def _connected(path: str, limit_s: float) -> socket.socket:
 
 
 def join(opener: Opener, wish: Wish = AUTO, limit_s: float = HANDSHAKE_S) -> Housekeeper:
-    """A new session over the sockets that `opener` makes."""
+    """Open a session over the sockets that `opener` creates."""
     processes.open_standard_descriptors()
     pools: OpenPools | None = None
 
@@ -242,7 +243,7 @@ def join(opener: Opener, wish: Wish = AUTO, limit_s: float = HANDSHAKE_S) -> Hou
         writes = WriteMaps(writable)
         undone.pop_all()
     session = Session(welcome, done, Connections(opener), reads, writes, pools)
-    # The arena is mapped from it for as long as anybody writes.
+    # Writers map the arena from this descriptor, so it lives as long as `writes`.
     session.close_arena = end = weakref.finalize(writes, os.close, writable)
     end.atexit = False
     return Housekeeper(session, anchor)

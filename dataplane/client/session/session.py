@@ -54,18 +54,16 @@ SHARD_FULL_S = 1.0
 """After the shard refused small values, puts do not offer it any for this many seconds."""
 MAX_WARNED = 64
 MAX_ORPHANS = 64
-"""The most connections of abandoned calls that a stopped peer has not ended. What later ones were
-granted is returned at the end of the session."""
+"""The most connections of abandoned calls that a stopped peer has not ended. Grants to later ones
+return at the end of the session."""
 
 T = TypeVar("T")
 
 
 class Bell:
-    """What wakes the housekeeper: rung from anywhere, also from finalizers, so it takes no lock.
-
-    It wakes once for all that happens until the housekeeper looks: a thread woken for each batch
-    that dies would fight with the caller's over the interpreter, and find nothing, as what is due
-    goes with the next call.
+    """Wakes the housekeeper. Finalizers ring it too, so it takes no lock. It wakes once until the
+    housekeeper looks. A wake per discarded batch would compete with the caller for the interpreter,
+    and find no work, because due messages go with the next call.
     """
 
     __slots__ = ("_rings", "rung")
@@ -73,7 +71,7 @@ class Bell:
     def __init__(self) -> None:
         self._rings: SimpleQueue[None] = SimpleQueue()  # its put is reentrant
         self.rung = False
-        """and the housekeeper has not looked yet"""
+        """whether it rang and the housekeeper has not looked since"""
 
     def ring(self) -> None:
         """Wake the housekeeper. Record its work first."""
@@ -157,9 +155,8 @@ class Session:
         """operation ids of requests that may be sent again"""
         self._minted = 0
         self.due: SimpleQueue[Abandoned | GiveBack | list[int]] = SimpleQueue()
-        """what the peer is to be told beside the next call: leases and extents that go back, and
-        numbers of pins whose last view is gone. SimpleQueue.put is reentrant, so the collector may
-        call it anywhere"""
+        """what the next call sends along: leases and extents to return, and numbers of pins whose
+        last view is gone. SimpleQueue.put is reentrant, so the collector may call it anywhere"""
         self.unsent: SimpleQueue[Request] = SimpleQueue()
         """one-way requests that did not leave this process; they are sent again under their
         numbers"""
@@ -183,11 +180,11 @@ class Session:
         one_way: bool = False,
         parting: bool = False,
     ) -> Request:
-        """The envelope of a request under a new operation id, which also names the answer; one-way
-        bodies have rid 0. The id counts as unanswered until `answered`, for as long as the same
-        envelope may be sent again. parting: a closed session may send it too. waits: for rows,
+        """The envelope of a request under a new operation id, which also identifies the reply;
+        one-way bodies have rid 0. The id counts as unanswered until `answered`, for as long as the
+        same envelope may be sent again. parting: a closed session may send it too. waits: for rows,
         perhaps for days. Such an id does not count as unanswered, or the peer would have to
-        remember all that was answered meanwhile."""
+        remember every later reply."""
         with self._lock:
             if self.closed is not None and not parting:
                 raise ClientClosed(self.closed)
@@ -450,8 +447,8 @@ class Handle(msgspec.Struct, eq=False):
 
 
 class Abandoned(NamedTuple):
-    """A lease whose batch is gone. rows: those that were not finished. forgotten: what happened to
-    the batch, with {} for its rows, and what to do about it, where that looks like a mistake."""
+    """A lease whose batch is gone. rows: the number of unfinished rows. forgotten: if this looks
+    like a mistake, what happened to the batch (with {} for its rows), and what to do."""
 
     lease: int
     partition: str
@@ -473,15 +470,15 @@ _NOBODY = "", 0
 
 
 class Holdings:
-    """Leases, or permits, by number, and which thread or task of this process took them: what that
-    one then waits for it may itself have."""
+    """Leases or permits by number, and the thread or task that took each. A thread that waits may
+    itself hold what it waits for."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._taken: dict[int, tuple[str, int]] = {}
         self._hands: dict[tuple[str, int], int] = {}
         self._ahead = set[int]()
-        """leases that were claimed ahead, and that no caller has got yet"""
+        """leases that were claimed ahead and not handed to a caller yet"""
 
     def add(self, number: int, partition: str, ahead: bool = False) -> None:
         hand = partition, caller()
@@ -492,7 +489,7 @@ class Holdings:
             self._hands[hand] = self._hands.get(hand, 0) + 1
 
     def discard(self, number: int) -> str | None:
-        """Return the partition that it was of, "" if that has ended; None if it was not there."""
+        """Remove a lease or permit. Return its partition, "" if that has ended; None if unknown."""
         with self._lock:
             hand = self._taken.pop(number, None)
             self._ahead.discard(number)
@@ -505,7 +502,7 @@ class Holdings:
             return hand[0]
 
     def end(self, partition: str) -> None:
-        """Note that a partition has ended: nobody waits for its leases or permits, but the peer
+        """Note that a partition has ended. No call waits for its leases or permits, but the peer
         still has them."""
         with self._lock:
             for number, hand in self._taken.items():
@@ -528,7 +525,7 @@ class Holdings:
 
     def mine(self, partition: str, but: int | None = None) -> bool:
         """Return whether the calling thread or task has a lease or permit of this partition. but:
-        the number of one that does not count."""
+        the number of one to ignore."""
         if not self._hands:
             return False
         hand = partition, caller()
@@ -537,7 +534,7 @@ class Holdings:
 
 def caller() -> int:
     """Return a number for the calling thread or task."""
-    # `current_task` raises where no loop runs, as in most threads: that costs more than asking
+    # `current_task` raises without a running loop, which is slower than this check
     task = None if asyncio._get_running_loop() is None else asyncio.current_task()
     return threading.get_ident() if task is None else id(task)
 

@@ -1,11 +1,11 @@
-"""Chunks: how the rows of a write are cut into what is stored, named and freed whole, and what a
-message says of them.
+"""Chunks: how the rows of a write are divided into chunks, which are stored and freed whole, and
+how a message describes them.
 
-Runs in the client: pure planning, in plain Python a chunk. A write is a list of units. A unit is
-reserved and committed whole: the rows of one group, or up to 32 rows without a group. Each column
-of over 8 KiB in a unit has chunks of its own, and the other columns of the unit share one. The
-smallest columns of a block go inline, with the message. No chunk crosses a unit, but for inline
-ones and those of deduplicated values. What the bytes of a chunk are: `wire/layouts.py`.
+Runs in the client: pure planning, at most a few Python steps per chunk. A write is a list of units.
+A unit is reserved and committed whole: the rows of one group, or up to 32 rows without a group.
+Each column of over 8 KiB in a unit has chunks of its own, and the other columns of the unit share
+one. The smallest columns of a block go inline, with the message. Only inline chunks and chunks of
+deduplicated values serve several units. `wire/layouts.py` defines the bytes of a chunk.
 """
 
 from __future__ import annotations
@@ -51,31 +51,31 @@ INLINE_BLOCK_BYTES = 8 << 10
 SHARED_INLINE_BYTES = 1 << 10
 """Small neighbouring blocks share an inline chunk of about this size."""
 UNIT_BYTES = 16 << 20
-"""Rows without a group are cut earlier where they reach this size."""
+"""Units of rows without a group end early at this size."""
 
 DEDUP_BYTES = 4 << 10
-"""Values of at least this size, in fields that are deduplicated, have chunks of their own."""
+"""In deduplicated fields, each value of at least this size has its own chunk."""
 CHUNK_COST_BYTES = 64
-"""About how many bytes a chunk and its piece take in a message."""
+"""Approximate bytes of a chunk and its piece in a message."""
 SHARED_PIECES = 64
-"""The pieces of a message are cached if it has no more."""
+"""The pieces of a message are cached up to this number."""
 _PADDING = [bytes(length) for length in range(ALIGNMENT_BYTES)]
 _UP, _DOWN = ALIGNMENT_BYTES - 1, -ALIGNMENT_BYTES
 """`n + _UP & _DOWN` is `layouts.aligned(n)`"""
 _field, _spec, _lengths = attrgetter("field"), attrgetter("spec"), attrgetter("lengths")
 _nbytes, _space, _chunk = attrgetter("nbytes"), attrgetter("space"), attrgetter("chunk")
 _Use = tuple[int, tuple[str, ...], Sequence[int], int, Sequence[int] | None]
-"""Which chunk of the message, then `fields`, `rows`, `first` and `at` of the piece."""
+"""(chunk number in the message, then `fields`, `rows`, `first` and `at` of the piece)."""
 
 
 class NewChunk(msgspec.Struct, eq=False):
-    """What is stored as one: some rows of some columns.
+    """A chunk to write: some rows of some columns.
 
-    It goes with the message (`is_inline`), or has no space yet, or is at `offset` in space of this
-    client, or the peer knows it as `number`. columns: with just its rows. space: what it takes in
-    the arena. head: the lengths of its rows, which are before the values, but for device memory.
-    beside: what goes with the message: the lengths of one for device memory, all of an inline one.
-    data: the bytes of one that is, or was, inline. digest: the name of a deduplicated one.
+    It is sent inside the message (`is_inline`), has no space yet, is at `offset` in space of this
+    client, or is known to the peer as `number`. columns: of only its rows. space: bytes in the
+    arena. head: the lengths of its rows, stored before the values except in device memory. beside:
+    bytes sent with the message: the lengths of a chunk for device memory, or a whole inline chunk.
+    data: the bytes of a chunk that is or was inline. digest: the name of a deduplicated chunk.
     """
 
     columns: Sequence[ValueColumn]
@@ -92,12 +92,11 @@ class NewChunk(msgspec.Struct, eq=False):
     number: int | None = None
 
     def land(self) -> None:
-        """Store the chunk in the arena instead of the message, so an inline chunk needs space from
-        now on."""
+        """Store an inline chunk in the arena instead of the message. It then needs space."""
         self.is_inline, self.beside = False, b""
 
     def image(self) -> list[Buffer]:
-        """Its bytes, in order."""
+        """The bytes of the chunk, in order."""
         if self.data is not None:
             return [self.data]
         buffers: list[Buffer] = [self.head]
@@ -110,7 +109,7 @@ class NewChunk(msgspec.Struct, eq=False):
         return buffers
 
     def places(self) -> list[tuple[ValueColumn, int]]:
-        """Its columns, and where the values of each start."""
+        """The columns, and where the values of each start."""
         places, end = [], len(self.head)
         for column in self.columns:
             start = layouts.aligned(end)
@@ -120,10 +119,10 @@ class NewChunk(msgspec.Struct, eq=False):
 
 
 class NewPiece(msgspec.Struct, eq=False):
-    """Which rows have their values in a chunk.
+    """The rows that have values in a chunk.
 
-    fields: per column of the chunk. rows: ascending, numbered through the write in the order of its
-    units. Their values are in the chunk's rows from `first` on, or in those that `at` names.
+    fields: per column of the chunk. rows: ascending, numbered across all units of the write. Their
+    values are in the chunk's rows from `first` on, or in the chunk's rows `at`.
     """
 
     chunk: NewChunk
@@ -139,15 +138,15 @@ class Unit(msgspec.Struct, eq=False):
     first: int
     last: int
     inline: Sequence[ValueColumn] = ()
-    """columns that go inline; the same list where neighbours have the same"""
+    """inline columns; neighbouring units with equal ones share one list"""
     block: int = 0
     """the first row of its block"""
     inline_bytes: int = 0
-    """about what goes with the message"""
+    """approximate bytes of the inline columns"""
     pieces: list[NewPiece] = []
-    """of all other columns"""
+    """pieces of all other columns"""
     nbytes: int = 0
-    """what its chunks take in the arena, without deduplicated ones that an earlier unit has too"""
+    """bytes of its chunks in the arena, without deduplicated ones of an earlier unit"""
 
 
 def room_of(chunks: Iterable[NewChunk]) -> int:
@@ -171,7 +170,7 @@ def spaces_of(chunks: Iterable[NewChunk]) -> list[Extent]:
 
 
 def order_of(groups: Sequence[int] | None) -> list[int] | None:
-    """The order of rows that brings those of one group together; None where they are together.
+    """The order in which the rows of each group are adjacent; None if they already are.
 
     groups: of each row, NO_GROUP for a row without a group.
     """
@@ -195,13 +194,12 @@ def plan(
     others: Sequence[Sequence[ValueColumn]] = (),
     order: list[int] | None = None,
 ) -> list[list[Unit]]:
-    """The units of a write: of `columns`, then of each of `others`, cut at the same rows. The
-    chunks of those have their lengths beside them.
+    """The units of `columns`, then of each of `others`, divided at the same rows. Chunks of
+    `others` have their lengths in `beside`.
 
-    order: of the rows, see `order_of`; None: those of a group are together. inline: whether small
-    columns go with the message; those of `others` never do. unit_bytes: rows without a group are
-    cut earlier where they reach it. LimitExceeded where a group has more rows or chunks than a
-    message takes.
+    order: from `order_of`. inline: whether small columns of `columns` are sent inside the message.
+    unit_bytes: a unit of rows without a group ends early at this size. Raises LimitExceeded if a
+    group has more rows or chunks than a message holds.
     """
     if order is not None and groups is not None:
         groups = [groups[row] for row in order]
@@ -245,8 +243,8 @@ def plan(
 
 
 def _check_size(units: Sequence[Unit]) -> None:
-    """LimitExceeded where these units of the same rows do not fit one message. A unit has at least
-    as many pieces as chunks."""
+    """Raise LimitExceeded if these units of the same rows do not fit into one message. A unit has
+    at least as many pieces as chunks."""
     count = sum([len(unit.pieces) + bool(unit.inline) for unit in units])
     if count > MAX_CHUNKS_PER_MESSAGE:
         rows = units[0].last - units[0].first
@@ -260,7 +258,7 @@ def _check_size(units: Sequence[Unit]) -> None:
 
 
 def _blocks(n: int, groups: Sequence[int] | None) -> list[tuple[int, int, int | None]]:
-    """Runs of rows: of one group, or of up to 256 rows without one."""
+    """Runs of rows: of one group, or up to 256 rows without a group."""
     blocks: list[tuple[int, int, int | None]] = []
     first = 0
     for group, rows in [(NO_GROUP, n)] if groups is None else _runs(groups):
@@ -275,18 +273,18 @@ def _blocks(n: int, groups: Sequence[int] | None) -> list[tuple[int, int, int | 
 
 
 def _runs(groups: Sequence[int]) -> list[tuple[int, int]]:
-    """Neighbouring rows of one group, and how many."""
+    """For each run of adjacent rows of one group, the group and the number of rows."""
     return [(group, len([*rows])) for group, rows in groupby(groups)]
 
 
 def _smallest(
     columns: Sequence[ValueColumn], sizes: Sequence[int], rows: int
 ) -> tuple[list[ValueColumn], list[ValueColumn], int]:
-    """Which columns of a block go inline: the smallest, as long as their chunk keeps to the budgets
-    of a block and a row. Also the other columns, and how many bytes the former have."""
+    """Return the inline columns of a block, the other columns, and the bytes of the inline ones.
+    The smallest columns are inline, within the budgets of a block and a row."""
     nbytes, left = sum(sizes), min(INLINE_BLOCK_BYTES, INLINE_ROW_BYTES * rows)
     if nbytes + sum(map(len, map(_lengths, columns))) + _UP * len(sizes) <= left:
-        return [*columns], [], nbytes  # all of them, as most often for a single row
+        return [*columns], [], nbytes  # all columns, the usual case for a single row
     chosen: set[int] = set()
     nbytes = 0
     for at in sorted(range(len(sizes)), key=sizes.__getitem__):
@@ -296,7 +294,7 @@ def _smallest(
             break
         chosen.add(at)
         nbytes += size
-    # in the order of the fields: that of their sizes may change from block to block
+    # in field order, because the order of sizes may differ between blocks
     found = [column for at, column in enumerate(columns) if at in chosen]
     return found, [column for at, column in enumerate(columns) if at not in chosen], nbytes
 
@@ -323,7 +321,7 @@ def _cuts(
 
 
 class _Planner:
-    """Fills units. Equal values of deduplicated fields have one chunk in all of them."""
+    """Fills units with pieces. All units share one chunk per deduplicated value."""
 
     def __init__(self) -> None:
         self._chunks: dict[bytes, NewChunk] = {}
@@ -331,7 +329,7 @@ class _Planner:
         self._hashed: dict[tuple[int, int], bytes] = {}
 
     def fill(self, unit: Unit, columns: Sequence[ValueColumn], on_device: bool = False) -> None:
-        """Chunks for these columns, which have just the unit's rows."""
+        """Add chunks and pieces for these columns, which have only the unit's rows."""
         rows, small = range(unit.first, unit.last), []
         groups: list[Sequence[ValueColumn]] = []
         """columns that share a chunk of all these rows"""
@@ -367,12 +365,12 @@ class _Planner:
         return [row for row in range(column.count) if row not in apart]
 
     def _once(self, unit: Unit, chunk: NewChunk) -> NewChunk:
-        """The chunk of these bytes: this one, or the one that has them already."""
+        """Return the earlier chunk with the same bytes, or else this one."""
         digest = self._digest(chunk)
         found = self._chunks.setdefault(digest, chunk)
         if found is chunk:
             chunk.digest = digest
-        elif not _equal(found, chunk):  # other bytes have the same name
+        elif not _equal(found, chunk):  # a digest collision
             found = chunk
         if found is chunk:
             unit.nbytes += chunk.space
@@ -396,7 +394,7 @@ class _Planner:
 
 
 def _parts(columns: Sequence[ValueColumn], first: int, last: int) -> Sequence[ValueColumn]:
-    """These rows of the columns."""
+    """The columns with only these rows."""
     if not columns or last - first == columns[0].count:
         return columns
     return [column.part(first, last) for column in columns]
@@ -408,7 +406,7 @@ def _add(
     rows: Iterable[Sequence[int]],
     on_device: bool,
 ) -> None:
-    """A chunk for each of these groups of columns. rows: of each."""
+    """Add one chunk and piece per group of columns. rows: of each group."""
     chunks = [chunk_of(group, on_device) for group in groups]
     unit.nbytes += room_of(chunks)
     unit.pieces += map(NewPiece, chunks, map(fields_of, groups), rows)
@@ -474,7 +472,8 @@ def _inline(columns: Sequence[ValueColumn]) -> NewChunk:
 
 
 def _of_rows(chunk: NewChunk, rows: Sequence[int]) -> NewChunk:
-    """An inline chunk of just these rows of one: the shard keeps no others."""
+    """Return an inline chunk with only these rows of another one, because the shard stores it
+    whole."""
     columns, data = [], chunk.data or b""
     for column, start in chunk.places():
         sizes = [column.size_of(row) for row in range(column.count)]
@@ -489,8 +488,7 @@ def _of_rows(chunk: NewChunk, rows: Sequence[int]) -> NewChunk:
 
 
 def select(pieces: Iterable[NewPiece], rows: Sequence[int]) -> list[NewPiece]:
-    """Return the parts of these pieces that belong to `rows`, which ascend. They are renumbered
-    from 0."""
+    """Return the parts of these pieces that belong to `rows` (ascending), renumbered from 0."""
     selected = []
     for piece in pieces:
         mine = piece.rows
@@ -527,7 +525,7 @@ def without(pieces: Iterable[NewPiece], fields: Collection[str]) -> list[NewPiec
 
 
 def chunks_of(pieces: Iterable[NewPiece]) -> list[NewChunk]:
-    """The chunks that these pieces are in, each once."""
+    """The distinct chunks of these pieces."""
     return list(dict.fromkeys(map(_chunk, pieces)))
 
 

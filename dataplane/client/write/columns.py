@@ -1,8 +1,8 @@
 """The columns of a write: one field each, as it lies in the caller's memory.
 
-Runs in the client, before any space is reserved. Nothing is copied here but what numpy cannot read
-in place: encoded objects, lists of numbers, and arrays that are not contiguous, byte-swapped or on
-a device. Bytes of values are never looked at.
+Runs in the client, before any space is reserved. Only values that numpy cannot read in place are
+copied here: encoded objects, lists of numbers, and arrays that are not contiguous, byte-swapped or
+on a device. Nothing inspects the bytes of values.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from dataplane.wire.objects import Buffer
 from dataplane.wire.packed import U4
 
 LARGE_ROW_BYTES = 4 << 10
-"""Rows of at least this size are left where they are until the one copy, whatever their order."""
+"""Rows of at least this size stay in place until the single copy, even if rows are reordered."""
 MAX_LENGTH = (1 << 32) - 1
 """The limit for an open axis, a text, bytes or an object, because chunks store lengths as u4."""
 _TEXT, _BYTES = ColumnSpec("text"), ColumnSpec("bytes")
@@ -72,10 +72,10 @@ _form = attrgetter("dtype", "strides")
 class ValueColumn(msgspec.Struct, eq=False):
     """One field of a write.
 
-    source: an array [count, ...], or a buffer a row, or of objects a list of buffers a row. sizes:
-    bytes of each row, or one number for all. lengths: what a chunk says of the rows before their
-    bytes, `spec.width` numbers (u4) a row. mixed: of arrays that are stored as objects, because
-    they differ in dtype or rank.
+    source: an array [count, ...], one buffer per row, or for objects a list of buffers per row.
+    sizes: bytes of each row, or one number for all. lengths: as a chunk stores them, `spec.width`
+    numbers (u4) per row. mixed: the forms of arrays stored as objects, because they differ in dtype
+    or rank.
     """
 
     field: str
@@ -273,7 +273,7 @@ def _leaves(tensordict: Any, above: tuple[str, ...]) -> Iterable[tuple[tuple[str
         if lazy:
             rows = [_got(objects.tensordict_of(row), key) for row in tensordict.tensordicts]
             kinds = {_kind(row, library) for row in rows}
-            if "TensorDict" not in kinds:  # stacked, they would have to be of one shape and kind
+            if "TensorDict" not in kinds:  # stacking requires one shape and kind
                 plain = [objects.as_plain(row) for row in rows]
                 yield key, plain if kinds == {"tensor"} else ObjectValue(plain)
                 continue
@@ -467,7 +467,7 @@ def _values(
         if isinstance(column, _JaggedRows):
             return _of_arrays(name, column, column.axis)
     if form is not None and schema.parsed(form).shape == ():
-        numbers = _of_flat(list(column))  # Python numbers stay such where nobody says a dtype
+        numbers = _of_flat(list(column))  # without a declared dtype, they stay Python numbers
         if isinstance(numbers, np.ndarray):
             return _of_array(name, numbers)
     kinds = set(map(type, column))
@@ -521,7 +521,7 @@ def _of_flat(values: list[Any]) -> Any:
         if kind in _NUMBERS:
             return np.array(values, _NUMBERS[kind])
         if issubclass(kind, np.generic) and dtype_name(values[0].dtype) is not None:
-            # numpy would bring times of several units to the finest one, which may overflow
+            # numpy would convert times of several units to the finest one, which may overflow
             return np.array(values) if len({value.dtype for value in values}) == 1 else values
     except OverflowError:
         pass

@@ -1,12 +1,12 @@
-"""The copies of a client: once from the caller's memory into chunks, and out of them where a tensor
-needs its rows together.
+"""The copies of a client: one from the caller's memory into chunks, and one out of chunks if a
+tensor needs its rows contiguous.
 
-Runs in the client. A small chunk is joined first and copied at once. In a large one each column is
-copied at once where its rows are in one array, else value by value. Padding is written too, so that
-equal chunks have equal bytes.
+Runs in the client. A small chunk is joined first, then copied whole. In a large chunk, a column
+whose rows are one array is copied whole, any other column value by value. Padding is written too,
+so that equal chunks have equal bytes.
 
 One core cannot fill the memory bus, so a few threads share large copies, and the first touch of
-pages. They take them in turn from one iterator, and live as long as one call.
+pages. The threads draw work from one iterator, and end with the call.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ Copy = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 _Item = TypeVar("_Item")
 
 SHARED_BYTES = 64 << 10
-"""Copies of fewer bytes take no longer than handing them to a thread."""
+"""Smaller copies are faster than a hand-off to a thread."""
 MAX_THREADS = 4
-"""Enough to fill the memory of most machines; the other cores belong to the caller."""
+"""Enough to saturate the memory bus of most machines. The caller needs the other cores."""
 POPULATE_BYTES = 64 << 10
-"""For fewer bytes, the copy itself brings in the pages."""
+"""Smaller spaces are not pre-faulted; the copy itself touches their pages."""
 _THREAD_BYTES = 16 << 20
-"""A copy of fewer bytes per thread is not worth starting one."""
+"""A thread starts only for at least this many bytes."""
 _PAGE_BYTES = 4096
 JOINED_BYTES = 64 << 10
-"""Less than this is joined before it is copied."""
+"""Smaller columns are joined before they are copied."""
 JOINED_VALUE_BYTES = 512
-"""So are values that are smaller than this on average."""
+"""So are columns whose values are smaller than this on average."""
 
 
 def copy_chunks(chunks: Sequence[NewChunk], writes: WriteMaps) -> None:
@@ -56,8 +56,7 @@ def copy_chunks(chunks: Sequence[NewChunk], writes: WriteMaps) -> None:
 def _copies(
     chunks: Sequence[NewChunk], spaces: Sequence[Extent], writes: WriteMaps
 ) -> Iterator[Copy]:
-    """Small ones are carried out here; large ones are handed over. spaces: as `spaces_of` has
-    them."""
+    """Do small copies at once, and yield large ones. spaces: from `spaces_of`."""
     following = iter(chunks)
     for base, length in spaces:
         space = memoryview(writes.view(base, length))  # type: ignore[arg-type]
@@ -88,7 +87,7 @@ def _copy_columns(memory: memoryview, chunk: NewChunk) -> Iterator[Copy]:
 
 
 def _copy(memory: memoryview, buffers: list[Buffer]) -> Iterator[Copy]:
-    """These buffers, one behind the other. Large ones are handed over."""
+    """Copy these buffers one after the other, and yield large copies."""
     if memory.nbytes < JOINED_BYTES or memory.nbytes < JOINED_VALUE_BYTES * len(buffers):
         memory[:] = b"".join(buffers)
         return
@@ -105,7 +104,7 @@ def _copy(memory: memoryview, buffers: list[Buffer]) -> Iterator[Copy]:
 
 
 def is_stored(chunk: NewChunk, stored: ByteArray) -> bool:
-    """Whether these are the bytes of a deduplicated chunk."""
+    """Whether `stored` has the bytes of a deduplicated chunk."""
     at = 0
     for buffer in chunk.image():
         source = np.frombuffer(buffer, np.uint8)
@@ -129,7 +128,7 @@ def carry_out(copies: Iterable[Copy], nbytes: int) -> None:
 
 
 def populate(writes: WriteMaps, spaces: Iterable[Extent], nbytes: int) -> None:
-    """Bring in the pages of these spaces, which have `nbytes` in total."""
+    """Pre-fault the pages of these spaces, which have `nbytes` in total."""
     if nbytes < POPULATE_BYTES:
         return
     threads = _threads(nbytes)

@@ -1,7 +1,6 @@
-"""What a user calls rows, groups and tags, and the columns that say it on the wire.
-
-Names are given by the user (str or int) or minted here; either way a key is 16 bytes on the wire,
-and its name comes back as it was given. Pure functions over the arguments of calls.
+"""The rows, groups and tags of a call, and their columns on the wire. The user gives names (str or
+int), or the client generates them. A key has 16 bytes on the wire, and a reader gets the name as it
+was given. Pure functions over the arguments of calls.
 """
 
 from __future__ import annotations
@@ -152,9 +151,9 @@ def _check_length(what: str, given: int, n: int) -> None:
 
 @reader(InvalidRows)
 def name_list(names: Any, what: str, or_none: bool = False, ordered: bool = True) -> list[Any]:
-    """One id or several, as a list of str and int, and of None where a row may be without.
+    """Return one id or several as a list of str and int; None for a row without an id, if allowed.
 
-    ordered: they belong to something in their order, which a set does not have.
+    ordered: the order matters, so sets are rejected.
     """
     if ordered and isinstance(names, Set) and not isinstance(names, KeysView):
         raise InvalidRows(f"{what}= is a set, which has no order: pass a list with one id per row")

@@ -2,8 +2,7 @@
 
 "int64[*]" is a vector of any length in each row, "float32[3,*]" has three of them, "float32" is one
 number, "bfloat16[...]" any shape, "object" a Python object (a text, a dict). It is part of the
-partition's definition, which `definition_of` makes. A put checks its values before the first byte
-leaves.
+partition's definition, which `definition_of` makes. A put checks its values before it sends a byte.
 """
 
 from __future__ import annotations
@@ -94,8 +93,8 @@ def definition_of(
 
 
 def canonical(fields: object) -> dict[str, str]:
-    """What `fields=` of a partition says, each form written in one way. InvalidCall names a field
-    whose form is none."""
+    """Return `fields=` of a partition with each form in canonical spelling. Raise InvalidCall,
+    which names the field, for an invalid form."""
     given = arguments.mapping(fields, "fields", "of field names to forms such as 'int64[*]'")
     if len(given) > MAX_FIELDS:
         raise LimitExceeded(
@@ -121,7 +120,7 @@ def canonical(fields: object) -> dict[str, str]:
 
 @functools.lru_cache(maxsize=1024)
 def parsed(text: str) -> FieldForm:
-    """InvalidCall for what is no form."""
+    """Return a parsed form. Raise InvalidCall if it is invalid."""
     match = _FORM.fullmatch(text)
     if match is None:
         raise InvalidCall("expected DTYPE or DTYPE[DIMENSIONS]")
@@ -156,13 +155,13 @@ def _written(form: FieldForm) -> str:
 
 
 def empty_dtype(text: str | None) -> np.dtype[Any]:
-    """What an empty list of numbers is made of, where no other value of its column tells."""
+    """The dtype of an empty list of numbers if no other value of its column determines it."""
     dtype = None if text is None else parsed(text).dtype
     return np.dtype(np.int64) if dtype is None else dtype
 
 
 def check(columns: Iterable[ValueColumn], fields: Mapping[str, str]) -> None:
-    """InvalidValue for the first value that is not as the schema has its field."""
+    """Raise InvalidValue for the first value that does not match the schema."""
     for column in columns:
         text = fields.get(column.field)
         if text is None:
@@ -199,7 +198,7 @@ def _first_wrong(form: FieldForm, column: ValueColumn) -> int | None:
 
 
 def _shape(column: ValueColumn, row: int) -> tuple[int, ...]:
-    """Of a row of arrays."""
+    """The shape of a row of an array column."""
     own = iter(np.frombuffer(column.lengths_of(row), U4).tolist())
     return tuple([next(own) if length == OPEN else length for length in column.spec.shape])
 

@@ -16,7 +16,7 @@ from typing import Any
 from dataplane.errors import ProtocolError
 from dataplane.metadata.tables.answers import CallerAnswers
 from dataplane.peer.failures import failed
-from dataplane.peer.operations import Once, Operation, Waits
+from dataplane.peer.operations import Once, Operation, WaitLimit
 from dataplane.peer.tasks import result_of
 from dataplane.wire.messages import Body, Request
 
@@ -28,7 +28,7 @@ MAX_ANSWERS = 16_384
 calls before it repeats one that timed out."""
 
 
-class Spans:
+class NumberSet:
     """A set of numbers that are mostly consecutive."""
 
     __slots__ = ("_ends", "_starts")
@@ -75,7 +75,7 @@ class Repeats:
     def __init__(self) -> None:
         self._given = CallerAnswers[Body | int]()
         """by operation: its reply, or the pin that the reply granted"""
-        self._forgotten: Spans | None = None
+        self._forgotten: NumberSet | None = None
         """operations whose replies were forgotten because there were too many"""
         self._pending: dict[int, asyncio.Future[None] | None] = {}
         """operations in progress, each with a future that is done at its end; None if no repetition
@@ -100,7 +100,7 @@ class Repeats:
             outcome = start(before or 0)
             reply = outcome if isinstance(outcome, Body) else await result_of(outcome)
         except Exception as exc:
-            if operation.waits is not Waits.NO or once is Once.PIN:
+            if operation.waits is not WaitLimit.NO or once is Once.PIN:
                 raise  # the call waits or reads, so a repetition runs it again
             # What the client wrote for this request is no longer granted to the client.
             reply = failed(exc)
@@ -135,7 +135,7 @@ class Repeats:
         if len(answers) > MAX_ANSWERS:
             oldest = next(iter(answers))
             del answers[oldest]
-            self._forgotten = self._forgotten or Spans()
+            self._forgotten = self._forgotten or NumberSet()
             self._forgotten.add(oldest)
 
     def recall(self, op: int) -> Body | int | None:

@@ -61,7 +61,7 @@ class Once(enum.Enum):
     """A new reply. The pin of the first reply is released, because no client received it."""
 
 
-class Waits(enum.Enum):
+class WaitLimit(enum.Enum):
     """How long a request may wait for the effect of other calls."""
 
     NO = enum.auto()
@@ -101,7 +101,7 @@ class Operation(msgspec.Struct, frozen=True):
     sender: Sender = Sender.IN_STEP
     held: bool | None = True
     once: Once = Once.NO
-    waits: Waits = Waits.NO
+    waits: WaitLimit = WaitLimit.NO
     channel: Channel = Channel.CALLS
     bulky: bool = False
 
@@ -126,14 +126,17 @@ _TABLE = (
         m.Define,
         client=lambda peer: peer.directory.define,
         peer=lambda peer: peer.partitions.define_here,
-        waits=Waits.DEADLINE,
+        waits=WaitLimit.DEADLINE,
     ),
     _change(m.Seal),
     _change(m.Close),
     _change(m.Reset),
     # space in the arena
     Operation(
-        m.Reserve, client=lambda peer: peer.grants.reserve, once=Once.ANSWER, waits=Waits.DEADLINE
+        m.Reserve,
+        client=lambda peer: peer.grants.reserve,
+        once=Once.ANSWER,
+        waits=WaitLimit.DEADLINE,
     ),
     Operation(m.GiveBack, client=lambda peer: peer.grants.give_back, held=False, once=Once.ANSWER),
     Operation(m.Unpin, client=lambda peer: peer.grants.unpin, held=False),
@@ -158,7 +161,7 @@ _TABLE = (
         client=lambda peer: peer.claims.claim,
         peer=lambda peer: peer.calls.claim,
         once=Once.LEASE,
-        waits=Waits.TIMEOUT,
+        waits=WaitLimit.TIMEOUT,
     ),
     Operation(
         m.Fetch,
@@ -177,19 +180,19 @@ _TABLE = (
         m.Wait,
         client=lambda peer: peer.waits.wait,
         peer=lambda peer: peer.calls.wait,
-        waits=Waits.TIMEOUT,
+        waits=WaitLimit.TIMEOUT,
     ),
     Operation(
         m.Losses,
         client=lambda peer: peer.partitions.losses,
         peer=lambda peer: peer.calls.losses,
-        waits=Waits.TIMEOUT,
+        waits=WaitLimit.TIMEOUT,
     ),
     Operation(
         m.Admit,
         client=lambda peer: peer.waits.admit,
         peer=lambda peer: peer.calls.admit,
-        waits=Waits.TIMEOUT,
+        waits=WaitLimit.TIMEOUT,
     ),
     Operation(
         m.Withdraw, client=lambda peer: peer.waits.withdraw, peer=lambda peer: peer.calls.withdraw

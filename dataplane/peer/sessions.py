@@ -32,7 +32,7 @@ COMMAND_CHARACTERS = 200
 """The length limit of a client's command line; the rest is cut off."""
 
 
-class Held(NamedTuple):
+class HeldPermit(NamedTuple):
     """A permit to open groups, and the operation that requested it."""
 
     partition: str
@@ -59,7 +59,7 @@ class Session:
     began: float = 0.0
     connections: int = 0
     leases: set[int] = field(default_factory=set)
-    permits: dict[int, Held] = field(default_factory=dict)
+    permits: dict[int, HeldPermit] = field(default_factory=dict)
     """by number, permits that it has not returned"""
     partitions: set[str] = field(default_factory=set)
     """partitions that it has declared or attached to"""

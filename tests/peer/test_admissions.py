@@ -12,7 +12,7 @@ import pytest
 from dataplane.errors import Unavailable
 from dataplane.peer.host import CallContext, call_context
 from dataplane.peer.requests.waits import Waits
-from dataplane.peer.sessions import Held
+from dataplane.peer.sessions import HeldPermit
 from dataplane.wire.messages import Done, Request, Withdraw
 
 
@@ -27,7 +27,7 @@ async def test_permits_given_back_while_their_shard_does_not_answer_end_the_call
     router: Any = SimpleNamespace(withdraw=withdraw)
     host: Any = SimpleNamespace()
     waits = Waits(host, router, [], None)  # type: ignore[arg-type]
-    session: Any = SimpleNamespace(permits={5: Held("p", 1, 2, 0)})
+    session: Any = SimpleNamespace(permits={5: HeldPermit("p", 1, 2, 0)})
     body, request = Withdraw("p", 1, [5]), Request(1, 7, 1, 1, 0, Withdraw("p", 1, [5]))
     call_context.set(CallContext(time.monotonic() + 0.02))
     with pytest.raises(Unavailable, match="is not responding"):

@@ -64,7 +64,7 @@ def test_an_operation_that_comes_late_is_new_however_many_were_answered_since(
 
 @pytest.mark.parametrize("seed", range(20))
 def test_spans_are_a_set_of_numbers(seed: int) -> None:
-    numbers, spans = random.Random(seed).sample(range(60), 40), once.Spans()
+    numbers, spans = random.Random(seed).sample(range(60), 40), once.NumberSet()
     for count, number in enumerate(numbers, 1):
         spans.add(number)
         assert [n for n in range(60) if n in spans] == sorted(numbers[:count])

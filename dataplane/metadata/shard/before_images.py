@@ -16,7 +16,7 @@ from dataplane.metadata.tables.remembered import Part
 from dataplane.wire.tables import Owner
 
 if TYPE_CHECKING:
-    from dataplane.metadata.shard.stages import Entry, ReadyQueue
+    from dataplane.metadata.shard.stages import QueueEntry, ReadyQueue
 
 _copy_block: Callable[[Block], Block] = Block.__copy__  # type: ignore[attr-defined]
 _copy_group: Callable[[Group], Group] = Group.__copy__  # type: ignore[attr-defined]
@@ -36,8 +36,8 @@ class BeforeImages:
         """numbers up to which the snapshot has sent blocks and groups"""
         self._blocks: dict[int, Block] = {}
         self._groups: dict[int, Group] = {}
-        self._queues: dict[ReadyQueue, list[Entry]] = {}
-        self._entries: dict[Entry, int] = {}
+        self._queues: dict[ReadyQueue, list[QueueEntry]] = {}
+        self._entries: dict[QueueEntry, int] = {}
         self.names: dict[Chunk, tuple[Owner, int]] = {}
         """owner and number that moved chunks had before"""
         self._tombstones: dict[int, Part] = {}
@@ -57,7 +57,7 @@ class BeforeImages:
         if self._sent_group < number <= self._last and number not in self._groups:
             self._groups[number] = _copy_group(group)
 
-    def keep_queue(self, queue: ReadyQueue, entry: Entry | None = None) -> None:
+    def keep_queue(self, queue: ReadyQueue, entry: QueueEntry | None = None) -> None:
         """Save a queue. entry: the last one of a unit that leaves."""
         if queue not in self._queues:
             self._queues[queue] = queue.entries()

@@ -49,13 +49,13 @@ Matches = Callable[[Unit, int], int]
 _number = attrgetter("unit.number")
 
 
-class Entry(msgspec.Struct, gc=False, eq=False):
+class QueueEntry(msgspec.Struct, gc=False, eq=False):
     """before: the entry of the same unit that entered the queue before this one. returned: whether
     a lease returned it."""
 
     unit: Unit
     bits: int
-    before: Entry | None = None
+    before: QueueEntry | None = None
     returned: bool = False
 
 
@@ -80,9 +80,9 @@ class ReadyQueue:
         self._matches = matches
         self.keeps = keeps
         self.kept = {} if kept is None else kept
-        self._returned: list[Entry] = []
-        self._queue: deque[Entry] = deque()
-        self._of: dict[Unit, Entry] = {}
+        self._returned: list[QueueEntry] = []
+        self._queue: deque[QueueEntry] = deque()
+        self._of: dict[Unit, QueueEntry] = {}
         """the last entry of each unit"""
         self._spent = 0
         """entries without rows"""
@@ -99,7 +99,7 @@ class ReadyQueue:
         entries = itertools.chain(self._returned, self._queue) if self._returned else self._queue
         return ((one.unit, one.bits) for one in entries if one.bits)
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[QueueEntry]:
         """All entries in order, empty ones too: some 7 ms for a million."""
         return [*self._returned, *self._queue]
 
@@ -123,7 +123,7 @@ class ReadyQueue:
         last = self._of.get(unit)
         if self.images is not None:
             self.images.keep_queue(self, last if returned else None)
-        entry = Entry(unit, bits, last, returned)
+        entry = QueueEntry(unit, bits, last, returned)
         if returned:
             self._return(entry)
         else:
@@ -134,7 +134,7 @@ class ReadyQueue:
             held = self.holds(unit)
             self.shorts = [one for one in self.shorts if one.came(unit, held)]
 
-    def _return(self, entry: Entry) -> None:
+    def _return(self, entry: QueueEntry) -> None:
         """Insert an entry in order of arrival, or add its rows to its unit's returned entry."""
         at = self._at(entry)
         if at < len(self._returned) and self._returned[at].unit is entry.unit:
@@ -143,7 +143,7 @@ class ReadyQueue:
             self._returned.insert(at, entry)
             self._of[entry.unit] = entry
 
-    def _at(self, entry: Entry) -> int:
+    def _at(self, entry: QueueEntry) -> int:
         return bisect_left(self._returned, entry.unit.number, key=_number)
 
     def leave(self, unit: Unit, bits: int) -> None:
@@ -154,7 +154,7 @@ class ReadyQueue:
         if self.images is not None:
             self.images.keep_queue(self, entry)
         queue = self._queue
-        after: Entry | None = None  # the last one that keeps rows
+        after: QueueEntry | None = None  # the last one that keeps rows
         while entry is not None:
             if gone := entry.bits & bits:
                 self.count -= gone.bit_count()

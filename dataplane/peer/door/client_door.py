@@ -44,7 +44,7 @@ from dataplane.peer.failures import failed
 from dataplane.peer.host import CallContext, Host, call_context
 from dataplane.peer.net.router import WaitingCall
 from dataplane.peer.notices import Telling
-from dataplane.peer.operations import OPERATIONS, ClientHandler, Once, Waits
+from dataplane.peer.operations import OPERATIONS, ClientHandler, Once, WaitLimit
 from dataplane.peer.pipeline import MARGIN_S, Call
 from dataplane.peer.sessions import Session, Sessions
 from dataplane.peer.tasks import Tasks, begin
@@ -362,7 +362,7 @@ class Connection(asyncio.Protocol):
             )
         host, operation = door.host, OPERATIONS[kind]
         began = host.now()
-        if operation.waits is Waits.TIMEOUT:
+        if operation.waits is WaitLimit.TIMEOUT:
             until = began + _waits_s(body)
         else:
             until = began + request.deadline_ms / 1000 if request.deadline_ms else math.inf
@@ -373,7 +373,7 @@ class Connection(asyncio.Protocol):
         call = _Call(host, operation, until, held, self, session, request, handler, began)
         task = begin(call.serve())
         if task is not None:
-            self._running[task] = operation.waits is not Waits.NO
+            self._running[task] = operation.waits is not WaitLimit.NO
             door.under_way.add(task)
             task.add_done_callback(self._ended)
 

@@ -29,7 +29,7 @@ from dataplane.peer.host import Host, call_context, waits_s
 from dataplane.peer.net.router import Router
 from dataplane.peer.notices import Telling, Why
 from dataplane.peer.requests.directory import Directory
-from dataplane.peer.sessions import Held, Session
+from dataplane.peer.sessions import HeldPermit, Session
 from dataplane.wire.messages import Admit, Admitted, Body, Claim, Done, Request, Wait, Withdraw
 
 MAX_PERMITS = 65_536
@@ -150,7 +150,7 @@ class Waits:
         finally:
             session.waiting -= 1
         of = body.partition, body.generation
-        session.permits[number] = Held(*of, request.op, admitted.version)
+        session.permits[number] = HeldPermit(*of, request.op, admitted.version)
         return admitted
 
     async def withdraw(self, session: Session, request: Request, body: Withdraw) -> Body:

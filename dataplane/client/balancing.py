@@ -77,7 +77,7 @@ class Layout:
         """the order of an epoch; replaced as a whole, because several threads use it"""
 
     def _padding(self, rows: int) -> int:
-        """The row that is repeated where one is missing: it costs least."""
+        """Return the cheapest row as padding."""
         return ~min(range(rows), key=self._costs.__getitem__)
 
     def mini(self, rank: int, epoch: int, number: int) -> list[Rows]:
@@ -96,14 +96,14 @@ class Layout:
         return [[rows[at] for at in sorted(part)] or [self._light] for part in made]
 
     def _rows(self, rank: int, epoch: int, number: int) -> Rows:
-        """Of a mini-batch."""
+        """Return the rows of a rank's mini-batch."""
         share = self._shares[rank]
         each = len(share) // self.shape.minibatches
         taken = self._order(epoch)[number * each : (number + 1) * each]
         return [row for at in taken for row in self._units[share[at]]]
 
     def _order(self, epoch: int) -> list[int]:
-        """In which an epoch goes through each rank's share."""
+        """Return the order in which an epoch visits the units of each rank."""
         known, order = self._shuffle
         if known != epoch:
             size, minis = len(self._shares[0]), self.shape.minibatches
@@ -117,7 +117,7 @@ class Layout:
         return math.fsum(self._weights[row] for row in rows if row >= 0)
 
     def _costs_of(self, rows: Rows) -> list[float]:
-        """Padding costs what the row does that it repeats."""
+        """Return the costs of rows. Padding costs as much as the row that it repeats."""
         return [self._costs[row if row >= 0 else ~row] for row in rows]
 
 
@@ -136,8 +136,8 @@ def _shuffled(count: int, *seed: int) -> list[int]:
 
 
 def _drawn(count: int, *seed: int) -> npt.NDArray[np.uint64]:
-    """Numbers that hang on nothing but the seed: numpy keeps the streams of its bit generators
-    between versions, and those of its permutations not."""
+    """Return numbers that depend only on the seed. NumPy guarantees stable streams for bit
+    generators, but not for permutations."""
     drawn: npt.NDArray[np.uint64] = np.random.PCG64(seed).random_raw(count)
     return drawn
 
@@ -207,7 +207,7 @@ def _by_turns(weights: Sequence[float], count: int, size: float = math.inf) -> l
 
 
 def _merged(one: list[_Part], other: list[_Part], count: int) -> list[_Part]:
-    """Two ways to part, each the heaviest first and without its empty parts."""
+    """Merge two partial solutions, which are sorted from heavy to light and have no empty parts."""
     shared = max(0, len(one) + len(other) - count)
     apart = len(one) - shared
     heavy, light = one[apart:], other[len(other) - shared :]

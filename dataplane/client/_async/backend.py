@@ -59,7 +59,7 @@ class Closing(Protocol):
 
 
 class _NotConnected(InvalidCall, AttributeError):
-    """Both: who asks whether it has an attribute hears that it has not."""
+    """Both classes: as an AttributeError, it makes `hasattr` return False."""
 
 
 class Connecting(Generic[P]):
@@ -69,10 +69,10 @@ class Connecting(Generic[P]):
         self._kind, self._attach = kind, attach
         self._opened: P | None = None
 
-    if not TYPE_CHECKING:  # to a type checker it has none of a plane's attributes
+    if not TYPE_CHECKING:  # hide `__getattr__` from type checkers
 
         def __getattr__(self, name: str) -> Any:
-            if name.startswith("_"):  # asked whether it can do what it cannot
+            if name.startswith("_"):  # a probe for a special method
                 raise AttributeError(name)
             raise _NotConnected(
                 f"{name!r} was used before the plane was connected: use `plane = await "
@@ -118,7 +118,7 @@ async def leave(keeper: Housekeeper, why: str) -> None:
 async def offload(work: Callable[[], T], nbytes: int) -> T:
     """Run `work`, which copies `nbytes`, in a thread if that is much. A cancelled task still waits
     until the thread has ended, because the thread writes into memory that must not be reused
-    meanwhile."""
+    before."""
     if nbytes < OFFLOAD_BYTES:
         return work()
     loop = asyncio.get_running_loop()
@@ -126,8 +126,8 @@ async def offload(work: Callable[[], T], nbytes: int) -> T:
 
 
 async def to_its_end(work: Callable[[], Awaitable[T]]) -> T:
-    """Do work that must not be left half done. A task that is cancelled meanwhile, perhaps more
-    than once, ends after the work has ended."""
+    """Do work that must not stop halfway. If the task is cancelled, even repeatedly, it ends after
+    the work."""
     working = asyncio.ensure_future(work())
     try:
         return await asyncio.shield(working)
@@ -141,8 +141,8 @@ async def to_its_end(work: Callable[[], Awaitable[T]]) -> T:
 
 
 async def convert_off_loop(work: Callable[[str], T], device: str, nbytes: int) -> T:
-    """Convert rows with `work(device)`, in a thread if there is much to copy. The GPU that `device`
-    names in this thread is used in that one, and its copies are done when this returns."""
+    """Convert rows with `work(device)`, in a thread if there is much to copy. The thread uses the
+    GPU that `device` means here, and its copies are done when this returns."""
     where = place_named(device)
     return await offload(lambda: settled(where, lambda: work(where)), nbytes)
 
@@ -218,9 +218,9 @@ class Prefetch(Generic[B]):
                     self._changed.notify_all()
                 del made
         except asyncio.CancelledError:
-            if self._making is not None:  # the loop ended before it got this batch
+            if self._making is not None:  # the loop has not got this batch
                 self._making._unused()
-        except BaseException as exc:  # whatever it is, the loop is where it is told
+        except BaseException as exc:  # `next` raises it in the loop
             failure = exc
         self._failure = failure
         async with self._changed:
@@ -237,12 +237,12 @@ class Prefetch(Generic[B]):
 
 async def further(session: Session, deadline: Deadline) -> Connection:
     """Open one more connection. If the caller is cancelled, later calls use it, unless the peer
-    does not answer within a second more: the end of the event loop waits for the thread."""
+    does not reply within another second: the end of the event loop waits for the thread."""
     loop, cancelled = asyncio.get_running_loop(), threading.Event()
     begun: list[Connection] = []
 
     def connected() -> Connection:
-        if cancelled.is_set():  # before a thread was free
+        if cancelled.is_set():  # cancelled before the thread started
             raise DeadlineExceeded("the call was cancelled while it waited for a connection")
         return handshake.further(session, deadline, begun.append)
 
@@ -273,7 +273,7 @@ async def exchange(connection: Connection, frame: bytes, rid: int, deadline: Dea
         if frame:
             await _send(connection, frame, waits)
             reply = await _receive(connection, waits)
-        else:  # it was sent along with another
+        else:  # it was sent with the call before
             reply, connection.early = connection.early or await _receive(connection, waits), None
         while reply.rid != rid:
             connection.keep_early(reply, rid)
@@ -300,8 +300,8 @@ async def _receive(connection: Connection, waits: Iterator[float]) -> Reply:
                 raise
             return reply
         await _ready(sock, loop.add_reader, loop.remove_reader, wait_s)
-        # Not loop.sock_recv: a task that is cancelled as that has just received loses the bytes,
-        # and with them the answer that the housekeeper must undo.
+        # Not loop.sock_recv: if a task is cancelled just after it received, the bytes are lost, and
+        # with them the reply that the housekeeper must undo.
         with contextlib.suppress(BlockingIOError):
             connection.take()
     return reply

@@ -48,7 +48,7 @@ DEFAULT_TIMEOUT_S = 30.0
 ATTACH_S = 1.0
 """A call that waits for rows has at least this many seconds to find its partition."""
 UNKNOWN = (DeadlineExceeded, PeerLost, Unavailable)
-"""Failures that do not say whether a call took effect."""
+"""Failures after which it is unknown whether the call took effect."""
 
 _FOREVER_S = ((1 << 31) - 1) / 1e3
 

@@ -36,7 +36,7 @@ class Lost(AsyncIterator[list[Name]]):
             done = await wait_for(self._handle.session, body, LossesDone, timeout)
         except PartitionGone as exc:
             if exc.details.get("reason") == "lost":
-                raise  # with all of its rows, whose names nobody knows
+                raise  # the shard was lost too, with the names of its rows
             done = LossesDone(self._after, ended=True)
         self._after, self._ended = done.after, done.ended
         self.missed += done.missed

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dataplane.gpu.client.puts import OnDevice
 
 _OFF_LOOP_BYTES = 64 << 20
-"""Added to the size of a copy, so that a thread waits for the end and not the event loop."""
+"""Added to the size of a copy, so that a thread and not the event loop waits for its end."""
 
 
 async def write(

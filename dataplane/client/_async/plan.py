@@ -254,19 +254,19 @@ class Plan:
         return micro
 
     async def _stop(self, deadline: Deadline) -> None:
-        """Nothing is fetched any more."""
+        """Stop the prefetch."""
         prefetch, self._prefetch = self._prefetch, None
         if prefetch is not None:
             prefetch.left()
             await prefetch.end(deadline)
 
     def __del__(self) -> None:
-        # Nobody has it any more, but for a prefetch that is under way.
+        # Only a running prefetch may still use the plan.
         if hasattr(self, "_part"):
             self._leave()
 
     def _leave(self) -> None:
-        """Release it, unless it has ended, without waiting."""
+        """Release the plan without waiting, unless it has ended."""
         if self._prefetch is not None:
             self._prefetch.stop()
         self._part.abandon(LEFT)
@@ -276,7 +276,7 @@ class Plan:
         return self
 
     async def __aexit__(self, kind: object, exc: object, trace: object) -> None:
-        if isinstance(exc, UNKNOWN):  # the peer did not answer: do not wait once more
+        if isinstance(exc, UNKNOWN):  # the peer did not reply: do not wait again
             if self._prefetch is not None:
                 self._prefetch.stop()
             self._part.abandon()
@@ -290,7 +290,7 @@ class Plan:
         try:
             await self.release()
         except DataplaneError as failure:
-            # The body's own exception is the one to see; the rows come back with the session.
+            # Show the exception of the body instead. The end of the session returns the rows.
             if not isinstance(failure, LeaseExpired):
                 log.warning(
                     "%r: could not release the plan: %s. Its rows return to the stage when the "

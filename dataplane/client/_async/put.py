@@ -123,7 +123,8 @@ async def _put(
     reuse: bool,
     timeout: float | None,
 ) -> Ref:
-    """Write rows, run by run; PutIncomplete where some runs are in and one failed."""
+    """Write rows, run by run. Raise PutIncomplete if a run fails after an earlier one was
+    stored."""
     session, deadline, began = handle.session, Deadline(timeout), time.monotonic()
     columns = by_name(columns)
     dedup = texts(dedup, "dedup")
@@ -193,7 +194,8 @@ async def _put(
 
 
 def _check_passed_over(work: Putting, field: str) -> None:
-    """FieldExists or RowsGone where all rows of a put were there. field: one that it brings."""
+    """Raise FieldExists or RowsGone if the put stored none of its rows. field: one of its
+    fields."""
     partition, n = work.handle.name, work.count
     if work.gone + work.there < n:
         if work.there:
@@ -333,14 +335,14 @@ class Putting(msgspec.Struct, eq=False):
         try:
             reply = await self._send(body, chunks)
         except ShardFull as full:
-            if not full.details.get("values"):  # it has no space for rows
+            if not full.details.get("values"):  # the shard has no space for rows
                 raise
             handle.shard_is_full()
             held, body.pin = named_again(session, pieces, full, pin)
             await land(handle, generation, pieces, self.continuing, until)
             body.values = values_of(session.owner, pieces, first)
             reply = await self._send(body, chunks)
-            del held  # the values have another holder now
+            del held  # other pieces hold the values now
         if reply.extents:
             session.keep(column(reply.extents, EXTENT).tolist())
         nbytes = copied_bytes = 0
@@ -348,7 +350,7 @@ class Putting(msgspec.Struct, eq=False):
             nbytes += chunk.nbytes
             if chunk.number is None:
                 copied_bytes += chunk.nbytes
-            # its space belongs to the peer now, and the pin was for this message
+            # the peer owns its space now, and the pin was for this message
             chunk.offset, chunk.number = -1, None
         self.gone += reply.gone
         self.there += reply.there

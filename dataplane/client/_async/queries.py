@@ -41,7 +41,7 @@ async def events(session: Session, since: float | None, timeout: float | None) -
             continue
         try:
             pages += await _pages(session, address, since, deadline)
-        except (Unavailable, InvalidCall):  # it died, or left meanwhile
+        except (Unavailable, InvalidCall):  # the peer died or left
             silent.append(address)
     return merged(pages, silent)
 

@@ -89,7 +89,7 @@ async def read_ref(
 
 
 def _cut(rows: Rows, size: int) -> list[Rows]:
-    """Rows, `size` at a time."""
+    """Yield the rows, `size` at a time."""
     return [
         Rows(
             rows.keys[i * KEY.itemsize : (i + size) * KEY.itemsize],
@@ -116,7 +116,7 @@ async def _read_parts(
         for part in parts:
             await _read_part(session, replace(ask_for, rows=part), deadline, pages)
     except BaseException:
-        # The pages before this one are pinned; their pins go with an object nobody keeps.
+        # Release the pins of earlier pages with an unreferenced object.
         session.pinned(*(page.pin for page in pages))
         raise
     if not parts:  # the client needs no request for an empty selection

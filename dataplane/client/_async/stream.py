@@ -69,7 +69,7 @@ class Stream:
         return self
 
     async def __aexit__(self, kind: object, exc: object, trace: object) -> None:
-        if isinstance(exc, UNKNOWN):  # the peer did not answer: do not wait once more
+        if isinstance(exc, UNKNOWN):  # the peer did not reply: do not wait again
             self._closed = True
             for lease in self._held():
                 lease.abandon()
@@ -79,7 +79,7 @@ class Stream:
         except DataplaneError as failure:
             if exc is None:
                 raise
-            # The body's own exception is the one to see.
+            # Show the exception of the body instead.
             log.warning(
                 "%r: could not release a batch: %s. Its rows return to the stage when the session "
                 "ends",
@@ -135,7 +135,8 @@ class StreamLoop(AsyncIterator[Batch]):
             raise StopAsyncIteration from None
 
     async def _advance(self) -> Batch:
-        """Ack the current batch and claim the next, in one message. StreamEnd if there is none."""
+        """Ack the current batch and claim the next, in one message. Raise StreamEnd if there is
+        none."""
         stream, lease, call = self._stream, self.lease, None
         try:
             if lease is not None and lease.state == "leased" and not stream._closed:
@@ -148,7 +149,7 @@ class StreamLoop(AsyncIterator[Batch]):
             if self._is_over:
                 raise StreamEnd("this loop has already ended: start a new loop over the stream")
             claims = stream._claiming
-            if call is not None and call.sent is not None:  # it went along
+            if call is not None and call.sent is not None:  # it was sent with the ack
                 claimed = await claims.claimed(call)
             else:
                 claimed = await claims.claim()
@@ -158,11 +159,11 @@ class StreamLoop(AsyncIterator[Batch]):
                 log_remaining(exc)
             raise
         finally:
-            if call is not None:  # its answer is nobody's, unless it was waited for
+            if call is not None:  # abandon its reply, unless the loop got it
                 call.leave(stream._claiming._handle.session)
         batch = Batch(claims._handle, claims._stage, *claimed)
         self.lease, self._given = batch.lease, self._given + 1
-        if stream._closed:  # meanwhile, by another thread or task
+        if stream._closed:  # another thread or task closed it
             self.lease = None
             await batch.lease.give_back(Deadline(stream._claiming.limit_s))
             raise StreamEnd("this stream was closed: call part.stream(…) again")
@@ -173,8 +174,8 @@ class StreamLoop(AsyncIterator[Batch]):
         return self._over or self._stream._closed or self._given == self._stream.batches
 
     def __del__(self) -> None:
-        # Left by break, return or an exception. The caller may still hold the batch, so that its
-        # own end cannot be waited for; and nothing may be waited for in here.
+        # Left by break, return or an exception. The caller may still hold the batch, so its end
+        # cannot trigger the release, and `__del__` must not wait.
         lease = self.lease
         if lease is not None and lease.state == "leased":
             lease.abandon(None if self._stream._entered else LEFT)  # a `with` releases on purpose

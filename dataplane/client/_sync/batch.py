@@ -209,7 +209,7 @@ class LeasedRows(Converting):
         self._at = at if of._at is None else of._at[at]
 
     def _unused(self) -> None:
-        """Note that no caller will get what was prefetched. Its rows return to the stage."""
+        """Note that no caller will get this prefetched batch. Its rows return to the stage."""
         self.lease.abandon()
 
 
@@ -306,12 +306,12 @@ class Batch(LeasedRows):
             self.ack()
             return
         if isinstance(exc, UNKNOWN) and self._at is None:
-            self.lease.abandon()  # the peer did not answer: do not wait once more
+            self.lease.abandon()  # the peer did not reply: do not wait again
             return
         try:
             self.release()
         except DataplaneError as failure:
-            # The body's own exception is the one to see.
+            # Show the exception of the body instead.
             log.warning(
                 "partition %r, stage %r: could not release a batch of %d rows: %s. The rows return "
                 "to the stage when the session ends",
@@ -345,7 +345,7 @@ class Batch(LeasedRows):
             )
 
     def _more(self, fields: Sequence[str], timeout: float | None) -> None:
-        """Fetch under the lease; once that has ended, read by key."""
+        """Fetch under the lease, or by key after the lease has ended."""
         if self.state == "leased":
             added = set(fields) & set(self.lease.added)
             if added:
@@ -355,7 +355,7 @@ class Batch(LeasedRows):
                     "batch first",
                     fields=sorted(added),
                 )
-            if self._of is not None and self._where is not None:  # for all of them at once
+            if self._of is not None and self._where is not None:  # one request for all fields
                 missing = [name for name in fields if name not in self._of]
                 if missing:
                     self._of._more(missing, timeout)

@@ -1,4 +1,4 @@
-"""A lease, and the values that were added to its rows, until ack, release or drop.
+"""A lease, and the values added to its rows, until ack, release or drop.
 
 Row positions are those of the claim, also after some rows were dropped. `add` copies values into
 the arena at once. The ack of the rows names their chunks, with one message for all rows that have
@@ -153,16 +153,16 @@ class Lease:
         """the rows that are acked or released"""
         self._added: list[Added] = []
         self._doubt: Doubt | None = None
-        """what may have taken effect"""
+        """a call that may have taken effect"""
         self._lost: list[tuple[int, set[str]]] = []
         """rows and fields of failed acks whose values the peer did not keep"""
         self._refused: set[str] = set()
         """fields that other writers have set; the next `add` discards them"""
         self._is_unsure = False
-        """the shard may have finished more rows than are closed here"""
+        """whether the shard may have finished more rows than this client knows"""
         self._abandoned = False
         self._since = time.monotonic()
-        """when the client got the rows, later by the time in which it copied added values"""
+        """when the client got the rows, plus the time that it spent on copying added values"""
 
     @property
     def open_rows(self) -> int:
@@ -212,7 +212,7 @@ class Lease:
         if self._refused:
             self._give_up_refused(at)
         self._added.append(Added(at, pieces))
-        if self.state != "leased":  # the end of a loop has abandoned the lease meanwhile
+        if self.state != "leased":  # the end of a loop abandoned the lease during the copy
             self.handle.session.keep(self._unsent())
             self.check()
         for lost, names in self._lost:
@@ -233,7 +233,7 @@ class Lease:
             )
 
     def _bits(self, rows: Index | None) -> int:
-        """These positions; None: all."""
+        """The bit mask of these positions; None: all."""
         if rows is None or len(rows) == self.n:
             return self._all
         mask = np.zeros(self.n, np.bool_)
@@ -248,7 +248,8 @@ class Lease:
         return groups if rows == self._all else [groups[row] for row in rows_of(rows)]
 
     def _give_up_refused(self, at: int) -> None:
-        """The caller was told that other writers have set these fields, and adds something else."""
+        """Discard the values of refused fields: the caller knows of FieldExists, and adds other
+        values."""
         for one in [one for one in self._added if one.rows & at]:
             kept = without(one.pieces, self._refused)
             if not kept:
@@ -257,7 +258,8 @@ class Lease:
             one.pieces = kept
 
     def _give_back(self, pieces: Sequence[NewPiece], kept: Sequence[NewPiece] = ()) -> None:
-        """Of these pieces, the chunks that no message has named, and that `kept` does not need."""
+        """Return the space of the chunks that no message has named and that `kept` does not
+        need."""
         still = {*chunks_of(kept)}
         unused = [chunk for chunk in chunks_of(pieces) if chunk not in still]
         give_back(self.handle.session, unused)
@@ -271,9 +273,9 @@ class Lease:
         groups: list[int] | None,
         n: int,
     ) -> list[NewPiece]:
-        """Copy values of some rows into the arena. The columns have n rows; order: which of them
-        these are, None: all in their order. groups: of each of these rows. what: names the values
-        for the log."""
+        """Copy values of some rows into the arena. The columns have n rows. order: the row of the
+        columns for each of these rows; None: as given. groups: of each of these rows. what: names
+        the values for the log."""
         if (pools := self.handle.session.pools) is not None:
             pools.log_host_copies(columns, f"{what} go to host memory")
         check, began = self._check_message_size, time.monotonic()
@@ -342,21 +344,21 @@ class Lease:
                 self.send(body, at, parts, deadline)
             except LeaseExpired:
                 if outcome != "release" or given or values:
-                    raise  # released rows went back before
+                    raise  # the rows are already released
             self._close(outcome, at)
 
     def _is_settled(
         self, doubt: Doubt, outcome: Outcome, rows: Index | None, stores: bool, deadline: Deadline
     ) -> bool:
-        """Settle what is in doubt. Return whether it has finished all of these rows as `outcome`
-        asks. Raise LeaseExpired if it has finished rows that `rows` names in another way. stores:
+        """Settle the call in doubt. Return whether it has finished all of these rows with
+        `outcome`. Raise LeaseExpired if it has finished some of them with another outcome. stores:
         whether there are tags or values to store."""
         try:
             self._settle_doubt(deadline)
         except LeaseExpired:
             if outcome != "release" or stores:
                 raise
-            return True  # released rows went back before
+            return True  # the rows are already released
         left = self.open_among(rows)
         asked = self._bits(rows)
         taken = (asked & doubt.rows & ~left).bit_count()
@@ -371,8 +373,8 @@ class Lease:
         return not left
 
     def _order(self, rows: Index | None, at: int) -> Index | None:
-        """Return which of the values that were given for `rows` (None: for all rows) are those of
-        the rows `at`, in ascending order. None: all of them, in the order given."""
+        """Return the indices of the values for the rows `at` (ascending), among values given for
+        `rows` (None: for all rows). None: all values, in the order given."""
         if rows is None:
             return np.array(rows_of(at), np.intp) if self._closed else None
         order = np.argsort(rows, kind="stable")
@@ -385,8 +387,8 @@ class Lease:
         return Finish(self.id, outcome, index, tags=tags, client_s=worked_s)
 
     def _ack(self, rows: int, deadline: Deadline, then: Call | None) -> None:
-        """Send one message for all rows to which the same was added. Rows of one that fails stay,
-        and so do their values: the next ack of the rows carries the same ones."""
+        """Send one message per set of rows with the same added fields. If a message fails, its rows
+        and values stay, and the next ack sends the same ones."""
         if lost := {name for of, names in self._lost if of & rows for name in names}:
             raise InvalidCall(
                 f"the values added to this batch for {'fields' if len(lost) > 1 else 'field'} "
@@ -403,7 +405,7 @@ class Lease:
             self._close("ack", some)
 
     def _alike(self, rows: int) -> list[int]:
-        """These rows, by what was added to them."""
+        """Split the rows into sets with the same added fields."""
         apart = [rows]
         for one in self._added:
             if rows & ~one.rows:
@@ -412,7 +414,7 @@ class Lease:
         return apart
 
     def _others(self, one: Added, rows: int) -> int:
-        """The open rows that it was added to, except these."""
+        """The open rows with these added values, except `rows`."""
         return one.rows & ~rows & ~self._closed
 
     def send(
@@ -437,7 +439,7 @@ class Lease:
             generation = attach(self.handle, deadline)
             land(self.handle, generation, pieces, True, deadline)
             self._send(body, rows, parts, deadline)
-            del held  # the values have another holder now
+            del held  # other pieces hold the values now
 
     def _send(
         self,
@@ -447,9 +449,9 @@ class Lease:
         deadline: Deadline,
         then: Call | None = None,
     ) -> None:
-        """Send one message as `send` describes it, and note what became of it. If it may have taken
-        effect, it stays in doubt. If it did not leave this process, values of an ack stay for the
-        next ack, and the space of others goes back."""
+        """Send one message as `send` describes it, and note its outcome. If it may have taken
+        effect, it stays in doubt. If it did not leave this process, the next ack uses the values of
+        an ack, and the space of other values is returned."""
         session = self.handle.session
         chunks: list[NewChunk] = []
         offsets: list[int] = []
@@ -459,7 +461,7 @@ class Lease:
                 call.body, chunks = self._with_values(body, rows, parts)
             deadline.check(_CALLS.get(body.outcome, body.outcome))
             offsets = [chunk.offset for chunk in chunks]
-            committed(chunks)  # from here on, their space belongs to the message
+            committed(chunks)  # from here on, the message owns their space
             done = self._answer(call)
         except BaseException as exc:
             if call.again is not None:
@@ -527,7 +529,7 @@ class Lease:
             )
 
     def _answer(self, call: Call) -> Body:
-        """Finish is answered with PutDone where values came along, else Done will do."""
+        """Send the call. The reply is PutDone if the message has values, else Done."""
         try:
             reply = send(self.handle.session, call)
         except LeaseExpired:
@@ -559,14 +561,14 @@ class Lease:
         if kept is not None:
             committed(doubt.chunks, column(kept, U8))
         elif doubt.outcome == "ack":
-            # Nobody has the values: an ack without them must not pass for one with them.
+            # The values are lost, so a later ack must not succeed without them.
             self._added = [one for one in self._added if one not in doubt.parts]
             names = {name for one in doubt.parts for name in one.fields}
             self._lost.append((doubt.rows, names))
 
     def _settle_doubt(self, deadline: Deadline) -> None:
-        """Ask again, under its own number, for what may have taken effect. Where an ack has
-        failed, its rows and values are here again."""
+        """Retry the call in doubt under its own operation id. If an ack has failed, the lease has
+        its rows and values again."""
         doubt = self._doubt
         assert doubt is not None
         deadline.check(_CALLS.get(doubt.outcome, doubt.outcome))
@@ -580,7 +582,7 @@ class Lease:
             return
         self._doubt = None
         if doubt.parts:
-            # The memory that the reply grants goes back when the cancelled call is undone.
+            # Undoing the cancelled call returns the memory that the reply grants.
             self._stored(doubt.rows, doubt.parts, doubt.chunks, done)
         self._close(doubt.outcome, doubt.rows)
 
@@ -633,7 +635,7 @@ class Lease:
             try:
                 send(session, call)
             except LeaseExpired:
-                pass  # the peer had released it already
+                pass  # the peer has already released it
             except BaseException:
                 if was_due and not call.in_flight:
                     session.leases.add(self.id, self.handle.name)
@@ -659,7 +661,7 @@ class Lease:
 
 
 def _is_unknown(exc: DataplaneError) -> bool:
-    """Whether this failure does not say if the call took effect."""
+    """Whether this failure leaves open if the call took effect."""
     return isinstance(exc, UNKNOWN) and "chunks" not in exc.details
 
 

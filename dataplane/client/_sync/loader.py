@@ -1,4 +1,4 @@
-"""Loaders: iterate over a stage's batches in a training loop, and claim the next one meanwhile.
+"""Loaders: iterate over a stage's batches in a training loop, and claim the next batch ahead.
 
 As in a stream, advancing to the next batch acks the current one. A loop that ends in any other way
 releases the current batch and the prefetched ones.
@@ -83,7 +83,7 @@ class Loader:
 
     @property
     def _wanted(self) -> int | None:
-        """How many batches a loop that begins now may give out; None for no limit."""
+        """How many batches a new loop may return; None for no limit."""
         return None if self._batches is None else self._batches - self._given
 
     @property
@@ -154,7 +154,7 @@ class Loader:
     def __exit__(self, kind: object, exc: object, trace: object) -> None:
         if not isinstance(exc, UNKNOWN):
             self.close()
-        elif self._loop is not None:  # the peer did not answer: do not wait once more
+        elif self._loop is not None:  # the peer did not reply: do not wait again
             self._loop.leave()
 
     def _take(self) -> Batch:

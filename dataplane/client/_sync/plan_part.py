@@ -67,7 +67,7 @@ class Part(Lease):
         self.at_once = handle.session.max_rows
         """rows per message; halved when a message was too large"""
         self._minis: dict[tuple[int, int], list[Rows]] = {}
-        """of this epoch and the last one; replaced as a whole, because two threads write it"""
+        """of this epoch and the previous one; replaced as a whole, because two threads write it"""
 
     def check(self) -> None:
         if self.state == "acked":
@@ -135,7 +135,7 @@ def join(
     part = Part(handle, stage, claimed.lease, claimed.plan.rows, rank, wanted or [])
     try:
         if wanted is None:
-            if stage not in handle.definition.stages:  # declared meanwhile
+            if stage not in handle.definition.stages:  # another process has declared it since
                 define(handle, None, Deadline(DEFAULT_TIMEOUT_S))
             part.fields = handle.definition.stages[stage]
         part.layout = Layout(shape, claimed.plan)
@@ -154,8 +154,8 @@ and a mask that is False for padding."""
 
 
 def fetch(part: Part, rows: Rows) -> Fetching:
-    """Fetch the rows of a micro-batch. Padding replaces rows that were dropped or lost meanwhile,
-    so that every rank takes the same number of steps."""
+    """Fetch the rows of a micro-batch. Padding replaces rows that were dropped or lost, so that
+    every rank takes the same number of steps."""
     wanted = np.array(rows, np.intp)
     mask = wanted >= 0
     positions = np.where(mask, wanted, ~wanted)
@@ -178,7 +178,7 @@ def fetch(part: Part, rows: Rows) -> Fetching:
 
 
 def _any_row(part: Part, deadline: Deadline) -> tuple[TableReader, Index]:
-    """A row of the plan that is still there. RowsGone where none is."""
+    """Fetch one row of the plan that still exists. Raise RowsGone if there is none."""
     start = 0
     while start < part.n:
         some = np.arange(start, min(start + SOUGHT, part.n), dtype=np.intp)
@@ -187,7 +187,7 @@ def _any_row(part: Part, deadline: Deadline) -> tuple[TableReader, Index]:
             start += SOUGHT
             continue
         reader, there = fetch_rows(part, part.fields, left[:1], deadline)
-        if len(there):  # or else it went just now
+        if len(there):  # otherwise it was just removed
             return reader, there
     raise RowsGone(
         "every row of this plan was dropped or lost: release the plan and call part.plan(…) again",
@@ -216,7 +216,7 @@ def fetch_rows(
                 continue
             at += len(some)
     except BaseException as exc:
-        # The messages before this one are pinned; their pins go with an object nobody keeps.
+        # Release the pins of earlier replies with an unreferenced object.
         session.pinned(*(one.pin for one in done))
         if isinstance(exc, LeaseExpired):
             part.why = exc.message

@@ -44,7 +44,7 @@ def events(session: Session, since: float | None, timeout: float | None) -> list
             continue
         try:
             pages += _pages(session, address, since, deadline)
-        except (Unavailable, InvalidCall):  # it died, or left meanwhile
+        except (Unavailable, InvalidCall):  # the peer died or left
             silent.append(address)
     return merged(pages, silent)
 

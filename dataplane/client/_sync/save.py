@@ -91,7 +91,7 @@ class _Checkpoint:
         self.bar = bar
         self.notes: list[PartitionNote] = []
         self.number = 0
-        """of the partition that is being written, among those that there are"""
+        """the index of the partition that is being written"""
 
     def write(self) -> None:
         census = ask(self.session, Census(), CensusDone, self._limit())
@@ -105,7 +105,7 @@ class _Checkpoint:
         return within(self.deadline, "the checkpoint")
 
     def _partition(self, name: str, generation: int) -> None:
-        """Save a partition. If it was dropped meanwhile, it is left out."""
+        """Save a partition. A partition that has been dropped is left out."""
         archive, handle, number = self.archive, Handle(self.session, name), len(self.notes)
         with ExitStack() as opened:  # closes the file even if opening it is cancelled
             file: SummedFile = filing(lambda: opened.enter_context(closing(archive.file(number))))
@@ -133,7 +133,7 @@ class _Checkpoint:
             body = Save(handle.name, handle.generation, some, others, nbytes)
             try:
                 found = ask(self.session, body, SaveDone, self._limit())
-            except RowsGone:  # freed before they were read: now they are not there
+            except RowsGone:  # rows were freed between survey and read
                 many, tries = max(1, many // 4), tries + 1
                 if tries > _TRIES:
                     raise
@@ -166,7 +166,8 @@ class _Checkpoint:
 
 
 def _each_once(columns: list[bytes]) -> list[bytes]:
-    """A name that was freed and put again meanwhile was told twice: where it is now counts."""
+    """Keep the last entry of each key. A key that was freed and put again during the survey occurs
+    twice."""
     told = [dict.fromkeys(keys_in(column)) for column in columns]
     last = {key: number for number, keys in enumerate(told) for key in keys}
     return [

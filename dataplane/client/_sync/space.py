@@ -90,7 +90,7 @@ def write_columns(
         raise
     for piece in pieces:
         for one in piece.chunk.columns:
-            one.source = []  # let go of the caller's memory
+            one.source = []  # drop references to the caller's memory
     return pieces
 
 
@@ -181,7 +181,7 @@ def room_for(
                 session.keep([(start, nbytes)])
                 raise
             return len(units), chunks, 0
-        session.give_back(slabs.take_idle(0))  # this call or another may wait for it
+        session.give_back(slabs.take_idle(0))  # this call or another may need this space
     asked: list[bytes] = []
     seen: set[NewChunk] = set()
     for unit in units:
@@ -190,7 +190,7 @@ def room_for(
         seen.update(first)
     body = Reserve(handle.name, generation, asked, continuing, digests_of(named), memory)
     where = "on the device" if memory else "in the arena"
-    session.tend()  # an interrupt of this after the reply would lose the space
+    session.tend()  # start the housekeeper now: an interrupt after the reply would lose the space
     reserved = ask(session, body, Reserved, deadline, f"waiting for space {where}")
     left: list[Extent] = []
     try:

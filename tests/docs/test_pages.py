@@ -143,8 +143,9 @@ def test_the_pages_stay_short() -> None:
     assert sum(words.values()) <= MOST_WORDS, words
 
 
-def test_every_test_that_proves_a_guarantee_is_there() -> None:
-    page = (ROOT / "docs/guarantees.md").read_text()
+@pytest.mark.parametrize("name", ["docs/guarantees.md", "docs/history/bugs-found.md"])
+def test_every_test_that_a_page_names_is_there(name: str) -> None:
+    page = (ROOT / name).read_text()
     named = re.findall(r"`((?:tests/[\w/]+/)?test_\w+\.py)(?:::(test_\w+))?`", page)
     assert len(named) > 20
     for path, test in named:

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read it has seen enough, and what is left has nowhere to go
+    except BrokenPipeError:  # the reader has closed the pipe, so the rest of the output is dropped
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
@@ -332,7 +332,7 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _lines(peers: dict[str, Any]) -> list[str]:
-    """The lines about one run. An error of one run must not hide the others."""
+    """Return the lines about one run. An error of one run must not hide the others."""
     # Imported here: `dataplane peer` must not load what only people read.
     from dataplane import cli_status
 
@@ -343,9 +343,8 @@ def _lines(peers: dict[str, Any]) -> list[str]:
 
 
 def _in(module: str, name: str) -> Callable[[argparse.Namespace], int]:
-    """A command that is in another module, which is imported when the command runs: `dataplane
-    peer` must not load the client. The command gets the arguments, and `_one_run` to find the peer
-    that it asks."""
+    """Return a command of another module, which is imported when the command runs: `dataplane peer`
+    must not load the client. The command gets the arguments, and `_one_run` to find its peer."""
 
     def run(arguments: argparse.Namespace) -> int:
         command = plugins.own(f"dataplane.{module}:{name}")
@@ -356,7 +355,7 @@ def _in(module: str, name: str) -> Callable[[argparse.Namespace], int]:
 
 
 def _one_run(arguments: argparse.Namespace) -> tuple[str, rundir.LivingPeer]:
-    """The name of the run, and the peer to ask. PeerAmbiguous."""
+    """Return the name of the run, and the peer to ask. Raise PeerAmbiguous."""
     variable = None if arguments.run else runs.of_variable()
     found = _found(arguments.run or variable, arguments.peer, variable is not None)
     if len(found) > 1:
@@ -370,8 +369,8 @@ def _one_run(arguments: argparse.Namespace) -> tuple[str, rundir.LivingPeer]:
 
 
 def _found(run: str | None, peer: str | None, variable: bool = False) -> list[rundir.LivingRun]:
-    """The user's runs on this host, or those that are asked for. PeerNotFound where none is there.
-    Looking never starts a peer. variable: whether DATAPLANE_RUN named the run."""
+    """Return the user's runs on this host, or the named one. Raise PeerNotFound if there is none.
+    Never starts a peer. variable: whether DATAPLANE_RUN named the run."""
     living = rundir.living_runs()
     found = [
         one
@@ -398,8 +397,8 @@ def _found(run: str | None, peer: str | None, variable: bool = False) -> list[ru
 
 
 def _seen(run: rundir.LivingRun, name: str | None) -> dict[str, Any]:
-    """A run, who began it, and the stats of its peers on this host, by name. name: of the only peer
-    that is looked at, without the others of its plane."""
+    """Return a run, its starter, and the stats of its peers on this host, by name. name: the only
+    peer to ask, without the other peers of its plane."""
     # Imported here: `dataplane peer` must not load what only people read.
     from dataplane import cli_status
 
@@ -423,8 +422,9 @@ def _seen(run: rundir.LivingRun, name: str | None) -> dict[str, Any]:
 
 
 def _stats(peer: rundir.LivingPeer, visits: set[int] | None = None) -> dict[str, Any]:
-    """What a peer says of itself; one that is stuck hides no other. visits: gets the session of
-    this visit, which the peer's run may still list as a client when the next peer is asked."""
+    """Return a peer's stats, or its error, so that a stuck peer hides no other. visits: gets the
+    session of this visit, which the peer's run may still list as a client when the next peer is
+    asked."""
     # Imported here: `dataplane peer` must not load the client.
     from dataplane.client._sync.plane import Plane
     from dataplane.client.session.opening import visit
@@ -440,8 +440,8 @@ def _stats(peer: rundir.LivingPeer, visits: set[int] | None = None) -> dict[str,
 
 
 def _clean(arguments: argparse.Namespace) -> int:
-    """End what nobody needs, and say what; leave the rest, and say why. 1 where a peer that was to
-    end did not."""
+    """End runs that are not needed, and print what was ended or kept, and why. Return 1 if a peer
+    could not be ended."""
     with progress.bar("clean") as bar:
         return _end_unneeded(arguments, bar)
 
@@ -465,7 +465,7 @@ def _end_unneeded(arguments: argparse.Namespace, bar: progress.Bar) -> int:
         for peer in run.peers
     ]
     bar.expect(2 * len(there))
-    looked = []  # before any peer ends: the others of its run may not answer then
+    looked = []  # before any peer ends, because the others may not answer then
     visits = set[int]()
     for run, peer in there:
         stats = _stats(peer, visits)
@@ -492,8 +492,7 @@ def _end_unneeded(arguments: argparse.Namespace, bar: progress.Bar) -> int:
 
 
 def _needed(stats: dict[str, Any], peer: rundir.LivingPeer, named: bool, visits: Set[int]) -> str:
-    """Why a peer is not ended without --force; "" where nobody needs it. visits: sessions of this
-    command."""
+    """Return why a peer is not ended without --force, or "". visits: sessions of this command."""
     if "error" in stats:
         return f"it does not answer ({stats['error']})"
     try:
@@ -506,7 +505,7 @@ def _needed(stats: dict[str, Any], peer: rundir.LivingPeer, named: bool, visits:
 def _needed_by(
     stats: dict[str, Any], peer: rundir.LivingPeer, named: bool, visits: Set[int]
 ) -> str:
-    # Of the whole run: the values of rows that another host knows may lie here.
+    # The rows of the whole run count, because their values may be on this host.
     partitions = stats["everywhere"]["partitions"]
     rows = {name: one["rows"] for name, one in partitions.items() if one["rows"]}
     if rows:
@@ -522,7 +521,7 @@ def _needed_by(
 
 
 def _heading(seen: dict[str, Any]) -> str:
-    """Which run it is, and who began it."""
+    """Return a line with the run's name and its starter."""
     by = seen["begun_by"]
     who = f"`{by['command']}` (pid {by['pid']})" if by else "hand"
     unnamed = "" if seen["named"] else " (unnamed)"

@@ -83,7 +83,7 @@ def record(arguments: argparse.Namespace, find: Find) -> int:
 
 
 class _Stop:
-    """Whether a signal asked the recorder to end. A second one interrupts what it does."""
+    """Whether a signal asked the recorder to end. A second signal interrupts it."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -103,7 +103,7 @@ class _Stop:
 
 
 class _Access:
-    """A client of a peer of this host, and of another one of the run if that is lost."""
+    """A client of a peer of this host, or of another peer of the run if that one is lost."""
 
     def __init__(self, peer: LivingPeer, run: str) -> None:
         self.plane = Plane(visit(peer))
@@ -123,7 +123,7 @@ class _Access:
         for peer in [one for run in living_runs() if run.name == self._run for one in run.peers]:
             try:
                 self.plane = Plane(visit(peer))
-            except PeerLost:  # it has just ended
+            except PeerLost:  # the peer has just ended
                 continue
             except (ConnectError, Unavailable) as error:
                 silent = f"{lost}, and peer {peer.name} did not answer: {error.message}"
@@ -137,7 +137,7 @@ class _Access:
 def _follow(
     access: _Access, recorder: Recorder, folder: _Folder, most_steps: int | None, stop: _Stop
 ) -> str:
-    """Ask all peers again and again. Return why that ended."""
+    """Ask all peers repeatedly. Return why that ended."""
     follower, answered, peers = Follower(), time.monotonic(), set[str]()
     while True:
         asked, stopped = time.monotonic(), stop.asked
@@ -156,7 +156,7 @@ def _follow(
             if why := access.another(alone=len(peers) <= 1):
                 return why
             folder.lost(lost, access.plane.peer)
-            stopped = False  # it has not been asked yet
+            stopped = False  # the new peer has not been asked yet
         except (DeadlineExceeded, Unavailable) as error:
             if not stopped and asked - answered > SILENT_S:
                 return f"the peer did not answer: {error.message}"
@@ -211,19 +211,19 @@ class _Folder:
             self._write_index(recorder)
 
     def lost(self, peer: str, other: str) -> None:
-        """Say in the index that this peer was lost while it was asked."""
+        """Note in the index that this peer was lost while it was asked."""
         print(f"lost peer {peer}, switched to peer {other}", flush=True)
         if peer not in self.index.lost_peers:
             self.index.lost_peers.append(peer)
         self._write_index()
 
     def end(self, recorder: Recorder, why: str) -> None:
-        """Say in the index that the recording is over."""
+        """Note in the index that the recording is over."""
         self.index.ended = why
         self._write_index(recorder)
 
     def discard(self) -> None:
-        """Leave the path as it was before: nothing was recorded."""
+        """Restore the path: nothing was recorded."""
         (self.path / INDEX).unlink(missing_ok=True)
         if self.made:
             self.path.rmdir()
@@ -267,7 +267,7 @@ def _table(step: RecordedStep) -> pyarrow.Table:
 
 
 def _summary(recorder: Recorder, folder: _Folder, why: str) -> int:
-    """Print what was recorded and what was not; InvalidCall where that is nothing."""
+    """Print what was recorded and what was not. Raise InvalidCall if nothing was recorded."""
     steps, lost = len(folder.index.steps), recorder.lost
     out = len(recorder.left_out) + recorder.more_left_out
     for one in recorder.left_out:

@@ -36,9 +36,9 @@ from dataplane.wire.arrays import preview, shortened
 from dataplane.wire.tables import Name
 
 MAX_ROWS = 1000
-"""rows that one command lists"""
+"""The most rows that one command lists."""
 STATES = ("pending", "ready", "leased", "acked")
-"""of a row for a stage, by number"""
+"""States of a row for a stage, by number."""
 _PREVIEW = 8
 _MAX_LETTERS = 60
 _NAMED = 8
@@ -227,7 +227,7 @@ def _scalar(text: str) -> Any:
 
 
 def _attached(plane: Plane, partition: str) -> Report:
-    """The stats of a partition. PartitionUndefined, at once, where nobody has declared it."""
+    """Return the stats of a partition. Raise PartitionUndefined, at once, if it is not declared."""
     known = plane.partitions()
     if partition in known:
         return plane.partition(partition).stats()
@@ -244,14 +244,14 @@ def _attached(plane: Plane, partition: str) -> Report:
 
 
 def _as_names(key: str) -> list[Name]:
-    """What a key typed in a shell may be: a number, or a text, with or without quotes."""
+    """Return what a key typed in a shell may be: a number, or a text, with or without quotes."""
     said = _scalar(key)
     known = type(said) is str or (type(said) is int and -(1 << 63) <= said < 1 << 64)
     return [said, key] if known and said != key else [key]
 
 
 def _shown(value: object) -> str:
-    """A key, group or tag. A text that would read as a number has quotes: 7 and "7" differ."""
+    """Show a key, group or tag. A text that would read as a number has quotes: 7 and "7" differ."""
     text = str(value)
     return json.dumps(value) if isinstance(value, str) and _scalar(text) != text else text
 

@@ -19,7 +19,7 @@ SHOWN_RANKS = 8
 _BAR = 20
 
 SHOWN_CLIENTS = 16
-"""of each host"""
+"""The most clients shown per host."""
 SHOWN_RATES = 4
 
 Stats = Mapping[str, Any]
@@ -67,12 +67,12 @@ def _lines(peers: Mapping[str, Stats]) -> Iterator[str]:
 
 
 def _everywhere(peers: Mapping[str, Stats]) -> Stats:
-    """The whole run, as the first peer that answers knows it."""
+    """Return the whole run, as the first peer that answers knows it."""
     for stats in peers.values():
         if "error" not in stats:
             hosts = dict(stats["peers"])
             here = hosts[stats["peer"]]
-            hosts[stats["peer"]] = {**here, "clients": here["clients"] - 1}  # who looks is one
+            hosts[stats["peer"]] = {**here, "clients": here["clients"] - 1}  # this command is one
             return {**stats["everywhere"], "peers": hosts}
     return {"partitions": {}, "waits": [], "holders": [], "clients": [], "peers": {}}
 
@@ -105,7 +105,7 @@ def _host(host: Stats) -> str:
 
 
 def _rates(rates: Stats) -> str:
-    """What clients of a host do, on average: the slow host is seen beside others."""
+    """Return a host's average rates, which show a slow host beside others."""
     acked = rates["acked_rows_per_s"]
     shown = [f"{name} {rate:.1f}" for name, rate in list(acked.items())[:SHOWN_RATES]]
     if rates["put_rows_per_s"]:
@@ -128,7 +128,7 @@ def _clients(clients: Sequence[Stats]) -> Iterator[str]:
 
 
 def _who(label: str, client: Stats) -> str:
-    """A client as people find it: `pid 7 on host b, rank 3 (python train.py)`."""
+    """Return a client's description: `pid 7 on host b, rank 3 (python train.py)`."""
     rank, command = client.get("rank"), client.get("command")
     ranked = f", rank {rank}" if rank is not None and rank >= 0 else ""
     return f"{label}{ranked}" + (f" ({command})" if command else "")
@@ -186,7 +186,7 @@ def _stage(name: str, stage: str, figures: Stats, seen: Stats) -> str:
 
 
 def _plan(plan: Stats) -> str:
-    """Ranks that are behind are named, the first ones."""
+    """Return a line about a plan, with the first ranks that are behind."""
     said = f"{plan['acked']} of {counted(plan['ranks'], 'rank')} acked"
     for word, many, ranks in (
         ("working", plan["came"] - plan["acked"], plan["working"]),
@@ -199,7 +199,7 @@ def _plan(plan: Stats) -> str:
 
 
 def _in_order(name: str) -> list[str | int]:
-    """step-2 before step-10, wherever they live."""
+    """Return a sort key that puts step-2 before step-10, on any host."""
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 

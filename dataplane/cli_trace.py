@@ -22,7 +22,7 @@ def trace(arguments: argparse.Namespace, find: Find) -> int:
     the file cannot be written; then no partial file is left."""
     try:
         import perfetto.protos.perfetto.trace.perfetto_trace_pb2  # noqa: F401
-    except Exception as exc:  # an older protobuf refuses perfetto with an error of its own
+    except Exception as exc:  # an older protobuf raises its own error for perfetto
         raise InvalidCall(
             f"`dataplane trace` cannot import the package perfetto ({exc}): install it with "
             "pip install 'dataplane-rl[trace]'"
@@ -61,7 +61,7 @@ def trace(arguments: argparse.Namespace, find: Find) -> int:
 
 
 def _target(output: str) -> Path:
-    """The file to write. What is sure to fail fails before the peers are asked."""
+    """Return the file to write. Raise errors that are certain before the peers are asked."""
     path = Path(os.path.realpath(output))
     if path.exists() and not path.is_file():
         raise _unwritable(output, "it exists and is not a regular file")

@@ -24,7 +24,7 @@ ROLE = "page"
 
 
 def watch(arguments: argparse.Namespace, find: Find) -> int:
-    """Show the run of the first look until Ctrl-C, also when its peers are replaced."""
+    """Show the run until Ctrl-C, also after its peers are replaced."""
     arguments.run, _ = find()
     watcher = Watcher(arguments.run, lambda: find()[1])
     if arguments.page is not None:

@@ -45,7 +45,7 @@ class CudaDevice(Device):
         self._runtime = _runtime()
         self.number = number
         self._made: WeakSet[Pool | Event] = WeakSet()
-        # Without making it current: that would take memory of a GPU that is only looked at.
+        # Without making the GPU current, which would take memory of a GPU that may not be used.
         with self._cuda_errors():
             self.identity: str = self._runtime.deviceGetPCIBusId(number)
 
@@ -83,7 +83,7 @@ class CudaDevice(Device):
     @classmethod
     def is_used(cls, identity: str, current: int | None, required: bool) -> bool:
         if current is None and not required:
-            return False  # to open a pool would start CUDA, which takes memory of the GPU
+            return False  # opening a pool would start CUDA, which takes GPU memory
         if not cls.count():
             raise DeviceMissing(
                 "this process sees no GPU: check nvidia-smi and CUDA_VISIBLE_DEVICES"
@@ -136,7 +136,7 @@ class CudaDevice(Device):
         try:
             other: int | None = CudaDevice.of(handle.device).number
         except DeviceMissing:
-            other = None  # only opening its memory tells
+            other = None  # only opening its memory shows whether it works
         if other is not None:
             with self._cuda_errors():
                 if not self._runtime.deviceCanAccessPeer(self.number, other):
@@ -173,7 +173,7 @@ class CudaDevice(Device):
                 self._runtime.memcpyAsync(target, source, nbytes, _COPY_BY_ADDRESS, stream)
 
     def carry_out(self, copies: Iterable[Copy], look: Callable[[], object] = lambda: None) -> None:
-        with self._current():  # once for all of them
+        with self._current():  # current once, for all copies
             super().carry_out(copies, look)
 
     def locate(self, value: object) -> Located | None:
@@ -223,7 +223,7 @@ class CudaDevice(Device):
         """Return the number of the GPU that has this address; -1 if no GPU has it, or if this
         process does not use this GPU."""
         if not _in_use(self.number):
-            return -1  # no memory of it is mapped here
+            return -1  # none of its memory is mapped here
         with self._current():  # this call creates a context on the current GPU
             return int(self._runtime.pointerGetAttributes(address).device)
 
@@ -299,7 +299,7 @@ class CudaView:
     ) -> None:
         self._kept = pool, keep
         self.shape = shape
-        # torch takes nothing that says it is read-only
+        # torch rejects read-only arrays
         self.__cuda_array_interface__ = {
             "version": 3,
             "shape": shape,

@@ -218,7 +218,7 @@ class DirectCopies:
         try:
             return copy.event is not None and copy.event.done()
         except DeviceMissing as exc:
-            # The state of its copies is unknown, so all sources are kept until this process ends.
+            # The state of the copies is unknown, so all sources are kept until this process ends.
             if not self.refused:
                 self._refuse(exc.message)
             return False

@@ -156,7 +156,7 @@ class HostMemory(Space):
 
 
 class DeviceArena:
-    """An arena on a device. space: its books."""
+    """An arena on a device. space: its accounting."""
 
     def __init__(self, device: Device, space: Space) -> None:
         self.device = device
@@ -165,7 +165,7 @@ class DeviceArena:
         self.staged_bytes = 0
         """bytes copied through the host, for clients without the device and for other hosts"""
         self.overflowed_bytes = 0
-        """bytes of values that went to the host arena, because this arena was full"""
+        """bytes of values written to the host arena because this arena was full"""
 
     def __repr__(self) -> str:
         return f"<DeviceArena {self.device.identity} {self.space}>"

@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 DEVICE_SHARES = (0.70, 0.30, 0.0)
 """By admission class: nothing is pulled into a device."""
 STAGED = "host arena"
-"""The plain way between devices: through the owner's host arena, and from there like any value."""
+"""The plain path between devices: through the owner's host arena, then like any value."""
 FIRST_S = 5.0
 """How long a first pull waits for the check of the transports. The plain path takes space in both
 arenas."""
@@ -132,7 +132,7 @@ class DevicePools(Pools):
         return b"".join([grant.tobytes() for grant in grants])
 
     def figures(self) -> list[dict[str, Any]]:
-        """See `Pools.figures`. Without a way between devices, values go through the host
+        """See `Pools.figures`. Without a path between devices, values go through the host
         arenas."""
         engine = self.pulls.engine
         staged = STAGED if engine is None else f"{STAGED}, then {engine.transport}"
@@ -186,11 +186,11 @@ class DevicePools(Pools):
         }
 
     def check(self) -> None:
-        """Nothing is missing: the device arenas are there."""
+        """Do nothing: this peer has device arenas."""
 
     async def start(self, made: Callable[..., BulkEngine], between_hosts: str) -> None:
-        """Start the worker with those of CUDA IPC, the engine between hosts and NCCL that the
-        settings allow. See `Pools.start`."""
+        """Start the worker with the transports that the settings allow, of CUDA IPC, the engine
+        between hosts and NCCL. See `Pools.start`."""
         devices = self._memory.devices
         choice = self.pulls.transport
         names = [CUDA_IPC, *([between_hosts] if between_hosts != TCP else []), NCCL]

@@ -46,8 +46,8 @@ def wish_of(mode: Any) -> Wish:
 
 
 def client_pools(wish: Wish, offered: bool) -> OpenPools | None:
-    """Return what a client session opens device arenas with. None if it will open none. offered:
-    whether its peer has any."""
+    """Return the device arenas of a client session. None if it will open none. offered: whether its
+    peer has any."""
     if wish.mode != "required" and (wish.mode == "off" or not offered):
         return None
     pools: OpenPools = client_module("pools").OpenPools(wish)

@@ -59,7 +59,7 @@ def filled_on_gpu(
     device: str,
     fill: Callable[[npt.NDArray[Any]], None],
 ) -> Any | None:
-    """Return a tensor of what is written into an array, copied from page-locked memory without
+    """Return a tensor of data written into an array, copied from page-locked memory without
     waiting. form: torch's dtype. None if the device is not a GPU."""
     torch: Any = sys.modules["torch"]
     if torch.device(device).type != "cuda" or not torch.cuda.is_available():

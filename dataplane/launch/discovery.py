@@ -67,8 +67,8 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of this host's peer in its run. listen: None if it is no seed and does not join,
-    or has no other peers."""
+    """The place of this host's peer in its run. listen: None if the peer is neither a seed nor
+    joins, or is alone."""
 
     seeds: tuple[str, ...]
     listen: str | None
@@ -76,26 +76,24 @@ class Place:
 
 
 def launchers_run(environ: Environ = os.environ) -> str | None:
-    """The name of the run from the first launcher that knows one."""
+    """Return the name of the run from the first launcher that knows one."""
     job = next((job for job in jobs(environ) if job.id), None)
     return f"{job.launcher}-{job.id}" if job else None
 
 
 def find_seeds(run: str, environ: Environ = os.environ) -> tuple[str, ...]:
-    """The addresses of all founding peers in order, or () for this host alone.
+    """Return the addresses of all founding peers in order, or () for this host alone.
 
     Raises SeedsMissing if the job spans several hosts and no variable names them: otherwise each
-    host would have a run of its own and wait for rows for ever.
+    host would have its own run and wait for rows for ever.
     """
     return _seeds(run, environ)[0]
 
 
 def find_place(run: str, environ: Environ = os.environ) -> Place:
-    """The seeds, and which of them this host's peer is, or where it listens when it joins them.
-
-    Raises SeedsMissing as `find_seeds` does, and ConnectError if the first host cannot be
-    resolved here.
-    """
+    """Return the seeds, and this host's peer: one of them, or the address where it listens when it
+    joins them. Raises SeedsMissing as `find_seeds` does, and ConnectError if the first host cannot
+    be resolved here."""
     seeds, others_join = _seeds(run, environ)
     listen = own_seed(seeds)
     if listen is None and others_join:
@@ -105,7 +103,7 @@ def find_place(run: str, environ: Environ = os.environ) -> Place:
 
 
 def _seeds(run: str, environ: Environ) -> tuple[tuple[str, ...], bool]:
-    """The seeds, and whether there are hosts besides theirs."""
+    """Return the seeds, and whether the job has other hosts."""
     said = settings.settings_in(environ)
     if "seeds" in said:
         return settings.value("seeds", said) or (), False
@@ -128,7 +126,8 @@ def _seeds(run: str, environ: Environ) -> tuple[tuple[str, ...], bool]:
 
 
 def node_peer(environ: Environ = os.environ) -> str | None:
-    """The name of the peer of this process's Ray node, as `dataplane.integrations.ray` gives it."""
+    """Return the name of the peer of this process's Ray node, as `dataplane.integrations.ray` sets
+    it."""
     node = environ.get("RAY_NODE_ID") or _of_ray("get_node_id")
     return f"ray-{node[:16]}" if node else None  # the id is in hexadecimal
 
@@ -144,7 +143,7 @@ def own_seed(seeds: tuple[str, ...]) -> str | None:
 
 
 def jobs(environ: Environ = os.environ) -> list[Job]:
-    """The launchers whose variables are set, in the table's order."""
+    """Return the launchers whose variables are set, in the table's order."""
     found = (
         look(environ)
         for look in (_open_mpi, _slurm, _leader_worker_set, _ray, _torchrun, _indexed_job)
@@ -194,14 +193,14 @@ def _not_a_nodelist(item: str) -> InvalidConfig:
 def _open_mpi(environ: Environ) -> Job | None:
     if "OMPI_COMM_WORLD_SIZE" not in environ:
         return None
-    # mpirun's host, pid and job; of Open MPI 4 a number that is made of them.
+    # The host, pid and job of mpirun; in Open MPI 4, a number made from them.
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid", "")
     return _of_ranks(environ, "openmpi", job, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 
 def _of_ranks(environ: Environ, launcher: str, job: str, world: str, local: str) -> Job:
-    """The job of a launcher. world, local: the variables with the number of ranks, in all and on
-    this host."""
+    """Return the job of a launcher. world, local: the variables with the number of ranks, in all
+    and on this host."""
     ranks = _integer(environ, world, 1)
     several = ranks > _integer(environ, local, ranks)
     master = environ.get("MASTER_ADDR", "")
@@ -221,23 +220,23 @@ def _slurm(environ: Environ) -> Job | None:
         nodes = expand_nodelist(environ.get("SLURM_STEP_NODELIST", ""))
         count = _integer(environ, "SLURM_STEP_NUM_NODES", 1)
     else:
-        # A step of several components sees only those nodes that are of its own one.
+        # A step of several components sees only the nodes of its own component.
         suffixes = [f"_HET_GROUP_{group}" for group in range(groups)] or [""]
         lists = [environ.get(f"SLURM_JOB_NODELIST{suffix}", "") for suffix in suffixes]
         nodes = expand_nodelist(",".join(lists)) if all(lists) else ()
         count = max(groups, _integer(environ, "SLURM_JOB_NUM_NODES", 1))
     several = len(nodes) > 1 if nodes else count > 1
-    # A step of one task is one program, or a shell: what that starts has no launcher in common.
+    # A step of one task is a program or a shell, whose child processes share no launcher.
     launches = step and environ.get("SLURM_STEP_NUM_TASKS") != "1"
     return Job("slurm", f"{job}.{step}" if launches else "", several, nodes)
 
 
 _SHELL_STEPS = 0xFFFFFFF0
-"""From here on Slurm's numbers are for what is no srun: a batch script, an interactive shell."""
+"""Slurm numbers steps without srun from here on: batch scripts and interactive shells."""
 
 
 def _slurm_step(environ: Environ) -> str:
-    """The step that srun made, "" where there is none."""
+    """Return the step that srun made, or ""."""
     step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or ""
     return "" if step.isdigit() and int(step) >= _SHELL_STEPS else step
 
@@ -265,7 +264,7 @@ def _indexed_job(environ: Environ) -> Job | None:
 
 def _ray(environ: Environ) -> Job | None:
     host = _host_of(environ.get("RAY_ADDRESS", "")) or _host_of(_of_ray("gcs_address"))
-    # Only an initialised ray knows its session: what a worker starts has no more than a number.
+    # Only an initialised ray knows its session: a worker's children see only a number.
     session, job = _of_ray("get_session_name").removeprefix("session_"), _of_ray("get_job_id")
     if not job and not host:
         return None
@@ -284,7 +283,7 @@ def _host_of(address: str) -> str:
 
 
 def _of_ray(attribute: str) -> str:
-    """What an initialised ray knows of this process; ray is asked only where it is imported.
+    """Return what an initialised ray knows of this process. Does not import ray.
 
     Workers have no RAY_ADDRESS.
     """
@@ -302,8 +301,8 @@ def waits_for_ray() -> bool:
 
 
 def ray_nodes() -> list[Any] | None:
-    """The living nodes of the cluster of an initialised ray; none without one. Also none in a
-    child forked after ray.init(), where a call to the cluster would never return."""
+    """Return the living nodes of an initialised ray's cluster; [] without one. None in a child
+    forked after ray.init(), where a call to the cluster would never return."""
     if _of_the_parent:
         return None
     ray = _initialised_ray()
@@ -311,7 +310,8 @@ def ray_nodes() -> list[Any] | None:
 
 
 def _ray_has_several_hosts() -> bool:
-    """True where that cannot be asked: no child makes a private plane of its host."""
+    """Return whether the cluster has several hosts. True if unknown, so that no child starts a
+    private plane on its host."""
     nodes = ray_nodes()
     return nodes is None or len({node["NodeManagerAddress"] for node in nodes}) > 1
 
@@ -322,7 +322,7 @@ def _initialised_ray() -> Any:
 
 
 _of_the_parent = False
-"""Whether what this process has of ray is its parent's."""
+"""Whether this process inherited ray's state from its parent."""
 
 
 def _after_fork() -> None:
@@ -342,7 +342,7 @@ def _torchrun(environ: Environ) -> Job | None:
 
 
 def _is_this_host(host: str) -> bool:
-    """Whether an address is one of this machine's: only then can a socket be bound to it."""
+    """Whether an address belongs to this machine. Only then can a socket be bound to it."""
     if is_loopback(host) or host == socket.gethostname():
         return True
     try:
@@ -355,7 +355,7 @@ def _is_this_host(host: str) -> bool:
 
 
 def _address_towards(host: str) -> str:
-    """The address of this host from which another one is reached. Nothing is sent."""
+    """Return this host's address on the route to another host. Sends nothing."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

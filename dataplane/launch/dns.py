@@ -29,8 +29,8 @@ Resolve = Callable[[str], set[str]]
 
 
 def addresses_of(name: str) -> set[str]:
-    """All IPv4 addresses of a name, or its IPv6 addresses if it has no others; none while it is
-    unknown."""
+    """Return all IPv4 addresses of a name, or its IPv6 addresses if it has no others; none while it
+    is unknown."""
     for family in (socket.AF_INET, socket.AF_INET6):
         try:
             found = socket.getaddrinfo(name, None, family=family, type=socket.SOCK_STREAM)
@@ -46,11 +46,9 @@ def seeds_of(
     wait_s: float = WAIT_S,
     pause_s: float = PAUSE_S,
 ) -> tuple[str, ...]:
-    """The seeds of `dns://NAME:PORT/COUNT`, in the order of their addresses.
-
-    Waits until there are COUNT of them. Raises InvalidConfig, or SeedsMissing if there are not
-    enough in time.
-    """
+    """Return the seeds of `dns://NAME:PORT/COUNT`, in the order of their addresses. Waits until
+    there are COUNT addresses. Raises InvalidConfig, or SeedsMissing if there are not enough in
+    time."""
     name, port, count = _parsed(setting)
     until = time.monotonic() + wait_s
     found = resolve(name)

@@ -49,19 +49,19 @@ log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 20.0
 MEET_TIMEOUT_S = 300.0
-"""... of a peer that other hosts must let in: the hosts of a job start at different times."""
+"""The same for a peer that joins other hosts: the hosts of a job start at different times."""
 OLD_S = 86_400.0
 RECENT_S = 60.0
-"""Whoever began an unnamed run that ended with rows so long ago may have meant them for the next
-line of its script."""
+"""An unnamed run that ended with rows less than this long ago is reported: its user may have meant
+them for the next line of a script."""
 SHOWN_RUNS = 3
 _POLL_S = 0.01
 _RESTORED_POLL_S = 0.1
 _LOG_TAIL_BYTES = 2_000
 
-# A tiny interpreter in between starts the peer and ends: the peer is then nobody's child, and no
-# zombie of it stays in the client. It needs neither a shell nor a fork of a process with threads.
-# Signals that the client blocks or ignores, as Ray's workers do, would not end the peer either.
+# A tiny interpreter starts the peer and exits. The peer is then not a child of the client, and
+# leaves no zombie there. This needs neither a shell nor a fork of a process with threads. Signals
+# that the client blocks or ignores, as Ray's workers do, would not end the peer either.
 _LAUNCHER = (
     "import os, sys, signal; os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ, "
     "setsigmask=[], setsigdef=[signal.SIGINT, signal.SIGTERM])"
@@ -123,7 +123,7 @@ class Attached:
                 said += ". To start with an empty run instead, call connect(fresh=True)"
             return [said]
         named = self.run.said_by in ("hand", "variable") and not self.run.unnamed
-        # Nobody has left: the process that started this run is about to connect.
+        # No client has left: the process that started this run is about to connect.
         if named and found.left_by and starter is not None and not runs.is_of_launch(starter):
             return [
                 "another launch started this run and has no clients left. To start with a new "
@@ -185,24 +185,24 @@ _SHARE = (
 
 
 def _gone(dead: rundir.DeadPeer) -> list[str]:
-    """What went with a peer, or nothing if it had no rows."""
+    """Return lines about the rows that were lost with a peer; none if it had none."""
     card = dead.card
     last = f"its last peer {card.name!r} (pid {card.pid})"
     rows, age = counted(card.rows, "row"), duration(dead.age_s)
-    if card.address is not None:  # rows of its shards may be elsewhere, and values here of others
+    if card.address is not None:  # its rows and values may be on several hosts
         how = f"stopped ({card.ended})" if card.ended else "was killed"
         return [f"this host starts empty: {last} {how}. part.lost() lists rows that were lost"]
     if not card.rows:
         return []
     if card.ended:
         return [f"the run starts empty: {last} stopped {age} ago with {rows} ({card.ended})"]
-    # Nobody saw it end: its card is older than its end.
+    # Its card is older than its end, which no process saw.
     log = f". See its log, {log_path(dead.folder, card.name)}.old" if card.starter else ""
     return [f"the run starts empty: {last} was killed. It had {rows} {age} ago{log}"]
 
 
 def _ended(dead: rundir.DeadPeer) -> str:
-    """What went with an unnamed run that somebody perhaps meant for this process."""
+    """Return a line about the rows of an unnamed run that may have been meant for this process."""
     card = dead.card
     who = f" of `{card.starter.command}`, which has the same parent," if card.starter else ""
     return (
@@ -258,9 +258,9 @@ def attach(
             if peer is None:
                 peer, begun = _start_once(config, folder, deadline)
         if _answers_in_time(peer, folder, deadline):
-            break  # else it was about to leave when it was seen, and the next one is asked
+            break  # else the peer was leaving: ask the next one
     living = rundir.LivingRun(belongs.name, folder, rundir.living_peers(folder))
-    # Its card may have been written since it was seen.
+    # Its card may have been written after the first look.
     seen = dataclasses.replace(peer, card=rundir.read_card(folder, peer.name) or peer.card)
     return Attached(belongs, seen, living, me, begun is not None, tuple(begun or ()))
 
@@ -271,7 +271,7 @@ def _introduced(run: rundir.LivingRun) -> str:
 
 
 def _run_of(peer_name: str, mine: runs.Run, base: Path) -> runs.Run:
-    """The run of the peer that is named, where nobody has named the run."""
+    """Return the run of the named peer, if no run is named."""
     living = rundir.living_runs(base)
     found = [one.name for one in living if peer_name in (peer.name for peer in one.peers)]
     named = mine.said_by in ("hand", "variable") and not mine.unnamed
@@ -290,7 +290,8 @@ def _run_of(peer_name: str, mine: runs.Run, base: Path) -> runs.Run:
 def embedded_config(
     run: str, environ: Mapping[str, str], starter: rundir.Starter | None = None
 ) -> PeerConfig:
-    """The configuration of the embedded peer. Everything that can be refused is refused here."""
+    """Return the configuration of the embedded peer. Raises every error that can be found before it
+    starts."""
     place = discovery.find_place(run, environ)
     seeds = place.seeds
     if seeds and runs.is_unnamed(run):
@@ -317,9 +318,9 @@ def peer_config(
     starter: rundir.Starter | None = None,
     place: discovery.Place | None = None,
 ) -> PeerConfig:
-    """The configuration of a peer: from arguments, else variables, else the launcher. starter:
-    the process that starts it by `connect()`, None for a peer started by hand. place: the peer's
-    place in its run, if the caller knows it."""
+    """Return the configuration of a peer, from arguments, else variables, else the launcher.
+    starter: the process that starts it by `connect()`, None for a peer started by hand. place: the
+    peer's place in its run, if the caller knows it."""
     said = {**settings.settings_in(environ, by_hand=starter is None), **given}
     value = partial(settings.value, said=said)
     run = runs.run_of_peer(given["run"].text if "run" in given else None, environ)
@@ -411,13 +412,13 @@ def _choose(
 def _start_once(
     config: PeerConfig, folder: Path, deadline: float
 ) -> tuple[rundir.LivingPeer, list[rundir.DeadPeer] | None]:
-    """Start the embedded peer, or wait for whoever is doing so. What earlier peers of the run left,
-    where it was started here; else None."""
+    """Start the embedded peer, or wait for the process that does. Return the peer, and the dead
+    peers of the run if this process started it, else None."""
     with _start_lock(folder, deadline):
         while (peer := _choose(folder, config.run, None, {})) is None and (
             rundir.is_inhabited(folder) or rundir.holder(folder, config.name) is not None
         ):
-            # It lives, and somebody has removed its files: it puts them back.
+            # The peer lives, and will restore its files, which were removed.
             if time.monotonic() > deadline:
                 pid = rundir.holder(folder, config.name)
                 raise ConnectError(
@@ -437,8 +438,8 @@ def _start_once(
 
 
 def _remove_old(base: Path) -> None:
-    """Folders of runs whose peers crashed, or ended with rows, stay for their logs and cards, but
-    not for ever."""
+    """Remove old folders of runs whose peers crashed or ended with rows. They stay for a while, for
+    their logs and cards."""
     for folder in rundir.abandoned(base):
         with contextlib.suppress(OSError):
             if time.time() - folder.stat().st_mtime > OLD_S:
@@ -463,7 +464,8 @@ def _start_lock(folder: Path, deadline: float) -> Iterator[None]:
 
 
 def log_path(folder: Path, name: str = EMBEDDED) -> Path:
-    """The log file of a peer that `connect()` started. The previous one is kept as `.old`."""
+    """Return the log file of a peer that `connect()` started. The previous one is kept as
+    `.old`."""
     return folder / f"{EMBEDDED if is_embedded(name) else name}.log"
 
 
@@ -479,7 +481,7 @@ def start(config: PeerConfig, timeout_s: float) -> None:
 
 
 def _spawn(config: PeerConfig, folder: Path) -> int:
-    """Start the peer; a descriptor that reports hang-up when it has ended."""
+    """Start the peer. Return a descriptor that reports hang-up once the peer has exited."""
     log = log_path(folder, config.name)
     if log.exists():
         log.replace(log.with_suffix(".log.old"))
@@ -514,8 +516,8 @@ def command_line(config: PeerConfig) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """Ours without settings, which are on its command line; and a checkout that is imported without
-    being installed."""
+    """Return this process's environment without settings, which are on the command line. Adds the
+    path of a checkout that is imported without being installed."""
     ours = {setting.env for setting in settings.TABLE} - {"DATAPLANE_RUN_DIR"}
     environment = {name: text for name, text in os.environ.items() if name not in ours}
     home = Path(__file__).resolve().parents[2]
@@ -528,8 +530,8 @@ def _environment() -> dict[str, str]:
 def _answers_in_time(
     peer: rundir.LivingPeer, folder: Path, deadline: float, alive: int | None = None
 ) -> bool:
-    """Wait until it answers; ConnectError where that takes too long. False where it has left: who
-    starts it knows by `alive` that it has ended, which is an error then."""
+    """Wait until the peer answers. Raise ConnectError if that takes too long, or if `alive` reports
+    that the peer has exited. Without `alive`, return False if it has."""
     while not answers(peer.socket):
         if alive is None and not rundir.is_living(peer):
             return False
@@ -553,8 +555,8 @@ def _answers_in_time(
 
 
 def _silent(pid: int | None) -> str:
-    """What to say of a peer that accepts no connection: the queue of its socket is full, or it is
-    not ready. pid: None or 0 where that is unknown."""
+    """Describe a peer that accepts no connection: the queue of its socket is full, or it is not
+    ready. pid: None or 0 if unknown."""
     if not pid:
         return "did not answer in time: check its log, then connect again"
     stopped, log = processes.is_stopped(pid), "check its log, then connect again"

@@ -165,7 +165,7 @@ def end(peer: rundir.LivingPeer, who: str) -> bool:
         return not rundir.is_living(peer)
     try:
         handle = os.pidfd_open(pid)
-    except OSError:  # it has ended, or is in another pid namespace
+    except OSError:  # it has exited, or is in another pid namespace
         return not rundir.is_living(peer)
     try:
         rundir.write_ended_by(peer, who)

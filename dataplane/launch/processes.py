@@ -11,13 +11,13 @@ from pathlib import Path
 
 COMMAND_CHARACTERS = 60
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
-"""Variables in which torchrun, Slurm and MPI tell a process its rank."""
+"""Variables that give a process its rank, by torchrun, Slurm and MPI."""
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
     """A process of this pid namespace. started: in clock ticks since the host's boot. state: its
-    letter in /proc, which is not a part of what it is."""
+    letter in /proc, which does not identify it."""
 
     pid: int
     parent: int
@@ -48,7 +48,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def how_to_continue(pid: int) -> str:
-    """Why a stopped process is silent, and what to do about it, as the end of a sentence."""
+    """Return why a stopped process is silent, and what to do about it, as the end of a sentence."""
     return (
         "it is stopped, by SIGSTOP or a debugger. To continue it, run `kill -CONT "
         f"{pid}`, then connect again. To end it and lose its rows, run `kill -9 {pid}`"

@@ -39,12 +39,12 @@ MAX_SOCKET_PATH_BYTES = 99
 """Linux takes 107; other systems 103."""
 
 STARTING = ".starting"
-"""The file whose lock one holds who starts a run's embedded peer."""
+"""The file that a process locks while it starts a run's embedded peer."""
 
 _ENDED_BY = ".ended-by"
 _CREDENTIALS = struct.Struct("3i")
 _BACKLOG = 128
-"""Of those who ask for a peer's pid while it is stopped."""
+"""Connections that ask for the pid of a stopped peer and wait."""
 MAX_PARTITIONS = 64
 """Names of partitions on a card: the latest ones."""
 _NAME_BYTES = 32 + len(".sock")
@@ -66,12 +66,14 @@ class Starter(msgspec.Struct, frozen=True):
 
 
 class Card(msgspec.Struct, frozen=True):
-    """The contents of `<name>.json`. began_s: on the clock that all processes of a host share.
-    starter: None for a peer that was started by hand. rows: in its shards when this was written.
-    ended: why the peer ended; "" while it lives, or if it was killed. partitions: the latest
-    that its clients declared, so that clients of other runs can be told where a name exists.
-    before: what the last peer of this name left when it went with rows or clients, or was killed;
-    before_s: the age of that when this peer began."""
+    """The contents of `<name>.json`.
+
+    began_s: on the clock that all processes of a host share. starter: None for a peer that was
+    started by hand. rows: in its shards when this was written. ended: why the peer ended; "" while
+    it lives, or if it was killed. partitions: the latest that its clients declared, for messages to
+    clients of other runs. before: the rows of the previous peer of this name, if it was killed or
+    ended with rows or clients. before_s: the age of that when this peer began.
+    """
 
     name: str
     pid: int
@@ -263,7 +265,7 @@ class PeerLock:
         return missing
 
     def _hang_up(self) -> None:
-        """Others connect to the abstract socket to learn the pid. Nobody is answered."""
+        """Close connections to the abstract socket, whose only purpose is to tell the pid."""
         with contextlib.suppress(OSError):
             while self._announced is not None:
                 self._announced.accept()[0].close()
@@ -315,7 +317,7 @@ def claim_name(
     check_peer_name(name)
     deadline = time.monotonic() + _CLAIM_PATIENCE_S
     while (held := _try_name(folder, name)) is None:
-        # Somebody who only asks who lives holds the lock for microseconds.
+        # A process that only checks who lives holds the lock for microseconds.
         if time.monotonic() > deadline:
             raise _taken(folder, name)
         time.sleep(0.005)
@@ -330,7 +332,8 @@ def claim_name(
 
 
 def _try_name(folder: Path, name: str) -> tuple[int, socket.socket | None] | None:
-    """The lock and the abstract socket of a name; None where a living peer has one of them."""
+    """Return the lock and the abstract socket of a name; None if a living peer holds one of
+    them."""
     fd = try_lock(folder / f"{name}.lock")
     if fd is None:
         return None
@@ -343,7 +346,7 @@ def _try_name(folder: Path, name: str) -> tuple[int, socket.socket | None] | Non
         if holder(folder, name) is not None:
             os.close(fd)
             return None
-        return fd, None  # another user has that name, which is no file and has no owner
+        return fd, None  # another user took the name: abstract names have no owner
     return fd, announced
 
 
@@ -358,8 +361,8 @@ def _taken(folder: Path, name: str) -> PeerNameTaken:
 
 
 def _announced_at(folder: Path, name: str) -> str:
-    """The abstract socket that stands for a peer's name. Containers that share a network but not
-    the run directory have others."""
+    """Return the abstract socket of a peer's name. Containers that share a network but not the run
+    directory get different ones."""
     try:
         mounts = os.stat("/proc/self/ns/mnt").st_ino
     except OSError:
@@ -375,7 +378,7 @@ def holder(folder: Path, name: str) -> int | None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
             try:
                 probe.connect(path)
-            except BlockingIOError:  # its queue is full, because it is stopped
+            except BlockingIOError:  # the peer is stopped, so its queue is full
                 if (pid := _listener(path)) is not None:
                     return pid
                 continue
@@ -396,7 +399,7 @@ def _listener(path: str) -> int | None:
         if fields[7:] == [shown]:
             inodes.add(f"socket:[{fields[6]}]")
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it is another user's, or has ended
+        with contextlib.suppress(OSError):  # another user's process, or one that has exited
             is_ours = process.stat().st_uid == os.getuid()
             if is_ours and any(os.readlink(fd) in inodes for fd in (process / "fd").iterdir()):
                 return int(process.name)
@@ -411,7 +414,7 @@ def _ended_by(folder: Path, name: str) -> str:
 
 
 def write_ended_by(peer: LivingPeer, who: str) -> None:
-    """Write down which process is about to end a peer, for its log and its clients."""
+    """Record which process is about to end a peer, for its log and its clients."""
     with contextlib.suppress(OSError):
         path = peer.socket.with_name(f"{peer.name}{_ENDED_BY}")
         path.touch(0o600)
@@ -434,7 +437,7 @@ def living_peers(folder: Path) -> list[LivingPeer]:
     living = []
     for path in _files(folder, ".lock"):
         name = path.name.removesuffix(".lock")
-        # Shared, so that two that ask at once do not take each other for a peer.
+        # A shared lock: two processes that check at once do not take each other for a peer.
         if not _can_lock(path, os.O_RDWR | os.O_NOFOLLOW, fcntl.LOCK_SH):
             living.append(LivingPeer(name, folder / f"{name}.sock", read_card(folder, name)))
     return living
@@ -449,7 +452,7 @@ def dead_peers(folder: Path) -> list[DeadPeer]:
 
 
 def _dead_peer(folder: Path, name: str) -> DeadPeer | None:
-    """What the last peer of this name left, if none lives."""
+    """Return the card of the last peer of this name, if none lives."""
     card = read_card(folder, name)
     if card is None:
         return None
@@ -494,13 +497,13 @@ def is_inhabited(folder: Path) -> bool:
         if _can_lock(folder, os.O_RDONLY | os.O_DIRECTORY, fcntl.LOCK_EX):
             return False
         if time.monotonic() > until:
-            return True  # else it may be somebody who asks the same
+            return True  # else the holder may be another check
         time.sleep(0.001)
     return True
 
 
 def _lock_folder(folder: Path) -> int:
-    """A descriptor that holds the folder's shared lock."""
+    """Return a descriptor that holds the folder's shared lock."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     fcntl.flock(fd, fcntl.LOCK_SH)  # `is_inhabited` has it for microseconds
     return fd
@@ -515,11 +518,11 @@ def _is_at(fd: int, path: Path) -> bool:
 
 
 def try_lock(path: Path) -> int | None:
-    """A descriptor with the file's exclusive lock, or None if another process has it."""
+    """Return a descriptor with the file's exclusive lock, or None if another process has it."""
     while True:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        except FileNotFoundError:  # the folder went with the last peer of its run
+        except FileNotFoundError:  # the run's last peer removed the folder
             _private(path.parent)
             continue
         try:
@@ -549,7 +552,7 @@ def _host_clock_s() -> float:
 
 
 def _can_lock(path: Path, flags: int, how: int) -> bool:
-    """Whether nobody has a lock of the file or folder that would exclude this one."""
+    """Whether no process has a lock of the file or folder that excludes this one."""
     try:
         fd = os.open(path, flags | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -574,7 +577,7 @@ def _sweep(folder: Path, besides: str) -> None:
 
 
 def _remove_files(folder: Path, name: str, *, lock: bool = True, card: bool = True) -> None:
-    """Only for the holder of the name's lock."""
+    """Remove the files of a peer. Only for the holder of the name's lock."""
     leftovers = [f"{name}.sock", f".{name}.json", f"{name}{_ENDED_BY}"]
     leftovers += [f"{name}.json"] if card else []
     for leftover in [*leftovers, f"{name}.lock"] if lock else leftovers:

@@ -33,7 +33,7 @@ from dataplane.launch.rundir import Starter
 from dataplane.launch.values import check_run
 
 DEFAULT = "default"
-"""The run of peers that are started by hand, where nothing names another."""
+"""The default run of peers that are started by hand."""
 
 _UNNAMED = re.compile(r"launch-(\d+)-[0-9a-f]{8}")
 
@@ -92,7 +92,7 @@ def has_ended(name: str) -> bool:
 
 
 def _is_over(name: str, environ: Mapping[str, str]) -> bool:
-    """Whether this is an unnamed run of which no process lives. Its peer ends with them."""
+    """Whether this is an unnamed run without living processes. Its peer ends with them."""
     if not has_ended(name):
         return False
     return not rundir.living_peers(rundir.folder_of(name, rundir.run_dir(environ)))
@@ -148,7 +148,7 @@ def left_by_siblings(base: Path) -> list[rundir.DeadPeer]:
     """The peers of unnamed runs that ended with rows and were started by a process with the same
     parent as this one, such as another line of one script."""
     me, parent = processes.this(), processes.read(os.getppid())
-    # A shell that has nothing left to do becomes its last command, and keeps its pid.
+    # A shell may replace itself by its last command, which keeps its pid.
     parents = {me.identity, parent.identity if parent else ""}
     dead = [
         one
@@ -171,8 +171,8 @@ def parent_of_multiprocessing() -> int | None:
 
 
 def _leader(environ: Mapping[str, str]) -> Process:
-    """The process that an unnamed run of this one is called by: the torchrun of its ranks, and of
-    what they start, else this process."""
+    """Return the process that names this process's unnamed run: torchrun for its ranks and their
+    children, else this process."""
     me = processes.this()
     if _OF_RANKS in environ:
         above = processes.ancestors(me)
@@ -191,7 +191,7 @@ def _unnamed(leader: Process) -> str:
 
 
 def _container() -> str:
-    """What tells the pids of one container from those of another that shares the run directory."""
+    """Return what distinguishes pids of containers that share the run directory."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:

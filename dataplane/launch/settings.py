@@ -271,7 +271,7 @@ TABLE = (
 
 SETTINGS = {setting.name: setting for setting in TABLE}
 OF_PEERS = [setting for setting in TABLE if setting.option]
-"""What `dataplane peer` takes, and whoever starts peers otherwise."""
+"""The options of `dataplane peer`, also used by other starters of peers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,8 +300,8 @@ def settings_in(environ: Mapping[str, str], *, by_hand: bool = False) -> dict[st
 
 
 def value(name: str, said: Mapping[str, SettingText]) -> Any:
-    """The value of a setting, None if it is not given or is `none`. InvalidConfig names the
-    text, its source, and the expected form."""
+    """Return the value of a setting, or None if it is not given or is `none`. InvalidConfig names
+    the text, its source, and the expected form."""
     one, setting = said.get(name), SETTINGS[name]
     if one is None or (one.text.strip().lower() == "none" and setting.form != "NAME"):
         return None
@@ -318,7 +318,7 @@ def of_variable(name: str, environ: Mapping[str, str] = os.environ) -> Any:
 
 
 def unknown(environ: Mapping[str, str] = os.environ) -> str:
-    """The message about variables that look like settings but are none; "" if there are none.
+    """Return a message about variables that look like settings but are none; "" if there are none.
     Kubernetes sets variables of its own for a Service named dataplane."""
     known = [setting.env.removeprefix(_PREFIX) for setting in TABLE if setting.variable]
     told = []
@@ -413,7 +413,7 @@ class PeerConfig:
             )
 
     def _check_bulk_tls(self) -> None:
-        """InvalidConfig where TLS cannot be had as the rest is set."""
+        """Raise InvalidConfig if the other settings rule out TLS."""
         if self.transport.required:
             raise InvalidConfig(
                 f"transport {self.transport.required} cannot encrypt values, so it cannot "
@@ -423,7 +423,8 @@ class PeerConfig:
             )
 
     def _check_own_seed(self) -> None:
-        """The other peers reach this one at its seed, so one of the seeds must be its address."""
+        """Raise InvalidConfig unless one of the seeds is this peer's address, where other peers
+        reach it."""
         seeds = ", ".join(self.seeds) or "none"
         if self.seeds and self.listen is None:
             raise InvalidConfig(

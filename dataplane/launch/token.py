@@ -49,7 +49,7 @@ def read_token(path: Path | str) -> Token:
     """
     path = Path(path).absolute()
     try:
-        # Non-blocking, or a pipe that nobody writes to would be waited for.
+        # Non-blocking: opening a pipe without a writer would wait.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as exc:
         raise InvalidConfig(
@@ -74,7 +74,7 @@ def read_token(path: Path | str) -> Token:
 
 
 def _check_private(path: Path, found: os.stat_result) -> None:
-    """A file behind a symbolic link counts: that is how Kubernetes mounts secrets."""
+    """Check the file behind a symbolic link, because Kubernetes mounts secrets that way."""
     private = stat.S_ISREG(found.st_mode) and not found.st_mode & 0o077
     if not private or found.st_uid not in (os.getuid(), 0):
         raise InvalidConfig(

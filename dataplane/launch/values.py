@@ -218,8 +218,8 @@ _CHOICE = re.compile(r"auto|off|required:([a-z0-9_-]+)|off:([a-z0-9_-]+(?:,[a-z0
 
 @dataclass(frozen=True, slots=True)
 class TransportChoice:
-    """Which transports are allowed. required: the only one. off: those that are not. only_tcp:
-    only TCP."""
+    """Which transports are allowed. required: the only one. off: the excluded ones. only_tcp: only
+    TCP."""
 
     required: str | None = None
     off: frozenset[str] = frozenset()
@@ -255,7 +255,7 @@ def parse_transport(text: str) -> TransportChoice:
     return TransportChoice(required, frozenset(off.split(",")) if off else frozenset())
 
 
-# where values go that the arena has no room for
+# the spill file
 
 ARENAS = 4
 """Without a SIZE: this many times the arena."""
@@ -274,7 +274,7 @@ class Spill:
         return f"{self.base}:{self.size_bytes}" if self.size_bytes else str(self.base)
 
     def file_bytes(self, arena_bytes: int) -> int:
-        """The size of the file of a peer with such an arena, in whole pages."""
+        """Return the spill file's size for an arena of this size, in whole pages."""
         nbytes = self.size_bytes or ARENAS * arena_bytes
         return nbytes // _PAGE_BYTES * _PAGE_BYTES
 

@@ -26,17 +26,17 @@ MAX_JOIN_FRAME_BYTES = 4_096
 MAX_GET_FRAME_BYTES = 1 << 20
 MAX_GET_ITEMS = 16_384
 MAX_GET_BYTES = 32 << 20
-"""The most that one `Get` over TCP may ask for. Each costs both sides 3 ms of processor time,
+"""The most bytes that one `Get` over TCP may request. Each costs both sides 3 ms of processor time,
 whatever its size."""
 MAX_HELD_BYTES = 1 << 30
-"""The most that one `Get` over another transport may pin: a one-sided one pays two exchanges for
-each."""
+"""The most bytes that one `Get` over another transport may pin: a one-sided transport pays two
+exchanges for each."""
 MAX_CARD_BYTES = 64 << 10
 """The most bytes with which an engine may describe a registered region."""
 CHALLENGE_BYTES = 16
 
 PIECE = np.dtype([("chunk", "<u8"), ("start", "<u8"), ("nbytes", "<u8")])
-"""A part of a chunk, as the owner is asked for it."""
+"""A part of a chunk, as requested from the owner."""
 
 COPY = np.dtype([("chunk", "<u8"), ("start", "<u8"), ("nbytes", "<u8"), ("dest", "<u8")])
 """A part of a remote chunk, and the offset in the local arena where it goes."""

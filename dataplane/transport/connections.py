@@ -25,7 +25,8 @@ from dataplane.wire.tables import Owner
 PARALLEL = 4
 """Connections to one peer that may be in use at once."""
 IDLE_S = 60.0
-"""Less than the owner's patience, so that a pooled connection is rarely found closed."""
+"""How long an idle connection stays in the pool. Shorter than the owner's timeout, so that a pooled
+connection is rarely found closed."""
 CONNECT_S = 5.0
 CHECK_S = 0.1
 """A read that waits for a connection notices within this time that it was cancelled."""

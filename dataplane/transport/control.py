@@ -45,7 +45,7 @@ class ControlChannel:
                 return None
             length = body_length(header)
             body = self._reader.read(length)
-        except ConnectionResetError:  # it died with something of ours unread
+        except ConnectionResetError:  # the peer died before it had read everything
             return None
         return decode_to_worker(body) if len(body) == length else None
 
@@ -59,15 +59,16 @@ class PinDesk:
         self._waiting: dict[int, queue.SimpleQueue[PinAnswer]] = {}
 
     def pin(self, chunks: Array, deadline: float) -> tuple[int, Records]:
-        """Wait until the peer has answered. Return what to unpin, and an EXTENT per chunk, whose
-        `offset` is GONE for a chunk that is gone. Raises DeadlineExceeded, or the peer's error."""
+        """Wait until the peer has answered. Return the number for `unpin`, and an EXTENT per chunk,
+        whose `offset` is GONE for a freed chunk. Raises DeadlineExceeded, or the peer's error."""
         ask = next(self._asks)
         answers = self._waiting[ask] = queue.SimpleQueue()
         self._control.send(PinAsked(ask, chunks.tobytes()))
         try:
             answer = answers.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
-            # The answer may still be on its way: the peer takes frames in order, so this undoes it.
+            # The answer may still be in flight. The peer handles frames in order, so this undoes
+            # the pin.
             self.unpin(ask, 0)
             raise DeadlineExceeded(
                 "the peer that owns the values did not pin them before the deadline: "

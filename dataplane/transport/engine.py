@@ -38,7 +38,7 @@ from dataplane.transport.tickets import Identity
 from dataplane.wire.tables import Owner, PoolHandle
 
 PART_BYTES = 64 << 20
-"""A larger read is split into parts of one request each, so that other reads get their turn."""
+"""A larger read is split into parts of one request each, so that other reads take turns."""
 POOL_PART_BYTES = MAX_HELD_BYTES
 """The size of parts between pools: a pool copies this in a millisecond, and the exchange for a part
 takes three."""
@@ -159,7 +159,7 @@ class BulkEngine:
             self._link = None
         if self._listener is not None:
             if not witnessed and self._listener.fileno() >= 0:
-                self._listener.shutdown(socket.SHUT_RDWR)  # also for the witness, which then ends
+                self._listener.shutdown(socket.SHUT_RDWR)  # this also ends the witness
             self._listener.close()
 
     async def read(
@@ -301,7 +301,7 @@ class BulkEngine:
 
 @asynccontextmanager
 async def _room(limit: ResourceLimiter, nbytes: int, deadline: float) -> AsyncIterator[None]:
-    """Wait for room in the limiter. Raise DeadlineExceeded at the deadline."""
+    """Wait for space in the limiter. Raise DeadlineExceeded at the deadline."""
     try:
         async with asyncio.timeout_at(deadline):
             await limit.acquire(nbytes)
@@ -318,7 +318,7 @@ async def _room(limit: ResourceLimiter, nbytes: int, deadline: float) -> AsyncIt
 
 
 async def _stop_job(link: WorkerLink, job: int, future: asyncio.Future[ReadOutcome]) -> None:
-    """Stop a job. Return when nothing of it writes any more."""
+    """Stop a job. Return once none of its writes is in progress."""
     link.cancel(job)
     done, _ = await asyncio.wait({future}, timeout=GRACE_S)
     if not done:

@@ -25,7 +25,7 @@ class EtcdValue:
     value: bytes
     changed: int
     lease: int = 0
-    """under which it was put, or 0"""
+    """the lease under which it was stored, or 0"""
 
 
 class Etcd:
@@ -96,7 +96,7 @@ class Etcd:
                     failure = f"{reply.status}: {answer}"
             except self._failures as exc:
                 failure = f"{type(exc).__name__}: {exc}"
-            # The one that answered last is asked first.
+            # The endpoint that answered last is tried first.
             self._endpoints.remove(endpoint)
             self._endpoints.append(endpoint)
         raise Unavailable(

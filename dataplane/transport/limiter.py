@@ -22,7 +22,7 @@ class ResourceLimiter:
 
     @property
     def waiting(self) -> int:
-        """How many requests wait."""
+        """The number of waiting requests."""
         return len(self._queue)
 
     async def acquire(self, nbytes: int) -> None:
@@ -38,7 +38,7 @@ class ResourceLimiter:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self.release(nbytes)  # the room was given in the moment of the cancellation
+                self.release(nbytes)  # the space was granted just as the wait was cancelled
             else:
                 with suppress(ValueError):  # already skipped by `_admit`
                     self._queue.remove(entry)

@@ -85,7 +85,7 @@ class WorkerLink(asyncio.Protocol):
         self.ready: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[None] = loop.create_future()
         self.missing: dict[str, str] = {}
-        """why the worker does not run an engine that it was asked for"""
+        """why the worker does not run a requested engine"""
 
     def __repr__(self) -> str:
         state = "ended" if self.ended.done() else "ready" if self.usable else "starting"
@@ -112,7 +112,7 @@ class WorkerLink(asyncio.Protocol):
     async def start(
         self, arena_fd: int, arena_bytes: int, listener: socket.socket, configure: Configure
     ) -> None:
-        """Start the process. `ready` or `ended` says how that went. Raises OSError if it cannot
+        """Start the process. `ready` or `ended` reports the outcome. Raises OSError if it cannot
         start."""
         given = {"--arena-fd": arena_fd, "--listen-fd": listener.fileno()}
         ours, theirs = socket.socketpair()
@@ -159,7 +159,7 @@ class WorkerLink(asyncio.Protocol):
         self._send(Forget(owner))
 
     def kill(self) -> None:
-        """Kill the process. `ended` says when it has exited."""
+        """Kill the process. `ended` reports when it has exited."""
         if not self.ended.done():
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
@@ -185,7 +185,7 @@ class WorkerLink(asyncio.Protocol):
             self.kill()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        # A worker that closed its end has nothing more to say; it may not linger half alive.
+        # A worker that closed its end sends nothing more, and must not stay half alive.
         self._transport = None
         self.kill()
 
@@ -292,4 +292,4 @@ def _not_pinned(ask: int, exc: Exception, peer: str) -> PinAnswer:
 def _settle(future: asyncio.Future[ReadOutcome], error: DataplaneError) -> None:
     if not future.done():
         future.set_exception(error)
-        future.exception()  # whoever was cancelled meanwhile does not look at it any more
+        future.exception()  # a cancelled caller does not read the error

@@ -76,7 +76,7 @@ from dataplane.wire.tables import Owner
 
 MAX_INBOUND = 64
 MAX_STRANGERS = 32
-"""The most connections that have not joined. They take no place of joined connections."""
+"""The most connections that have not joined. They use no slots of joined connections."""
 IDLE_S = 120.0
 FRAME_S = 10.0
 """The time limit for a frame that has begun, for a greeting or refusal to be received, and for a
@@ -136,7 +136,7 @@ class ChunkServer:
                 if self._listener.fileno() < 0:
                     return
                 logger.warning("bulk: could not accept a connection: %s", exc)
-                with self._changed:  # out of descriptors: until one is free, or a moment
+                with self._changed:  # no descriptor left: wait until one is free
                     self._changed.wait(0.1)
                 continue
             self._admit(sock)
@@ -155,7 +155,7 @@ class ChunkServer:
     def _admit(self, sock: socket.socket) -> None:
         try:
             inbound = _Inbound(self._stream_of(sock), time.monotonic())
-        except OSError:  # gone before it was served
+        except OSError:  # closed before it was served
             sock.close()
             return
         with self._changed:
@@ -194,7 +194,7 @@ class ChunkServer:
                 self._changed.notify_all()
 
     def _refuse(self, inbound: _Inbound, error: DataplaneError) -> None:
-        self._end(inbound)  # who does not take his refusal makes room for others
+        self._end(inbound)  # a reader that does not take its refusal must not block others
         inbound.stream.refuse(Refused.of(error), time.monotonic() + REFUSAL_S)
 
     def _serve_connection(self, inbound: _Inbound) -> None:
@@ -234,8 +234,8 @@ class ChunkServer:
         return True
 
     def _enter(self, inbound: _Inbound, deadline: float) -> None:
-        """Count the connection as joined. The one that is idle for longest is closed for it if
-        there are too many."""
+        """Count the connection as joined. If there are too many, close the one that is idle
+        longest."""
         with self._changed:
             while len(members := self._of(member=True)) >= MAX_INBOUND:
                 _evict([member for member in members if not member.busy])
@@ -283,7 +283,7 @@ class ChunkServer:
                 "--run and --token-file"
             )
         self._check_owner(asked.owner)
-        # The reader counts from an earlier time, so after this it waits for no answer.
+        # The reader's time started earlier, so after this it waits for no answer.
         deadline = time.monotonic() + min(asked.expiry_ms, EXPIRY_MAX_MS) / 1000
         service.serve(Transfer(stream, asked, pieces, nonce, deadline))
 

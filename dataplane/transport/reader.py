@@ -175,7 +175,7 @@ def _checking(reading: Reading, stream: BulkStream) -> Callable[[], None]:
 
 
 def _end_reason(reading: Reading, stream: BulkStream) -> DataplaneError:
-    """Why the owner ended the transfer."""
+    """Return why the owner ended the transfer."""
     try:
         frame = stream.receive(MAX_GET_FRAME_BYTES, reading.deadline)
         if frame is None:
@@ -198,7 +198,7 @@ def _broken(reading: Reading, why: object) -> DataplaneError:
 
 
 def _typed(exc: BaseException, reading: Reading) -> DataplaneError:
-    """The one place where what sockets raise becomes an error of ours."""
+    """Turn an error of a socket into one of our errors. No other function does that."""
     remote = reading.remote
     peer = remote.owner.peer
     if isinstance(exc, DataplaneError):

@@ -16,7 +16,7 @@ GROUP = "dataplane.transports"
 TCP = "tcp"
 CUDA_IPC, NCCL = "cuda_ipc", "nccl"
 POOLS_ONLY = (CUDA_IPC, NCCL)
-"""Beside the others, between pools; who requires one of them has TCP for host memory."""
+"""Transports between pools only. If one of them is required, host memory uses TCP."""
 
 OWN: dict[str, tuple[tuple[str, ...], str]] = {
     "nixl": (
@@ -41,7 +41,7 @@ def names() -> list[str]:
 
 
 def missing(name: str) -> str:
-    """Why a transport cannot be loaded, as far as a lookup shows; "" if it can."""
+    """Return why a transport cannot be loaded, as far as a lookup shows; "" if it can."""
     if name in OWN:
         modules, install = OWN[name]
         if any(find_spec(module) is not None for module in modules):
@@ -56,7 +56,8 @@ def missing(name: str) -> str:
 
 
 def load(name: str) -> type[Transport]:
-    """Return the class of a transport. TransportMissing says why there is none."""
+    """Return the class of a transport. Raise TransportMissing, with the reason, if there is
+    none."""
     if why := missing(name):
         raise TransportMissing(f"transport {name} is not available: {why}", transport=name)
     if name in CLASSES:

@@ -23,7 +23,7 @@ from dataplane.transport.tickets import check_certificate
 from dataplane.wire.packed import Array
 
 SEND_BYTES = 256 << 10
-"""In one call, so that the deadline is looked at in between."""
+"""The most bytes in one call, so that the deadline is checked in between."""
 RUN_BYTES = 128 << 10
 """Small ranges are gathered up to this: each call of OpenSSL makes TLS records of its own."""
 
@@ -42,7 +42,7 @@ class SecureStream(BulkStream):
         self, sock: socket.socket, context: ssl.SSLContext, fingerprint: str | None = None
     ) -> None:
         super().__init__(sock)
-        # Before it is connected, so that there is one socket for `abort` all along.
+        # Wrapped before it connects, so that `abort` always has one socket.
         self._tls = context.wrap_socket(
             sock, server_side=fingerprint is None, do_handshake_on_connect=False
         )
@@ -90,7 +90,8 @@ class SecureStream(BulkStream):
             begun = True
 
     def _shut(self, how: int) -> None:
-        # Not SSLSocket's own: that first forgets TLS, and another thread would go on in the clear.
+        # Not SSLSocket's `shutdown`, which drops TLS first: another thread would continue in plain
+        # text.
         socket.socket.shutdown(self._tls, how)
 
     def _fill(self, room: memoryview, deadline: float, begun: bool) -> None:
@@ -119,13 +120,13 @@ class SecureStream(BulkStream):
 def door(pem: bytes) -> Callable[[socket.socket], BulkStream]:
     """Return the function that wraps a connection accepted by an owner. pem: see `Identity`."""
     context = _context(ssl.PROTOCOL_TLS_SERVER)
-    # Nothing is ever resumed; and a reader that waits is not woken by what is no answer.
+    # No session is resumed, and frames that are no answer must not wake a waiting reader.
     context.num_tickets = 0
     held = os.memfd_create("bulk-identity", os.MFD_CLOEXEC)
     try:
         with open(held, "wb", closefd=False) as file:
             file.write(pem)
-        context.load_cert_chain(f"/proc/self/fd/{held}")  # it takes nothing but files
+        context.load_cert_chain(f"/proc/self/fd/{held}")  # it accepts only files
     finally:
         os.close(held)
     return functools.partial(SecureStream, context=context)

@@ -30,7 +30,7 @@ def cut(copies: Records, max_bytes: int, max_items: int) -> Iterator[Slice]:
     nbytes = copies["nbytes"].astype(np.int64)
     ends = np.cumsum(nbytes)
     if 0 < len(copies) <= max_items and ends[-1] <= max_bytes:
-        # as most reads are, and several look one after another
+        # the common case
         yield Slice(np.arange(len(copies)), copies, int(ends[-1]))
         return
     starts = ends - nbytes

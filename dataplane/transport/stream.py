@@ -29,7 +29,8 @@ from dataplane.wire.packed import Array
 IOVEC = np.dtype([("base", "<u8"), ("length", "<u8")])
 IOV_MAX = 1024
 DEAD_PEER_MS = 20_000
-"""Unacknowledged for so long, the kernel gives the connection up (a host that lost power)."""
+"""After this long without an acknowledgement, the kernel ends the connection (its host may have
+lost power)."""
 
 
 class _MessageHeader(ctypes.Structure):
@@ -71,7 +72,7 @@ class BulkStream:
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)
-        # Buffers stay as they are: autotuned ones are faster than any fixed size.
+        # The kernel tunes the buffers, which is faster than any fixed size.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_PEER_MS)
         self._sock = sock
@@ -111,7 +112,7 @@ class BulkStream:
         with suppress(OSError):
             self.send(encode(frame), deadline)
             self._shut(socket.SHUT_WR)
-            # Thrown away as it comes, whatever stands between the socket and its frames.
+            # Discard the raw input, also encrypted input.
             while time.monotonic() < deadline and self._polled(
                 select.POLLIN, deadline - time.monotonic()
             ):
@@ -191,18 +192,18 @@ class BulkStream:
                 vectors = _advance(vectors, moved)
 
     def _arm(self, timeout_option: int, deadline: float) -> bool:
-        """Whether there is time left, to which the next call is limited."""
+        """Return whether time is left, and limit the next call to it."""
         left = deadline - time.monotonic()
         if left <= 0:
             return False
-        # At least a microsecond: zero would mean to wait for ever.
+        # At least a microsecond: zero means no limit.
         seconds, micros = int(left), int(left % 1 * 1_000_000) + 1
         packed = struct.pack("@ll", seconds, min(micros, 999_999))
         self._sock.setsockopt(socket.SOL_SOCKET, timeout_option, packed)
         return True
 
     def _call(self, call: Callable[..., int], vectors: Array, flags: int) -> int:
-        """Bytes moved, 0 at the end of the stream, -1 to try again."""
+        """Return the bytes moved, 0 at the end of the stream, or -1 to retry."""
         header = _MessageHeader(iov=vectors.ctypes.data, iov_length=len(vectors))
         moved = call(self._sock.fileno(), ctypes.byref(header), flags)
         if moved >= 0:
@@ -214,7 +215,7 @@ class BulkStream:
 
 
 def _iovec_of(held: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> Array:
-    """The caller keeps `held` alive for as long as the vector is used."""
+    """Return a vector of `held`, which the caller keeps alive while the vector is used."""
     vector = np.empty(1 if len(held) else 0, IOVEC)
     vector["base"] = held.ctypes.data
     vector["length"] = len(held)
@@ -222,8 +223,7 @@ def _iovec_of(held: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> Array:
 
 
 def _advance(vectors: Array, moved: int) -> Array:
-    """Return what is left of the vectors after `moved` bytes. Changes the one that is partly
-    done."""
+    """Return the rest of the vectors after `moved` bytes. Changes a vector that is partly done."""
     ends = np.cumsum(vectors["length"][:IOV_MAX])
     done = int(np.searchsorted(ends, moved, side="right"))
     rest = vectors[done:]

@@ -12,7 +12,7 @@ from dataplane.wire.tables import Owner
 
 
 class TcpTransport(Transport):
-    """From one arena's memory into the other's, without a buffer in between."""
+    """Sends bytes from one arena into the other, without a buffer in between."""
 
     name = TCP
     memory = frozenset({"host"})

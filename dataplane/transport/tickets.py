@@ -64,7 +64,7 @@ def held_mac(key: bytes, nonce: bytes, card: bytes, sources: bytes) -> bytes:
 
 
 def watched_mac(key: bytes, nonce: bytes, owner: Owner, ended: bool) -> bytes:
-    """The proof that the answer whether this process has exited comes from the owner's host."""
+    """The proof that an answer about a process's exit comes from the owner's host."""
     return _mac(key, _WATCHED_CONTEXT, nonce, *_named(owner), ended)
 
 
@@ -98,7 +98,8 @@ def new_identity() -> Identity:
 
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "dataplane bulk worker")])
-    # Nobody looks at the dates: it lasts as long as the process, whatever the clocks say.
+    # No reader checks the dates: the certificate lasts as long as the process, whatever the clocks
+    # say.
     certificate = (
         x509.CertificateBuilder()
         .subject_name(name)

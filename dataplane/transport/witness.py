@@ -44,16 +44,17 @@ from dataplane.wire.frames import HEADER_BYTES, body_length
 from dataplane.wire.tables import Owner
 
 PROCESS_NAME = "dp-witness"
-"""As `ps -o comm` shows it. A process of this name ends by itself."""
+"""The witness's name in `ps -o comm`. The process ends by itself."""
 LINGER_S = 15.0
-"""Longer than a cut that loses nobody, so that a death during one is proven after it."""
+"""How long a witness answers: longer than a network cut that makes no peer lost, so that a death
+during the cut is proven after it."""
 WORKER_FIRST_S = 1.0
-"""A worker that ends with its peer may be seen to end first, by this much."""
+"""The most time by which a worker may seem to end before its peer."""
 DIAL_S = 1.0
 EXCHANGE_S = 5.0
 KEEPALIVE_S, KEEPALIVES = 1, 6
-"""The kernel asks after KEEPALIVE_S without a packet, and then again, KEEPALIVES times in all. A
-host that answers none of these is gone, or cut off."""
+"""The kernel probes after KEEPALIVE_S without a packet, up to KEEPALIVES times. A host that answers
+no probe is dead or cut off."""
 SILENT_S = KEEPALIVE_S * (1 + KEEPALIVES)
 """How long a host has sent nothing when the connection fails: from its last packet on."""
 _NO_ANSWER = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
@@ -78,7 +79,7 @@ def leave_witness(listener: socket.socket, first: Configure, keeps_not: Sequence
     try:
         Path("/proc/self/comm").write_text(PROCESS_NAME)
         nothing = os.open(os.devnull, os.O_RDWR)
-        for descriptor in (0, 1, 2):  # whoever reads the worker's output does not wait for this
+        for descriptor in (0, 1, 2):  # readers of the worker's output must not wait for the witness
             os.dup2(nothing, descriptor)
         for descriptor in keeps_not:
             os.close(descriptor)
@@ -91,8 +92,8 @@ def leave_witness(listener: socket.socket, first: Configure, keeps_not: Sequence
 
 
 def _outlives(peer: int, worker: int, listener: socket.socket) -> bool:
-    """Wait for the end of the peer. False where only the worker has ended, which gets another
-    witness as it starts again; or where the port was closed in order."""
+    """Wait for the end of the peer. Return False if only the worker has ended, because its next
+    worker gets a witness of its own, or if the port was closed on purpose."""
     poll = select.poll()
     poll.register(peer, select.POLLIN)
     poll.register(worker, select.POLLIN)
@@ -113,9 +114,9 @@ class Look(enum.Enum):
     """The result of one look at a process."""
 
     ANSWERED = enum.auto()
-    """Its host answers, and something listens there."""
+    """Its host answers, and a process listens there."""
     ENDED = enum.auto()
-    """Its host says that the process has ended."""
+    """Its host reports that the process has exited."""
     REFUSED = enum.auto()
     """Its host refuses every port that the process had."""
     UNANSWERED = enum.auto()
@@ -134,7 +135,7 @@ class Process:
 
 
 Tell = Callable[[Look, float], None]
-"""What was seen, and since when it has been so (monotonic)."""
+"""Called with the result of a look, and the time since when it has been so (monotonic)."""
 
 
 async def watch(
@@ -166,7 +167,8 @@ async def watch(
 
 
 async def _dial(address: str) -> socket.socket:
-    """TimeoutError where nothing answers, other OSErrors where something does."""
+    """Connect. Raises TimeoutError if the host does not answer, and another OSError if it
+    refuses."""
     host, port = split_address(address)
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -210,7 +212,7 @@ async def _stay(process: Process, key: bytes, tell: Tell, sock: socket.socket) -
         if exc.errno in _NO_ANSWER:
             return time.monotonic() - SILENT_S
     except (DataplaneError, EOFError):
-        pass  # it is not the worker of that process, or it is ending; the next look shows
+        pass  # another process, or one that is ending; the next look shows
     finally:
         if writer is not None:
             writer.transport.abort()
@@ -238,7 +240,8 @@ async def _opened(
 async def _has_ended(
     owner: Owner, key: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> bool:
-    """What the port says, proven on both sides as for a pull. DataplaneError, EOFError."""
+    """Return the port's answer, proven on both sides as for a pull. Raises DataplaneError or
+    EOFError."""
     joining = Joining(owner.peer, key, await _frame(reader))
     writer.write(joining.join())
     joining.check(await _frame(reader))

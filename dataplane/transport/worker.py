@@ -53,7 +53,7 @@ from dataplane.transport.witness import leave_witness
 from dataplane.wire.packed import column
 
 JOBS = 32
-"""under way at once"""
+"""The most jobs in progress."""
 _PR_SET_PDEATHSIG = 1
 _MIXED = "This can happen if dataplane was reinstalled while the peer was running: restart the peer"
 
@@ -106,7 +106,7 @@ class Worker:
         if (live := self._live.get(number)) is not None:
             reading, job = live
             error = reading.cancel()
-            if job.cancel():  # it had no thread yet
+            if job.cancel():  # no thread had started it
                 self._control.send(Finished(number, b"", 0, Refused.of(error)))
 
     def _read(self, job: int, transport: str, reading: Reading) -> None:
@@ -178,7 +178,7 @@ def run(control_fd: int, arena_fd: int, arena_bytes: int, listen_fd: int) -> Non
 
 
 def _region(first: Configure, arena: mmap.mmap | None, arena_fd: int, arena_bytes: int) -> Region:
-    """The arena, or the pools, which follow each other up to `arena_bytes`."""
+    """Return the region: the arena, or the pools, which follow each other up to `arena_bytes`."""
     if arena is not None:
         return Region(np.frombuffer(arena, np.uint8).ctypes.data, arena_bytes, fd=arena_fd)
     start = arena_bytes - sum(pool.nbytes for pool in first.pools)
@@ -207,7 +207,7 @@ def main(argv: list[str] | None = None) -> None:
         parser.add_argument(name, type=int, required=True)
     asked = parser.parse_args(argv)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # Ctrl-C reaches the whole process group; when to stop is the peer's decision.
+    # Ctrl-C reaches the whole process group, but the peer decides when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     code = 0

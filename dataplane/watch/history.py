@@ -22,7 +22,7 @@ from dataplane.wire.events import Kind, Reason
 MAX_EVENTS = 100_000
 """About 500 bytes each."""
 KEPT_SHARE = 0.9
-"""If there are more events than that, the latest of them are kept: this share of the limit."""
+"""The share of MAX_EVENTS to keep, the latest ones, once there are more."""
 FIRST_S = 900.0
 """The first look asks for this many seconds of events."""
 HERE = "the watcher"
@@ -150,9 +150,9 @@ class History:
         self._hosts: list[HostArena] = []
         self._stuck: list[Stuck] = []
         self._peers: dict[str, str] = {}
-        """address → name of the peers that are there"""
+        """address → name of present peers"""
         self._left: dict[str, tuple[str, float]] = {}
-        """by address: peers that are no longer there, and when that was seen"""
+        """by address: peers that have left, and when that was seen"""
         self._follower = Follower()
         self._looked_at = 0.0
         self._error = ""
@@ -164,9 +164,9 @@ class History:
         return now - FIRST_S if since is None else since
 
     def look(self, events: Sequence[Event], stats: dict[str, Any] | None, asked: float) -> None:
-        """Take in what the plane answered. asked: when it was asked. stats: None if only events
-        were asked for. Raise ProtocolError, and change nothing, if stats of a peer of another
-        release lack an entry."""
+        """Add the plane's answer. asked: when it was asked. stats: None if only events were asked
+        for. Raise ProtocolError, and change nothing, if stats of a peer of another release lack an
+        entry."""
         if stats is not None:
             with reading_statistics():
                 self._meet(stats, asked)
@@ -220,7 +220,7 @@ class History:
     # inside
 
     def _meet(self, stats: dict[str, Any], asked: float) -> None:
-        """Read the stats, and note which peers are no longer there."""
+        """Read the stats, and note which peers have left."""
         queues, hosts, stuck = _queues(stats), _hosts(stats), _stuck(stats)
         there = {one["address"]: name for name, one in stats["peers"].items()}
         left = {address: (name, asked) for address, name in self._peers.items()}

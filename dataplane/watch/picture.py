@@ -191,7 +191,7 @@ def _spans(events: Sequence[Event], worked: Iterable[LeaseSpan], begin: float) -
     """Return what each worker did and when."""
     stage_of = stages_of(events)
     for lease in worked:
-        if lease.host:  # that of a plan is its ranks'
+        if lease.host:  # the ranks of a plan have their own leases
             yield _Span(lease.stage, lease.host, "w", lease.began, lease.ended)
     before = dict[str, float]()
     for e in events:
@@ -230,7 +230,7 @@ def _lanes(spans: Iterable[_Span], begin: float, end: float) -> list[Lane]:
         row[high] -= max(0.0, (high + 1) * cell_s - b)
         if span.state == "w":
             first[span.stage] = min(a, first.get(span.stage, a))
-    # A pull or a wait for room is a part of a lease: where they are as long as it, they show.
+    # A pull or a wait for space is a part of a lease, and is shown in its place.
     order = [STATES.index(state) for state in "sfamrw"]
     found = []
     for (stage, host), cells in times.items():
@@ -261,8 +261,8 @@ def _dwell(times: list[tuple[float, int]]) -> Dwell:
 
 
 class _Queue:
-    """Rows of one stage that are ready or leased. Rows of a group leave in the order in which
-    they came."""
+    """Rows of one stage that are ready or leased. Rows of a group leave in the order in which they
+    arrived."""
 
     def __init__(self) -> None:
         self.ready = defaultdict[Name, deque[list[float]]](deque)
@@ -311,7 +311,7 @@ class _Queue:
 
 def _flow(events: Iterable[Event]) -> list[Flow]:
     queues = defaultdict[str, _Queue](_Queue)
-    # Clocks of peers differ a little: what becomes ready at a time comes before who takes it then.
+    # Clocks of peers differ a little: at equal times, ready rows come before leases.
     for e in events:
         if e.kind is Kind.READY:
             queues[e.stage].came(e.group, e.at, e.rows)
@@ -343,7 +343,7 @@ class _Groups:
             if e.kind is Kind.PUT:
                 self.put.setdefault(e.group, e.at)
             elif e.kind is Kind.READY:
-                # All stages get all rows of a group. Those that the first one got last complete it.
+                # All stages get all rows of a group. The first stage's last rows complete it.
                 if self._first.setdefault(e.group, e.stage) == e.stage:
                     self.whole[e.group] = e.at
                 if e.stage == step.last:
@@ -378,7 +378,7 @@ class _Groups:
 
 
 def _links(links: Links) -> list[Link]:
-    """The links that moved most."""
+    """Return the links with the most bytes."""
     most = sorted(links.nbytes, key=lambda link: -links.nbytes[link])[:MAX_LINKS]
     return [
         Link(

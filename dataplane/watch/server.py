@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 MAX_VIEWERS = 32
 MAX_REQUESTS = 64
-"""Requests with the key, under way at once, viewers included. More are turned away."""
+"""Requests with the key in progress, viewers included. More are refused."""
 MAX_STRANGERS = 32
 """Connections that have not shown the key. A further one replaces the oldest of them, so idle
 strangers do not shut out those who have the key."""
@@ -72,7 +72,7 @@ class Server:
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._strangers: dict[asyncio.Task[None], None] = {}
-        """those of the tasks that serve a connection without the key, the oldest first"""
+        """tasks that serve a connection without the key, the oldest first"""
         self._viewers = 0
         self._view = b"{}"
         self._version = 0
@@ -166,7 +166,7 @@ class Server:
         await self._write(writer, headers + (b"" if method == "HEAD" else body))
         writer.write_eof()
         async with asyncio.timeout(WRITE_S):
-            await reader.read(1)  # until the viewer has it all
+            await reader.read(1)  # until the viewer has everything
 
     def _may(self, key: str, cookies: list[str]) -> bool:
         """Return whether a request has the key, in its address or in our cookie."""
@@ -188,7 +188,7 @@ class Server:
 
     @property
     def _cookie(self) -> str:
-        """Browsers keep cookies by host, so those of several ports need different names."""
+        """Return the cookie's name. Browsers keep cookies by host, so each port needs its own."""
         assert self._server is not None
         return f"dataplane-page-{self._server.sockets[0].getsockname()[1]}"
 

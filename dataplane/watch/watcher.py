@@ -90,7 +90,7 @@ class Watcher:
                         f"`dataplane watch` failed to show the run: {error!r}; "
                         "its log has the traceback, please report it"
                     )
-                    with contextlib.suppress(Exception):  # the log has what is wrong already
+                    with contextlib.suppress(Exception):  # the error is logged already
                         seen(self.view())
                 if not self.pause():
                     return
@@ -101,4 +101,4 @@ class Watcher:
             yield
         finally:
             self._over.set()
-            thread.join(1.0)  # one that asks ends with the process
+            thread.join(1.0)  # a thread that still asks ends with the process

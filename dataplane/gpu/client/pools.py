@@ -159,7 +159,7 @@ class OpenPools:
             return pool.opened
 
     def _device(self, pool: Offered) -> Device | None:
-        """Called with the lock."""
+        """Return the pool's device, opened if needed. Called with the lock."""
         if pool.device is None and not pool.is_refused:
             pool.device = self._attempt(pool, lambda: registry.device_of(pool.handle))
         return pool.device
@@ -240,7 +240,7 @@ class OpenPools:
 
     @property
     def ending(self) -> bool:
-        """Whether anything waits for `finished`."""
+        """Whether pins or extents wait for `finished`."""
         return not self._ended.empty()
 
     def finished(self, timeout_s: float = FINISH_S) -> list[tuple[list[int], Sequence[Extent]]]:

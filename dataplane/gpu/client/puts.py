@@ -27,8 +27,8 @@ Columns = dict[str, list[Located]]
 
 @dataclass(slots=True)
 class OnDevice:
-    """The fields of a put whose values are all on the device of `opened`. units: how they are
-    written, at the same rows as the other fields."""
+    """The fields of a put whose values are all on the device of `opened`. units: their parts, which
+    cover the same rows as the other fields."""
 
     opened: Opened
     columns: list[ValueColumn]

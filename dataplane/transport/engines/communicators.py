@@ -26,10 +26,10 @@ from dataplane.wire.frames import decoded
 Pieces = Sequence[tuple[int, int]]
 """Address and length of each piece, in order."""
 JOINS = 8
-"""Joins under way at once; one whose other rank does not come may never end."""
+"""The most joins in progress. A join whose other rank never arrives may not end."""
 CHECK_S = 0.02
 GROUP_PIECES = 256
-"""Pieces that one call of NCCL's is asked for."""
+"""The most pieces in one call of NCCL."""
 SHARING_VERSION = 23000
 POLL_S = 0.0002
 _unique_ids = msgspec.msgpack.Decoder(bytes | tuple[int, ...])
@@ -50,11 +50,11 @@ class Communicator(ABC):
         self._thread.start()
 
     def send(self, pieces: Pieces) -> None:
-        """Request that these bytes be sent. `done` says when they were."""
+        """Request that these bytes be sent. `done` reports when they were."""
         self._ask(lambda: self._move(pieces, sends=True))
 
     def receive(self, pieces: Pieces) -> None:
-        """Request that these bytes be received. `done` says when they were."""
+        """Request that these bytes be received. `done` reports when they were."""
         self._ask(lambda: self._move(pieces, sends=False))
 
     def done(self, timeout_s: float) -> bool:
@@ -92,11 +92,11 @@ class Communicator(ABC):
 
     @abstractmethod
     def _move(self, pieces: Pieces, sends: bool) -> None:
-        """Blocks until it is done, or `_break` is called."""
+        """Move the pieces. Blocks until that is done, or `_break` is called."""
 
     @abstractmethod
     def _break(self) -> None:
-        """Makes `_move` end soon, with whatever error. Any thread, also more than once."""
+        """Make `_move` end soon, with any error. Any thread may call this, also repeatedly."""
 
 
 class Ranks(Protocol):
@@ -111,7 +111,7 @@ class Ranks(Protocol):
         ...
 
     def forget(self, unique_id: bytes) -> None:
-        """Give up a pair, so that a join may end. Any thread may call this, for any name."""
+        """Abandon a pair, so that a join may end. Any thread may call this, for any name."""
         ...
 
 
@@ -192,7 +192,7 @@ class NcclRanks:
         return _GpuRank(self._nccl, self._device, self._nccl.NcclCommunicator(2, pair, rank), rank)
 
     def forget(self, unique_id: bytes) -> None:
-        """Give up a pair. The join ends when the other rank's process does, see `JOINS`."""
+        """Abandon a pair. The join ends when the other rank's process does, see `JOINS`."""
 
 
 RANKS: dict[str, Callable[[Device], Ranks]] = {CUDA: NcclRanks}
@@ -229,7 +229,7 @@ class _GpuRank(Communicator):
             while not self._stream.done and self._is_well():
                 time.sleep(POLL_S)
         except BaseException:
-            self._break()  # else what was asked for before the error goes on
+            self._break()  # else the work requested before the error continues
             raise
         finally:
             if self._broken:
@@ -244,14 +244,14 @@ class _GpuRank(Communicator):
             self._nccl.groupEnd()
 
     def _is_well(self) -> bool:
-        """Not after `_break`, which frees what is asked here."""
+        """Return whether the communicator is healthy. False after `_break`, which frees it."""
         with self._breaking:
             if not self._broken:
                 self._rank.check_async_error()
             return not self._broken
 
     def _break(self) -> None:
-        # `_move` may be inside of NCCL, which waits there for the other rank: abort ends that.
+        # `_move` may be inside NCCL, which waits for the other rank: abort ends that.
         with self._breaking:
             if not self._broken:
                 self._broken = True

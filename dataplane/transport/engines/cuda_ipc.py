@@ -78,8 +78,7 @@ class CudaIpcTransport(Transport):
         self._theirs: dict[Owner, _OwnersPools] = {}
 
     def register(self, region: Region) -> bytes:
-        """The pools are opened when there is something to read, because that takes device
-        memory."""
+        """Return the card. Pools are opened only for a read, because that takes device memory."""
         self._region = region
         return msgspec.msgpack.encode(Card(this_host(), list(region.pools)))
 
@@ -105,7 +104,7 @@ class CudaIpcTransport(Transport):
             try:
                 device.carry_out(asked, _rate_limited(request.check))
             except BaseException:
-                # Until the device is done something may still be written.
+                # The device may still write until it is done.
                 while not device.finish(FINISH_S):
                     pass
                 raise
@@ -116,7 +115,7 @@ class CudaIpcTransport(Transport):
 
 
 def _rate_limited(check: Callable[[], None]) -> Callable[[], None]:
-    """A check that costs a system call, carried out at most every CHECK_S."""
+    """Return a check that runs at most every CHECK_S, because it costs a system call."""
     checked_at = time.monotonic()
 
     def limited() -> None:
@@ -136,7 +135,7 @@ def this_host() -> str:
 
 
 def _pools_in(data: bytes) -> list[PlacedPool]:
-    """The pools of an owner's card, in the order of their places."""
+    """Return the pools of an owner's card, in the order of their offsets."""
     card = decoded(_cards, data, f"a {NAME} memory description")
     if card.host != this_host():
         raise TransportMissing(

@@ -65,7 +65,7 @@ _cards = msgspec.msgpack.Decoder(Card)
 
 
 class _Line:
-    """The pair with an owner's worker, as its reader has it."""
+    """A pair with an owner's worker, at the reader."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.turn = threading.Lock()
@@ -82,7 +82,7 @@ class _Line:
 
 
 class _Sending:
-    """The pair with a reader's worker, as the owner has it."""
+    """A pair with a reader's worker, at the owner."""
 
     def __init__(self, card: Card, pair: Communicator) -> None:
         self.reader, self.number, self.pair = card.reader, card.number, pair
@@ -100,13 +100,13 @@ class NcclTransport(Transport):
         self._session = secrets.randbits(48)
         self._lines: OrderedDict[Owner, _Line] = OrderedDict()
         self._in_turn = threading.local()
-        """`line`: that of the transfer for which this thread has the turn"""
+        """`line`: the pair of the transfer that this thread runs"""
         self._sending: OrderedDict[int, _Sending] = OrderedDict()
         self._opened: tuple[OpenRegion, Ranks] | None = None
 
     def register(self, region: Region) -> bytes:
-        """Look for NCCL. The device is opened when there is something to move, because that uses
-        device memory."""
+        """Look for NCCL. The device is opened for the first transfer, because that uses device
+        memory."""
         first = region.pools[0].handle
         self._region = region
         self._shares = first.kind == CUDA and shares_gpus()
@@ -158,11 +158,11 @@ class NcclTransport(Transport):
             line.pair.receive(self._addresses(request.copies["dest"], request.copies["nbytes"]))
             wait(line.pair, request.check)
         except BaseException:
-            line.drop()  # nothing of it is written any more
+            line.drop()  # no more bytes are written
             raise
 
     def _line(self, owner: Owner, ranks: Ranks) -> _Line:
-        """The one to this owner; one that nobody uses goes where there are too many."""
+        """Return the pair with this owner. Drop an idle pair if there are too many."""
         with self._lock:
             line = self._lines.setdefault(owner, _Line(ranks))
             self._lines.move_to_end(owner)
@@ -193,7 +193,7 @@ class NcclTransport(Transport):
             raise
 
     def _pair(self, card: Card, check: Callable[[], None]) -> _Sending:
-        """The pair that the reader names: the one from before, or a new one in its place."""
+        """Return the pair that the reader names: the existing one, or a new one in its place."""
         with self._lock:
             known = self._sending.get(card.session)
             if known is not None and known.number == card.number and card.joined:
@@ -239,7 +239,7 @@ class NcclTransport(Transport):
             gone = [key for key, one in self._sending.items() if one.reader == owner]
             pairs = [self._sending.pop(key).pair for key in gone]
         if line is not None and line.turn.acquire(blocking=False):
-            line.drop()  # else its read ends with the connection
+            line.drop()  # else the read ends with its connection
             line.turn.release()
         for pair in pairs:
             pair.abort()

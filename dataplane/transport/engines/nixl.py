@@ -56,28 +56,29 @@ SPINS = 200
 """Polls in a row before the thread sleeps between two."""
 BUSY_S = 0.000_05
 HELD_S = 0.000_5
-"""Between polls while readers hold chunks here: their wire-up needs an answer."""
+"""The pause between polls while readers hold chunks here: their wire-up needs an answer."""
 AFTERWARDS_S = 0.01
-"""Between polls for `LINGER_S` after that: a reader that was cancelled has left its connection, and
-its piece, which cannot be called back, may still wait for that answer."""
+"""The pause between polls for `LINGER_S` after that. A cancelled reader has left its connection,
+but its piece cannot be revoked and may still wait for that answer."""
 LINGER_S = 3.0
-"""Longer than a cancelled read may take, see `engine.GRACE_S`."""
+"""How long readers are answered after their chunks are released: longer than a cancelled read may
+take (`engine.GRACE_S`)."""
 IDLE_S = 0.5
 CHECK_S = 0.05
 SPARE_LIVES = 4
-"""Earlier lives of an owner's worker that are kept loaded."""
+"""Earlier incarnations of an owner's worker that stay loaded."""
 BACKEND = "UCX"
 
 UCX_SETTINGS = {
-    # slower than ours wherever it was measured, and its listeners take anybody
+    # slower than our TCP wherever it was measured, and its listeners admit any process
     "UCX_TLS": "^tcp",
-    # error handling would silently leave out shared memory (7 → 0.7 GB/s); with this both stay
+    # error handling would silently exclude shared memory (7 → 0.7 GB/s); this keeps both
     "UCX_POSIX_ERROR_HANDLING": "y",
     # without NVLink, reads between GPUs are off unless asked for (0.5 against 49 GB/s reported)
     "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",
-    # it warns of variables that it does not know: of another release's, for one
+    # UCX warns of variables that it does not know, such as those of another release
     "UCX_WARN_UNUSED_ENV_VARS": "n",
-    # it logs to standard output, which is not ours to write to
+    # UCX logs to standard output, which belongs to the user's program
     "UCX_LOG_FILE": "stderr",
 }
 """How UCX is set up in a bulk worker. The user's own settings take precedence."""
@@ -122,7 +123,7 @@ class NixlTransport(Transport):
     def register(self, region: Region) -> bytes:
         self._own = OpenRegion(region)
         self._memory = GPU_MEMORY if self._own.on_gpu else HOST_MEMORY
-        self._own.bind()  # before there is an agent: where no GPU is current UCX leaves it out
+        self._own.bind()  # before an agent exists: UCX omits a GPU that is not current
         self._agent = _agent(self._agent_name)
         self._register(self._agent)
         try:
@@ -164,8 +165,8 @@ class NixlTransport(Transport):
         return [self._reads] if self._beside is None else [self._reads, self._beside]
 
     def _threads(self, card: Card, pieces: int) -> list[NixlReads]:
-        """Those that share a read; the second is started when it is first of use, and takes part
-        when it is ready."""
+        """Return the threads that share a read. The second thread is started when it is first
+        useful, and takes part once it is ready."""
         if pieces < 2 or not self._host or card.host != self._host:
             return [self._reads]
         with self._lock:
@@ -196,7 +197,7 @@ class NixlTransport(Transport):
 
 
 def _host() -> str:
-    """Empty where the kernel does not tell: then no read is shared."""
+    """Return the name of this host's kernel, or "" if it is unknown: then no read is shared."""
     try:
         return this_host()
     except OSError:
@@ -225,7 +226,7 @@ def _pieces(request: ReadRequest, own: AddressRanges, theirs: AddressRanges) -> 
 
 
 def _agent(name: str) -> Any:
-    """A NIXL agent with the UCX backend alone. TransportMissing says why there is none."""
+    """Return a NIXL agent with only the UCX backend. Raise TransportMissing if there is none."""
     for variable, value in (UCX_SETTINGS | {"NIXL_LOG_LEVEL": "WARN"}).items():
         os.environ.setdefault(variable, value)  # before UCX is loaded, which reads them once
     nixl = _imported()
@@ -244,7 +245,7 @@ def _agent(name: str) -> Any:
 
 
 def _imported() -> Any:
-    """NIXL by the name of the CUDA that it was made for."""
+    """Import the NIXL package for the installed CUDA."""
     with suppress(ImportError):
         from nixl_cu13 import _api
 
@@ -279,8 +280,8 @@ class NixlRead:
         self._checked = time.monotonic()
 
     def check(self) -> None:
-        """Note whether the bytes are no longer needed. Called seldom, because it asks the
-        kernel."""
+        """Note whether the bytes are no longer needed. Called rarely, because it costs a system
+        call."""
         if self.error is None and time.monotonic() - self._checked > CHECK_S:
             self._checked = time.monotonic()
             try:
@@ -335,7 +336,7 @@ class NixlReads(threading.Thread):
         try:
             self._serve()
         except BaseException:
-            # Reads would wait for ever. The peer starts another worker.
+            # Otherwise reads would wait for ever. The peer starts another worker.
             logger.exception("nixl: the transfer thread failed, stopping the bulk worker")
             os._exit(1)
 
@@ -347,7 +348,7 @@ class NixlReads(threading.Thread):
                 moved |= self._advance(read)
             spins = 0 if moved else spins + 1
             if self._is_answering() or (self._reads and not moved):
-                self._agent.get_new_notifs()  # nobody sends any; this makes UCX go on
+                self._agent.get_new_notifs()  # no peer sends any, but this call drives UCX
 
     def _patience(self, spins: int) -> float:
         if self._reads:
@@ -357,7 +358,7 @@ class NixlReads(threading.Thread):
         return AFTERWARDS_S if self._is_answering() else IDLE_S
 
     def _is_answering(self) -> bool:
-        """Whether readers may need this side to go on."""
+        """Whether readers may need this side to poll."""
         return bool(self._holds) or time.monotonic() < self._answers_until
 
     def _take(self, patience_s: float) -> bool:
@@ -373,7 +374,7 @@ class NixlReads(threading.Thread):
         return True
 
     def _advance(self, read: NixlRead) -> bool:
-        """Posts or polls one piece. Whether anything happened."""
+        """Post or poll one piece. Return whether anything happened."""
         try:
             read.check()
             if read.handle is not None:
@@ -420,7 +421,7 @@ class NixlReads(threading.Thread):
         )
 
     def _loaded(self, read: NixlRead) -> str:
-        """The remote agent with this metadata; the oldest of too many is let go."""
+        """Return the remote agent with this metadata. Drop the oldest if there are too many."""
         remote, metadata = read.remote, read.card.metadata
         known = self._known.setdefault(remote.owner, OrderedDict())
         if metadata not in known:

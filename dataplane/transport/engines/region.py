@@ -48,8 +48,8 @@ class AddressRanges:
         return np.maximum(found, 0)
 
     def descriptors(self, offsets: Offsets, nbytes: Offsets) -> npt.NDArray[np.uint64]:
-        """A row of address, length and device for each piece. Raises ProtocolError for one
-        outside."""
+        """Return a row of address, length and device for each piece. Raises ProtocolError for a
+        piece outside the ranges."""
         at = self.which(offsets)
         inside = offsets - self._starts[at]
         sizes = self._sizes[at]
@@ -75,7 +75,7 @@ class OpenRegion:
         self.devices: list[Device] = []
         self._pools: list[Pool] = []
         self.on_gpu = any(placed.handle.kind == CUDA for placed in region.pools)
-        """else it is host memory to every engine"""
+        """else the region is host memory to every engine"""
         try:
             ranges = [self._opened(placed.start, placed.handle) for placed in region.pools]
         except DeviceMissing as exc:
@@ -98,7 +98,7 @@ class OpenRegion:
         return AddressRange(start, pool.address, pool.nbytes, device.number)
 
     def bind(self) -> None:
-        """Prepare this thread for an engine that finds the devices' contexts by itself."""
+        """Prepare this thread for an engine that finds the devices' contexts itself."""
         for device in reversed(self.devices):
             device.bind()
 

@@ -1,1 +1,1 @@
-"""Columns of fetched rows as numpy, torch and Arrow know them."""
+"""Columns of fetched rows, as NumPy arrays, torch tensors and Arrow tables."""

@@ -1,7 +1,7 @@
 """Columns as Arrow arrays, for `convert.to_arrow`. Imports pyarrow, so it is imported late.
 
 Dense columns become fixed-shape tensors, ragged ones nested lists; both are built from whole
-buffers. Objects go through Arrow's own inference, which refuses what it cannot type.
+buffers. Arrow infers the type of objects, and rejects values that have none.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _UNITS = {"ms": "ms", "us": "us", "ps": "ns", "ns": "ns", "fs": "ns", "as": "ns"
 def from_field(
     name: str, values: Array | list[Any], instead: str = "", tensors: bool = True
 ) -> pa.Array:
-    """A field, as `to_numpy` gives it. InvalidValue names the first row that Arrow has no type for,
-    or would change.
+    """Return a field, as `to_numpy` returns it, as an Arrow array. Raise InvalidValue, which names
+    the first row that Arrow has no type for, or would change.
 
-    instead: what the caller may do then. tensors: equal arrays become a fixed-shape tensor, and
-    lists otherwise.
+    instead: advice for the error. tensors: whether equal arrays become a fixed-shape tensor instead
+    of lists.
     """
     instead = instead or f"put values of one type, or read the field with batch[{name!r}]"
     make = partial(_of_field, tensors=tensors)
@@ -46,13 +46,13 @@ def exact(
     make: Callable[[Any], pa.Array] | None = None,
     **details: str,
 ) -> pa.Array:
-    """Values as an Arrow array, with the errors of `from_field`. make: converts anything that is
-    not a list of objects."""
+    """Return values as an Arrow array, with the errors of `from_field`. make: the converter;
+    default: for lists of objects."""
     make = make or _of_objects
     try:
         return make(values)
     except _REFUSALS as exc:
-        # the first row with which it fails: what is before it is of one type
+        # the first row whose prefix fails: all rows before it have one type
         row = bisect_left(range(len(values)), True, key=lambda row: _fails(make, values[: row + 1]))
         reason = exc.message if isinstance(exc, InvalidValue) else str(exc)
         beside = " together with the rows before it" if row else ""
@@ -86,7 +86,7 @@ def _of_objects(values: list[Any]) -> pa.Array:
 
 
 def _typed(array: Array) -> Array:
-    """The array in a dtype that Arrow has and that holds every value exactly."""
+    """Return the array in a dtype of Arrow that holds every value exactly."""
     dtype = array.dtype
     if dtype.kind in "mM":
         return _times(array)
@@ -140,7 +140,7 @@ def _ragged(rows: list[Array]) -> pa.Array:
 
 
 def _nested(flat: Array, shapes: list[tuple[int, ...]]) -> pa.Array:
-    """Lists in lists over one flat buffer, from the innermost axis outwards."""
+    """Return nested lists over one flat buffer, built from the innermost axis outwards."""
     values = pa.array(flat)
     for axis in reversed(range(len(shapes[0]))):
         lists = [math.prod(shape[:axis]) for shape in shapes]
@@ -154,8 +154,8 @@ def _nested(flat: Array, shapes: list[tuple[int, ...]]) -> pa.Array:
 
 
 def _plain(value: Any, place: tuple[object, ...], kinds: dict[tuple[object, ...], object]) -> Any:
-    """A value with its arrays as lists. kinds: the type of the texts, bytes, bools, numbers and
-    times that were found at each place; Arrow would make one kind of several."""
+    """Return a value with its arrays as lists. kinds: the kind of scalar found at each place (text,
+    bytes, bool, number or time), because Arrow would merge different kinds."""
     if is_jagged(value):
         return [_plain(row, (*place, None), kinds) for row in value.unbind()]
     if is_torch(value):
@@ -180,13 +180,13 @@ def _plain(value: Any, place: tuple[object, ...], kinds: dict[tuple[object, ...]
         return {key: _plain(item, (*place, key), kinds) for key, item in value.items()}
     if isinstance(value, (str, bytes, bool)):
         _same_kind(type(value), place, kinds)
-    elif isinstance(value, (int, float)):  # Arrow would make a number of a bool beside it
+    elif isinstance(value, (int, float)):  # Arrow would make a bool in the same place a number
         _same_kind("number", place, kinds)
     return value
 
 
 def _nested_list(array: Array) -> Any:
-    """As `tolist`, which makes ints of times in nanoseconds."""
+    """Like `tolist`, which would turn times in nanoseconds into ints."""
     return [_nested_list(part) for part in array] if array.ndim else array[()]
 
 

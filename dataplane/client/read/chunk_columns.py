@@ -1,4 +1,4 @@
-"""Columns of a chunk as arrays over its memory. How a chunk is laid out: `wire/layouts.py`."""
+"""Columns of a chunk as arrays over its memory. `wire/layouts.py` defines the layout of a chunk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dataplane.wire.limits import ALIGNMENT_BYTES
 
 Memory = npt.NDArray[np.uint8]
 Refused = Callable[["ChunkColumn", int, int, str], ValueCorrupt]
-"""Makes the error for neighbouring rows of a column, one of which does not fit its layout. Takes
+"""Returns the error for adjacent rows of a column, one of which does not fit its layout. Takes
 the first row, the row after the last, and the reason."""
 _width = attrgetter("width")
 _UP, _DOWN = ALIGNMENT_BYTES - 1, -ALIGNMENT_BYTES
@@ -33,9 +33,9 @@ class ChunkColumn(msgspec.Struct, eq=False):
     """One column of a chunk.
 
     lengths: of its rows in order, `spec.width` per row. memory: of the chunk, in the arena or
-    inline. start: where in it the first row starts. bounds: where each row starts behind that, and
-    where the last one ends, in units of `spec.unit_bytes`. Lengths and bounds are plain ints: a
-    chunk has few rows, and numpy's fixed cost per call would dominate.
+    inline. start: the offset of the first row in it. bounds: the start of each row relative to
+    `start`, and the end of the last row, in units of `spec.unit_bytes`. Lengths and bounds are
+    plain ints: a chunk has few rows, and numpy's fixed cost per call would dominate.
     """
 
     spec: ColumnSpec
@@ -48,7 +48,7 @@ class ChunkColumn(msgspec.Struct, eq=False):
 
     @classmethod
     def of(cls, array: Array) -> ChunkColumn:
-        """A column with this array, which is contiguous, as its only row."""
+        """Return a column whose only row is this contiguous array."""
         spec = ColumnSpec("array", dtype_name(array.dtype) or "", array.shape, True)
         return cls(spec, 1, (), range(2), array.reshape(-1).view(np.uint8))
 
@@ -64,7 +64,7 @@ class ChunkColumn(msgspec.Struct, eq=False):
         return _closed(self.spec.shape, self.lengths[row * width : (row + 1) * width])
 
     def shared_shape(self, first: int, last: int) -> tuple[int, ...] | None:
-        """The shape of these rows. None if their shapes differ, or if they are no arrays."""
+        """The shape of these rows. None if their shapes differ or they are not arrays."""
         if not self.is_array:
             return None
         width = self.spec.width
@@ -80,7 +80,8 @@ class ChunkColumn(msgspec.Struct, eq=False):
         return self._over(self.shape_of(row), self.bounds[row])
 
     def _over(self, shape: tuple[int, ...], bound: int = 0) -> Array:
-        """An array over the values. The bytes are there, but axes may be longer than numpy has."""
+        """Return an array over the values. Raise ValueCorrupt if an axis is longer than numpy
+        allows."""
         spec = self.spec
         try:
             return np.ndarray(shape, spec.items, self.memory, self.start + bound * spec.unit_bytes)
@@ -115,7 +116,7 @@ class ChunkColumn(msgspec.Struct, eq=False):
             flat = self._flat = self._over((self.bounds[-1], *spec.unit_shape))
         if spec.width:
             if self.rows == 1:
-                return [flat[:]]  # its own, because a caller may give it another shape
+                return [flat[:]]  # a separate array, because a caller may change its shape
             bounds = self.bounds
             spans = map(slice, bounds[first:last], bounds[first + 1 : last + 1])
             return map(flat.__getitem__, spans)
@@ -149,8 +150,8 @@ class ChunkForm:
     def __init__(self, specs: tuple[ColumnSpec, ...], rows: int) -> None:
         self.specs, self.count, self._rows = specs, len(specs), rows
         self._columns: list[tuple[ColumnSpec, slice, _UnitsOf | None, range | None]] = []
-        """by column: its spec; which of the lengths are its own; how many units a row has, if not
-        its length; and the bounds of its rows, if they do not depend on lengths"""
+        """by column: its spec; its part of the lengths; the units per row, if not the length; and
+        the bounds of its rows, if they do not depend on lengths"""
         count = 0
         for spec in specs:
             units: _UnitsOf | None = None
@@ -206,7 +207,7 @@ def form_of(layout: bytes, rows: int) -> ChunkForm:
 
 
 _UnitsOf = Callable[[Sequence[int]], Iterable[int]]
-"""From the lengths of rows to the number of units that each row has."""
+"""Return the number of units of each row from the lengths of the rows."""
 
 
 def _array_units(width: int, lengths: Sequence[int]) -> list[int]:

@@ -2,8 +2,8 @@
 
 A view is a list of runs: neighbouring rows of one chunk, or rows that lack the field. Slices and
 selections of a view are other runs over the same chunks. Arrays are read-only views of the arena,
-made when they are asked for; they keep it pinned through their base. Texts and bytes are copied out
-as they are decoded.
+made on first use. Their base keeps the chunks pinned. Texts and bytes are copied out as they are
+decoded.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class ColumnView(Sequence[Any]):
             first = self[int(rows[0])]
             shown = _shown(first)
             form = arrays_of(self)._described_form(first, rows)
-        except DataplaneError as exc:  # a representation is no place to fail
+        except DataplaneError as exc:  # `repr` must not raise
             return f"unreadable: {exc.message:.80}"
         lacking = f", {len(self) - len(rows)} rows without a value" if len(rows) < len(self) else ""
         return f"{form}{lacking}, first {shown}"
@@ -193,7 +193,7 @@ class ColumnView(Sequence[Any]):
         row = next(end - b + at for (one, a, b), end in runs if one is column and a <= at < b)
         return corrupt(self.field, row, self.name_of, self.owner_of(column), reason)
 
-    # what all of them have in common
+    # common properties of all rows
 
     @cached_property
     def specs(self) -> list[ColumnSpec | None]:
@@ -406,7 +406,7 @@ def cut(runs: Sequence[RowSpan], chosen: Iterable[tuple[int, int]]) -> list[RowS
 
 
 def _side_by_side(spans: Sequence[Memory]) -> Memory | None:
-    """All of this memory as one, where each part follows the one before it; None elsewhere."""
+    """Return the parts as one array if they are adjacent in memory, else None."""
     if len(spans) == 1:
         return spans[0]
     base = spans[0].base

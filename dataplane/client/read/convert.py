@@ -1,6 +1,5 @@
-"""What is asked of a column: one numpy array, or an Arrow table; tensors are in `tensors`.
-
-Runs in the client. pyarrow is imported when it is asked for, never before.
+"""Convert columns to NumPy arrays and Arrow tables; `tensors` converts to tensors. Runs in the
+client. pyarrow is imported on first use.
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ if TYPE_CHECKING:
 
 
 def to_numpy(column: ColumnView, view: bool = False) -> Array | list[Any]:
-    """One array [n, ...] where all rows have one dtype and shape, else a list of the entries.
+    """Return one array [n, ...] if all rows share a dtype and shape, else a list of the entries.
 
-    The arrays are private and writable. view=True: read-only views, without a copy where rows lie
-    side by side in host memory.
-    Python numbers of one kind become bool, int64 or float64; ints among floats become floats where
-    a float holds them exactly, and the column stays a list otherwise.
+    The arrays are private and writable. view=True: read-only views, without a copy if the rows are
+    adjacent in host memory. Python numbers of one kind become bool, int64 or float64; ints among
+    floats become floats if that is exact, else the column stays a list.
     """
     column = arrays_of(column.on_host())
     if column.uniform is not None:
@@ -39,7 +37,7 @@ def to_numpy(column: ColumnView, view: bool = False) -> Array | list[Any]:
 
 
 def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """A copy of an object in which `leaf` has replaced each array and tensor."""
+    """Return a copy of an object with `leaf` applied to each array and tensor."""
     if isinstance(value, np.ndarray) or is_torch(value):
         return leaf(value)
     if isinstance(value, list | tuple):
@@ -88,7 +86,7 @@ def to_arrow(
 
 
 def numbers_of(values: list[Any]) -> Array | None:
-    """Numbers as one array; None where they are not all numbers of one kind."""
+    """Return numbers of one kind as one array, else None."""
     kinds = set(map(type, values))
     try:
         if kinds == {bool}:

@@ -1,4 +1,4 @@
-"""Rows of different lengths in one tensor: along which axis, how far, and where each begins.
+"""Rows of different lengths in one tensor: their axis, their lengths, and where each row begins.
 
 Runs in the client. Pure numpy; torch is used where a caller has imported it.
 """
@@ -24,11 +24,11 @@ from dataplane.wire.arrays import Array, is_time, shown
 
 Side = Literal["right", "left"]
 _LARGE_BYTES = 1 << 30
-"""Below this, nobody looks how much memory there is."""
+"""Smaller tensors are made without a check of the free memory."""
 
 
 class Ragged(NamedTuple):
-    """Arrays of one dtype whose shapes are `head`, a length of their own, `tail`."""
+    """Arrays of one dtype with shapes (*head, length, *tail), where only the length differs."""
 
     dtype: np.dtype[Any]
     head: tuple[int, ...]
@@ -37,25 +37,25 @@ class Ragged(NamedTuple):
 
     @property
     def axis(self) -> int:
-        """The axis of a row along which rows have their own lengths."""
+        """The axis of a row along which lengths differ."""
         return len(self.head)
 
     @property
     def ends(self) -> list[int]:
-        """Where each row begins, and where the last one ends: one number more than rows."""
+        """Where each row begins, and where the last one ends: n + 1 numbers."""
         return list(accumulate(self.lengths, initial=0))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of all rows side by side along the axis."""
+        """The shape of all rows concatenated along the axis."""
         return (*self.head, sum(self.lengths), *self.tail)
 
 
 def ragged_of(
     dtype: np.dtype[Any], shapes: Sequence[tuple[int, ...]], axis: int = 0
 ) -> Ragged | None:
-    """Rows of these shapes. axis: which one it is where none differs. None where shapes differ in
-    several, or have none."""
+    """Return the form of rows of these shapes. axis: the one to use if all shapes are equal. None
+    if shapes differ along several axes, or are ()."""
     if len(set(map(len, shapes))) != 1 or not shapes[0]:
         return None
     columns = list(zip(*shapes, strict=True))
@@ -111,7 +111,8 @@ class Padding:
 
     @property
     def is_default(self) -> bool:
-        """Whether rows of equal lengths stay as they are. -0.0 equals 0, but fills otherwise."""
+        """Whether padding leaves rows of equal lengths unchanged. -0.0 equals 0, but has other
+        bytes."""
         zero = type(self.value) in (int, float) and str(self.value) in ("0", "0.0")
         return zero and self.side == "right" and self.length is None and self.multiple is None
 
@@ -122,7 +123,7 @@ class Padding:
         return list(map(slice, lengths))
 
     def mask(self, lengths: Sequence[int], width: int) -> npt.NDArray[np.bool_]:
-        """bool [n, width]: where values are."""
+        """Return a bool array [n, width] that is True at values."""
         made = np.zeros((len(lengths), width), np.bool_)
         for row, span in enumerate(self.spans(lengths, width)):
             made[row, span] = True
@@ -132,9 +133,9 @@ class Padding:
 def padding_value(field: str, padding: Padding, dtype: np.dtype[Any]) -> Array:
     """Return the padding as an array [] of this dtype.
 
-    A float is rounded to the precision of a float dtype, as any float is. InvalidValue where the
-    dtype cannot hold it otherwise: a fraction or NaN among ints, -100 among bools, an int that
-    would be rounded, a float that would become infinite, zero or NaN.
+    A float is rounded to the precision of a float dtype. Raise InvalidValue if the dtype cannot
+    hold the value: a fraction or NaN among ints, -100 among bools, an int that would be rounded, a
+    float that would become infinite, zero or NaN.
     """
     given = padding.value
     if getattr(given, "ndim", None) == 0 and not is_time(given):
@@ -154,8 +155,8 @@ def padding_value(field: str, padding: Padding, dtype: np.dtype[Any]) -> Array:
 
 @lru_cache(maxsize=256, typed=True)
 def _filling(given: complex, text: str, dtype: np.dtype[Any]) -> Array | None:
-    """A number as an array [] of this dtype; None where that has no such number. text: what tells
-    -0.0 from 0.0."""
+    """Return a number as an array [] of this dtype; None if the dtype cannot hold it. text:
+    distinguishes -0.0 from 0.0."""
     try:
         with np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a complex number that loses a part of it
@@ -168,7 +169,7 @@ def _filling(given: complex, text: str, dtype: np.dtype[Any]) -> Array | None:
 
 
 def _holds(made: Any, given: Any) -> bool:
-    """Whether a number became the same one, but for the rounding of a float to fewer digits."""
+    """Whether a number kept its value, except for the rounding of a float."""
     if isinstance(made, complex) and isinstance(given, int):
         return made == given
     if isinstance(given, complex) or isinstance(made, complex):
@@ -189,7 +190,7 @@ def check_padded(
     """Raise InvalidValue for padded rows that take more memory than this process can have.
 
     numpy would raise MemoryError, or the kernel would kill the process while the rows are filled.
-    on_host: else they are for a GPU, whose limit torch knows.
+    on_host: False for a GPU, whose limit torch knows.
     """
     size = math.prod(length or 1 for length in shape) * dtype.itemsize  # as numpy counts
     if size <= _LARGE_BYTES:
@@ -206,7 +207,7 @@ def check_padded(
 
 
 def no_view(field: str, layout: str) -> InvalidValue:
-    """The error of view=True for rows that would have to be moved."""
+    """The error for view=True if rows would have to be copied."""
     return InvalidValue(
         f"field {field!r}: these rows are not stored as a {layout} tensor, so view=True is not "
         "possible: leave out view=True, or use layout='list' for one view per row",
@@ -217,8 +218,8 @@ def no_view(field: str, layout: str) -> InvalidValue:
 def unlike(
     field: str, forms: Sequence[tuple[np.dtype[Any], tuple[int, ...]]], layout: str
 ) -> InvalidValue:
-    """The error of rows, given by dtype and shape, that make no tensor of this layout: which row
-    differs from the first, in what, and what to do."""
+    """The error for rows, given by dtype and shape, that do not form a tensor of this layout: which
+    row differs from the first, how, and what to do."""
     first = forms[0]
     axes = zip(*(shape for _, shape in forms), strict=False)
     several = sum(len({*lengths}) > 1 for lengths in axes) > 1
@@ -265,14 +266,14 @@ def _shown(form: tuple[np.dtype[Any], tuple[int, ...]]) -> str:
 
 
 def _form_text(form: tuple[np.dtype[Any], tuple[int, ...]]) -> str:
-    """As a partition's schema has it: any length along the first axis."""
+    """The form as a schema spells it, with any length along the first axis."""
     dtype, shape = form
     return f"{dtype.name}[{','.join(['*', *map(str, shape[1:])])}]" if shape else dtype.name
 
 
 class Offsets:
-    """Tensors of offsets, of which rows of equal lengths share one: torch lets nested tensors be
-    used together that have the same."""
+    """Offset tensors, shared by fields with equal row lengths: torch combines only nested tensors
+    that share their offsets."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[Any, tuple[int, ...]], Any] = {}

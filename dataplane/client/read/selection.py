@@ -1,7 +1,7 @@
-"""Rows in hand: keys, groups, tags, and columns as zero-copy views of the arena.
+"""Fetched rows: keys, groups, tags, and columns as zero-copy views of the arena.
 
 `Selection` is what reads return and what batches are made of; `Group` is one group of it. Views are
-made on first use, are read-only, and keep their bytes pinned for as long as any of them lives.
+made on first use, are read-only, and keep their bytes pinned while any of them lives.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Selection:
         """by field"""
         self._offsets = Offsets()
 
-    # what the rows are
+    # keys, groups and tags
 
     def __len__(self) -> int:
         return self._n
@@ -156,7 +156,7 @@ class Selection:
                 f"rows({shown(positions):.80}): expected int positions from 0 to {self._n - 1}, or "
                 "one bool per row"
             )
-        if at.dtype.kind == "u":  # a huge one would become a negative one
+        if at.dtype.kind == "u":  # a huge position would become negative
             at = np.minimum(at, self._n)
         at = at.astype(np.intp)
         at = np.where(at < 0, at + self._n, at)
@@ -173,7 +173,7 @@ class Selection:
         return part
 
     def _become_part(self, of: Selection, at: Index) -> None:
-        """The rows at these positions of another, with what was fetched of them."""
+        """Become the rows at these positions of another selection, with their fetched fields."""
         self._rows, self._n = _rows_at(of._rows, at), len(at)
         self._name_of = partial(row_name, self._rows)
         tags = {name: [values[i] for i in at.tolist()] for name, values in of.tags.items()}
@@ -182,7 +182,7 @@ class Selection:
         self._share(of, list(of._fetched), at)
 
     def _share(self, of: Selection, fields: Sequence[str], at: Index) -> None:
-        """Have what another selection has of these fields, for its rows at these positions."""
+        """Share these fetched fields of another selection, for its rows at these positions."""
         parts: dict[int, TableReader] = {}
         for field in fields:
             whole = of._fetched[field]
@@ -205,7 +205,7 @@ class Selection:
             return [(None, everything[i : i + 1]) for i in range(self._n)]
         index = column(self._rows.group_index, U4, self._n)
         names: list[Name | None] = list(group_names(self._rows))
-        # Rows without group get numbers of their own behind those of the groups.
+        # Each row without a group gets a number after those of the groups.
         alone = index == NO_GROUP
         numbers = index.astype(np.intp)
         numbers[alone] = len(names) + np.arange(int(alone.sum()))
@@ -225,17 +225,17 @@ class Selection:
         device: str,
         mask: bool,
     ) -> Any:
-        """A column of these rows as torch tensors, and where `mask` asks for it its mask."""
+        """Return a column of these rows as torch tensors; with `mask`, also its mask."""
         if mask and layout != "padded":
             raise InvalidCall(f"mask=True needs layout='padded', not {layout!r}")
         direct = self._handle.session.direct
         made = to_torch(column, layout, padding, view, device, direct, self._offsets)
         return (made, padding_mask(column, padding, device)) if mask else made
 
-    # where columns come from
+    # fetching
 
     def _bring(self, field: str) -> None:
-        """Make the field be here, or raise."""
+        """Fetch a missing field, or raise NotFetched."""
         raise NotFetched(
             f"field {shown(field):.80} was not fetched (fetched: {self.fields}): name it in "
             "fields=, or call `await rows.fetch(...)`",
@@ -243,7 +243,7 @@ class Selection:
         )
 
     def _admit(self, reader: TableReader) -> None:
-        """Add the fields of a table. Its rows are those here, or some of them."""
+        """Add the fields of a table, which has all of these rows or some of them."""
         if reader.table.rows.keys != self._rows.keys:
             reader = reader.part(_rows_in(reader.table, self._rows.keys))
         for field in reader.fields:
@@ -261,7 +261,7 @@ class Selection:
         )
 
     def _described_fields(self) -> str:
-        """For people: each field that is here with its dtype, lengths and first value."""
+        """Describe each fetched field: dtype, lengths and first value."""
         told = [f"{field}: {self[field].described()}" for field in self.fields[:_SHOWN_FIELDS]]
         if len(self.fields) > _SHOWN_FIELDS:
             told.append(f"and {len(self.fields) - _SHOWN_FIELDS} more")
@@ -295,12 +295,12 @@ def positions(given: object, what: str, n: int) -> Index:
 
 
 def _array_of(given: object) -> npt.NDArray[Any] | None:
-    """None for what is no array, such as lists of different lengths."""
+    """Return an array; None if there is none, as for lists of different lengths."""
     try:
         return None if is_interval(given) else np.asarray(given)
     except (ValueError, TypeError, OverflowError, RuntimeError):
         return None
-    except Exception as exc:  # of the user's positions
+    except Exception as exc:  # from the user's object
         raise unreadable("the list of positions", given, exc, InvalidRows) from exc
 
 
@@ -380,7 +380,7 @@ def _rows_at(rows: Rows, at: Index) -> Rows:
 
 
 def _rows_in(table: Table, keys: bytes) -> Index:
-    """Where the rows with these keys are in a table."""
+    """Return the index in a table of each of these keys; _LACKING for a missing one."""
     size = KEY.itemsize
     here = {table.rows.keys[i : i + size]: i // size for i in range(0, len(table.rows.keys), size)}
     found = [here.get(keys[i : i + size], _LACKING) for i in range(0, len(keys), size)]

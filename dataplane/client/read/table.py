@@ -39,7 +39,7 @@ from dataplane.wire.packed import EXTENT, KEY, U4, column
 from dataplane.wire.tables import INLINE, Name, Owner, Rows, Table, Values
 
 NOWHERE = np.zeros(0, np.uint8)
-"""The arena of rows of which nothing is pinned there."""
+"""The arena of a table without pinned chunks."""
 SHARED_RUNS = 512
 """The most runs that a shape caches, of all its fields. Others are computed for each call."""
 ChunkRun: TypeAlias = tuple[int, int, int, int]
@@ -50,7 +50,7 @@ rows, from the first up to, but not including, the last."""
 class TableReader:
     """Reads the values of a table, field by field.
 
-    `part` makes readers of some of its rows, which share what was opened.
+    `part` returns readers of some of its rows, which share the opened chunks.
     """
 
     def __init__(self, table: Table, pin: object = NOWHERE) -> None:
@@ -81,7 +81,7 @@ class TableReader:
 
     @property
     def volume(self) -> int:
-        """About the bytes of the values: of each chunk, the share of its rows that pieces use."""
+        """Approximate bytes of the values: of each chunk, the share of its rows that pieces use."""
         if self._pages:
             return sum([page.volume for page in self._pages])
         sizes = [chunk.nbytes for chunk in self._values.chunks]
@@ -96,7 +96,7 @@ class TableReader:
         return part
 
     def view(self, field: str, name_of: NameOf | None = None) -> ColumnView:
-        """Return a field of the rows. name_of: what a row is called in messages."""
+        """Return a field of the rows. name_of: returns the name of a row for errors."""
         runs = self._all_runs(field)
         if self._rows is not None:
             runs = cut(runs, self._chosen)
@@ -250,7 +250,7 @@ def _without_gaps(placed: list[tuple[int, ChunkRun]], count: int) -> list[ChunkR
 
 
 def reader_of(session: Session, *replies: Claimed | Fetched | ReadDone) -> TableReader:
-    """Return a reader of the tables of some replies, joined. It keeps what they pin."""
+    """Return one reader for the tables of several replies. It keeps their pins."""
     pin = session.pinned(*[reply.pin for reply in replies])
     arena = pin if pin.number else NOWHERE
     make = TableReader if session.pools is None else session.pools.reader
@@ -258,7 +258,7 @@ def reader_of(session: Session, *replies: Claimed | Fetched | ReadDone) -> Table
 
 
 def join_readers(pages: list[TableReader]) -> TableReader:
-    """Join the readers of several replies. A field or tag that one lacks is absent in its rows."""
+    """Join the readers of several replies. If a reply lacks a field or tag, its rows lack it."""
     if len(pages) == 1:
         return pages[0]
     tables = [page.table for page in pages]
@@ -275,7 +275,7 @@ def join_readers(pages: list[TableReader]) -> TableReader:
 
 
 def _join_rows(parts: list[Rows]) -> Rows:
-    """A group may go on behind a page's end, so equal group keys are one group."""
+    """A group may continue on the next page, so equal group keys are one group."""
     keys = b"".join(p.keys for p in parts)
     names: list[Name] | None = None
     if any(p.names is not None for p in parts):

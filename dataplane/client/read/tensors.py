@@ -1,7 +1,7 @@
 """Columns as torch tensors, and rows as a TensorDict: private copies, unless views are asked for.
 
-Runs in the client. torch and tensordict are imported when they are asked for, never before. Rows
-that are side by side are gathered once, from where they lie in the arena to where they stay.
+Runs in the client. torch and tensordict are imported on first use. Rows are copied once, from the
+arena into the tensor.
 """
 
 from __future__ import annotations
@@ -51,17 +51,16 @@ def to_torch(
     direct: DirectCopies | None = None,
     offsets: Offsets | None = None,
 ) -> Any:
-    """The column as private, writable torch tensors, packed in one piece of memory.
+    """Return the column as private, writable torch tensors, packed in one piece of memory.
 
-    auto: one tensor [n, ...] where all rows have one dtype and shape, else a list of tensors.
-    dense: one tensor, or InvalidValue that names a row of another shape. padded: one tensor, rows
-    filled up as `padding` says along the axis in which they differ (where they do in several, the
-    others behind). jagged: a nested tensor; rows differ along one axis only, and those of equal
-    lengths share their offsets. list: a tensor a row; objects keep their form, with tensors as
-    leaves. view=True: tensors over the arena itself; torch does not know read-only memory, so
-    writing to them ends the process. direct: the way to a GPU, see there; what is asked of it is
-    asked of torch's current stream of this thread, from pinned memory. InvalidValue where torch has
-    no such dtype or layout.
+    auto: one tensor [n, ...] if all rows share a dtype and shape, else a list of tensors. dense:
+    one tensor, or InvalidValue that names a row of another shape. padded: one tensor, with rows
+    padded along the axis in which they differ (further axes are padded at the end). jagged: a
+    nested tensor; rows differ along one axis only, and fields with equal lengths share their
+    offsets. list: one tensor per row; objects keep their form, with tensors as leaves. view=True:
+    tensors over the arena itself; torch has no read-only memory, so writing to them crashes the
+    process. direct: copies to a GPU, from pinned memory, on torch's current stream of this thread.
+    Raises InvalidValue if torch lacks the dtype or layout.
     """
     check_device(device)
     _check_layout(layout)
@@ -113,7 +112,7 @@ def _check_layout(layout: object) -> None:
 
 
 def _check_dtypes(column: ColumnView) -> None:
-    """InvalidValue names the first row whose dtype torch lacks, such as times."""
+    """Raise InvalidValue, which names the first row whose dtype torch lacks, such as times."""
     lacking = [dtype for dtype in column.dtypes if not _in_torch(dtype)]
     if not lacking:
         return
@@ -138,8 +137,8 @@ def _in_torch(dtype: np.dtype[Any]) -> bool:
 
 
 def padding_mask(column: ColumnView, padding: Padding, device: str) -> Any:
-    """bool [n, length]: where a padded column has values. InvalidValue where its rows differ in
-    several axes, or have none."""
+    """Return a bool tensor [n, length] that is True at the values of a padded column. Raise
+    InvalidValue if its rows differ along several axes, or have none."""
     ragged = arrays_of(column).ragged
     if ragged is None:
         raise InvalidValue(
@@ -158,12 +157,13 @@ def padding_mask(column: ColumnView, padding: Padding, device: str) -> Any:
 
 E = TypeVar("E")
 Each: TypeAlias = E | Mapping[str, E]
-"""One for all fields, or one a field."""
+"""One value for all fields, or one per field."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorDictForm:
-    """How the fields of a TensorDict are laid out; a mapping names only those that differ."""
+    """The layout of the fields of a TensorDict. A mapping names only fields that differ from the
+    default."""
 
     layout: Each[Layout] = "auto"
     padding: Each[complex] = 0
@@ -173,7 +173,7 @@ class TensorDictForm:
     mask: str | Mapping[str, str] | None = None
 
     def check(self, names: Sequence[str]) -> None:
-        """InvalidCall for a mapping with a field that is not among these."""
+        """Raise InvalidCall for a mapping with a field that is not in `names`."""
         for one in fields(self):
             given = getattr(self, one.name)
             unknown = [name for name in given if name not in names] if _is_each(given) else []
@@ -184,7 +184,7 @@ class TensorDictForm:
                 )
 
     def of(self, name: str) -> tuple[Layout, Padding, str | None]:
-        """The layout, the padding and the name of the mask that are given for a field."""
+        """Return the layout, the padding and the mask name of a field."""
         layout, value, side, length, multiple, mask = (
             given.get(name, one.default) if _is_each(given) else given
             for one in fields(self)
@@ -206,7 +206,7 @@ def _fitting(layout: Layout, column: ColumnView) -> Layout:
     if layout != "dense" and column.uniform is not None and not column.loose:
         return "dense"
     if column.ragged is None and column.uniform is not None:
-        return "dense"  # one number a row
+        return "dense"  # one number per row
     if layout == "auto":
         return "list" if column.ragged is None else "jagged"
     return layout
@@ -220,12 +220,12 @@ def to_tensordict(
     direct: DirectCopies | None = None,
     offsets: Offsets | None = None,
 ) -> Any:
-    """The columns of n rows as a TensorDict with batch_size [n], of private tensors.
+    """Return the columns of n rows as a TensorDict with batch_size [n], of private tensors.
 
-    auto gives a field back as it was put: of an array or tensor [n, ...] a dense one; of a nested
-    tensor, or a list of arrays or of lists of numbers, a nested jagged one, ragged where it was;
-    numbers as a tensor [n]; everything else as a NonTensorStack. FieldUnknown names a row that
-    lacks a field; InvalidValue a field that cannot be laid out so.
+    auto returns a field as it was put: an array or tensor [n, ...] as a dense tensor; a nested
+    tensor, or a list of arrays or of lists of numbers, as a nested jagged one, with the same ragged
+    axis; numbers as a tensor [n]; everything else as a NonTensorStack. Raises FieldUnknown for a
+    row that lacks a field, and InvalidValue for a field that does not fit its layout.
     """
     from tensordict import NonTensorStack, TensorDict
 
@@ -274,7 +274,7 @@ def _add_mask(masks: dict[str, tuple[str, Any]], name: str, field: str, mask: An
 
 
 def _data(column: ColumnView, device: str, listed: bool, stack: Any) -> Any:
-    """Numbers as a tensor; rows that make no tensor as a NonTensorStack."""
+    """Return numbers as a tensor, and rows that form no tensor as a NonTensorStack."""
     if column.holds_arrays:
         return stack(*to_torch(column, "list", device=device))
     values = list(column)
@@ -285,7 +285,7 @@ def _data(column: ColumnView, device: str, listed: bool, stack: Any) -> Any:
 
 
 def _warn_of_stack(column: ColumnView, made: Any, stack: Any) -> None:
-    """Say of rows that could have been a tensor why they are none."""
+    """Log why rows of numbers or arrays do not form a tensor."""
     if not isinstance(made, stack):
         return
     if column.holds_arrays:
@@ -305,7 +305,7 @@ _warned: set[str] = set()
 _MOST_WARNED = 64
 
 
-# making tensors
+# construction
 
 
 TensorIndex: TypeAlias = tuple[Any, ...]
@@ -313,7 +313,7 @@ TensorIndex: TypeAlias = tuple[Any, ...]
 
 
 class TensorRows:
-    """Makes tensors of rows in host memory. The GPU plug-in has a subclass for rows on GPUs. All
+    """Builds tensors from rows in host memory. The GPU plug-in has a subclass for rows on GPUs. All
     tensors but views are private copies."""
 
     on_host = True
@@ -322,7 +322,8 @@ class TensorRows:
         self.column, self.device = column, device
 
     def views(self, layout: str) -> Any:
-        """Tensors over the rows where they are. InvalidValue if they would have to be moved."""
+        """Return tensors over the rows in place. Raise InvalidValue if they would have to be
+        copied."""
         dense = self.column.dense()
         if dense is not None and layout in ("auto", "dense", "padded"):
             return tensor_over(_view_of(dense)).to(self.device)
@@ -337,7 +338,7 @@ class TensorRows:
         return cut(self.items(), [shape for _, shape in self.column.forms()])
 
     def in_place(self) -> list[Any]:
-        """A tensor over each row where it is."""
+        """Return a tensor over each row in place."""
         return [tensor_over(_view_of(row)) for row in self.column]
 
     def items(self) -> Any:
@@ -354,7 +355,7 @@ class TensorRows:
         return self._made(shape, lambda array: place(array, self.column, where, fill))
 
     def _made(self, shape: tuple[int, ...], write: Callable[[Array], None]) -> Any:
-        """A tensor of what is written into an array."""
+        """Return a tensor of the array that `write` fills."""
         (dtype,), device = self.column.dtypes, self.device
         if device != "cpu":
             form = tensor_over(np.empty(0, dtype)).dtype
@@ -367,7 +368,7 @@ class TensorRows:
 
 
 def place(target: Any, rows: Iterable[Any], where: Sequence[TensorIndex], fill: Any) -> None:
-    """Copy each row to its index in an array or a tensor. fill: what the rest becomes."""
+    """Copy each row to its index in an array or a tensor. fill: the value of all other elements."""
     if fill is not None:
         target[...] = fill
     for at, row in zip(where, rows, strict=True):
@@ -402,18 +403,18 @@ def _padded(column: ColumnView, rows: TensorRows, padding: Padding) -> Any:
 
 
 def cut(items: Any, shapes: Iterable[tuple[int, ...]]) -> list[Any]:
-    """A tensor [items] as tensors of these shapes."""
+    """Split a tensor [items] into tensors of these shapes."""
     at, found = 0, []
     for shape in shapes:
         size = math.prod(shape)
-        row = items.narrow(0, at, size)  # not `split`, whose parts refuse to be written to
+        row = items.narrow(0, at, size)  # not `split`, whose parts are not writable in place
         found.append(row if len(shape) == 1 else row.reshape(shape))
         at += size
     return found
 
 
 class _Writable:
-    """Says of read-only memory that it is writable: torch takes nothing else without a warning."""
+    """Presents read-only memory as writable, because torch warns about anything else."""
 
     def __init__(self, array: Array) -> None:
         self._keeps_alive = array
@@ -428,7 +429,7 @@ class _Writable:
 
 
 def _view_of(array: Array) -> Array:
-    """The same memory under an array that claims to be writable, and keeps the pin."""
+    """Return an array over the same memory that claims to be writable, and keeps the pin."""
     return np.asarray(_Writable(array)).view(array.dtype)
 
 
@@ -466,8 +467,8 @@ _NUMBERS = (bool, int, float, np.generic)
 
 
 def _no_tensor(field: str, values: list[Any], layout: str, *, arrays: bool = False) -> InvalidValue:
-    """The error of objects that make no tensor: which row, why, and what to do. arrays: there are
-    some in them."""
+    """The error for objects that form no tensor: which row, why, and what to do. arrays: whether
+    the objects contain arrays."""
     row = next((at for at, one in enumerate(values) if not isinstance(one, _NUMBERS)), None)
     as_put = f"use batch[{field!r}] to get the original objects"
     if row is not None:

@@ -1,1 +1,2 @@
-"""The host arena: who may write where, which chunks are alive, and how clients map them."""
+"""The host arena: its free space, the grants of each client, the live chunks, and how clients map
+them."""

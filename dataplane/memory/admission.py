@@ -1,10 +1,9 @@
 """Admission classes: how much of the arena each kind of writer may use.
 
-Opening new groups ranks above continuing ones, and that above pulls, in the order in which they
-may be refused: work in flight must be able to finish, or a full arena never empties. Each class
-has a guaranteed quota. A class may borrow unused quota of lower classes, never of higher ones.
-Pulled copies are evicted for all. The classes decide how much a writer gets, and the allocator
-decides where.
+From the first to be refused: opening new groups, continuing groups, pulls. Work in flight must be
+able to finish, or a full arena never empties. Each class has a guaranteed quota. A class may borrow
+unused quota of lower classes, never of higher ones. Every class may evict pulled copies. The
+classes decide how much a writer gets, and the allocator decides where.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Free space of the arena: first fit by address, in columns.
 
-Using the lowest address first keeps few pages in use, and keeps them warm. The allocator hands
-out pages and takes back ranges of any multiple of 64 bytes, so free ranges may start and end
-inside a page; only their whole pages are handed out again. It knows no owners: freeing what is
-free is a bug in dataplane.
+Using the lowest address first keeps few pages in use, and keeps them warm. The allocator hands out
+pages and takes back ranges of any multiple of 64 bytes, so free ranges may start and end inside a
+page; only their whole pages are handed out again. It knows no owners: freeing free space is a bug
+in dataplane.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataplane.wire.packed import U8
 _LOW = np.uint64(PAGE_BYTES - 1)
 _FIRST_LOOK = 1024
 _FEW = 16
-"""Up to this many extents are inserted one by one if there are many already."""
+"""Up to this many new extents are inserted one by one into a long column."""
 
 
 class Allocator:

@@ -4,11 +4,11 @@ A client maps it twice: once for reading, and once to write the extents that the
 granted extents are ever made writable, and views never use the mapping for writing. numpy's chain
 of bases leads from each view to the pin that protects its bytes, and to the mapping.
 
-The file exists as long as a process maps it, and leaves nothing on a file system, whichever process
-is killed. Untouched pages use no memory. A view outlives its peer, and keeps the pages of the whole
+The file exists while a process maps it, and leaves nothing on a file system, even if processes are
+killed. Untouched pages use no memory. A view outlives its peer, and keeps the pages of the whole
 arena: a starting peer therefore looks for arenas that dead peers left.
 
-System calls on mapped memory use ctypes, which lets other threads run meanwhile. Python's `mmap`
+System calls on mapped memory use ctypes, which lets other threads run. Python's `mmap`
 duplicates the descriptor for each mapping, cannot tell numpy what keeps a mapping alive, and
 holds the interpreter lock while the kernel clears pages. Linux only.
 """
@@ -40,10 +40,10 @@ from dataplane.memory import prefault
 log = logging.getLogger(__name__)
 
 LETTING_GO_S = 3.0
-"""Clients look once a second whether their peer is there, and then drop what nobody views."""
+"""Seconds in which clients notice that their peer died (they check once a second) and unmap."""
 _LOOK_S = 0.2
 _MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ [0-9a-f]+ (\S+ \d+) *(.*)$")
-"""Memory of no file has no name, and ends the figures of the file before it all the same."""
+"""A mapping without a file has no name, but ends the figures of the mapping before it."""
 _RESIDENT = re.compile(r"^Rss: +(\d+) kB$")
 _SHARES_NOTHING = re.compile(rb"^RssShmem:\s+0 kB$", re.MULTILINE)
 
@@ -142,8 +142,8 @@ class Arena:
 
 def create_arena(size_bytes: int, name: str, least_bytes: int) -> Arena:
     """Create an arena, smaller by what processes still map of earlier arenas of this name whose
-    peers crashed; at least `least_bytes`. Waits a moment for processes that are about to unmap
-    theirs."""
+    peers crashed; at least `least_bytes`. Waits up to LETTING_GO_S for processes that are about to
+    unmap theirs."""
     deadline = time.monotonic() + LETTING_GO_S
     while (mapped := still_mapped_bytes(name)) and time.monotonic() < deadline:
         time.sleep(_LOOK_S)
@@ -158,8 +158,8 @@ def create_arena(size_bytes: int, name: str, least_bytes: int) -> Arena:
 
 def still_mapped_bytes(name: str, proc: Path = Path("/proc")) -> int:
     """The bytes of memory files of this name that living processes map. A file that several
-    processes map counts once, with the largest figure of one of them. Pages that none of them
-    has touched are not visible from outside."""
+    processes map counts once, with the largest figure of one of them. Pages that no process has
+    touched are not visible from outside."""
     marks = f"/memfd:{name} (deleted)"
     resident: dict[str, int] = {}
     for process in proc.iterdir():
@@ -180,7 +180,7 @@ def _mapped(process: Path, marks: str) -> dict[str, int]:
             return {}
         lines = (process / "smaps").read_text().splitlines()
     except OSError:
-        return {}  # another user's, or gone meanwhile
+        return {}  # another user's process, or one that has exited
     found: dict[str, int] = {}
     file: str | None = None
     for line in lines:
@@ -280,7 +280,7 @@ class ReadMap:
 
 
 class _WriteMap:
-    """The whole arena, of which only open pages can be accessed. Arrays from it keep it mapped."""
+    """The whole arena. Only open pages can be accessed. Arrays from it keep it mapped."""
 
     __slots__ = ("address", "bytes", "open", "present", "runs")
 
@@ -296,8 +296,8 @@ class _WriteMap:
 
 
 class WriteMaps:
-    """Granted extents. They stay writable: the peer tends to grant the same ones again, and a page
-    that this process has written before causes no fault.
+    """Granted extents. They stay writable, because the peer often grants the same ones again, and a
+    page that this process has written causes no fault.
 
     Thread-safe. `fd` is the arena's writable descriptor. It belongs to the caller and must stay
     open while this object is used.

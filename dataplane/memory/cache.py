@@ -1,11 +1,11 @@
 """Copies of other hosts' chunks, cached while there is space. They are neither replicas nor the
 original.
 
-Runs in the peer. A copy is a local chunk of the pull class to which the cache holds one
-reference; readers pin it like any other chunk. Unpinned copies are evicted, least recently used
-first. A copy whose owner has freed the chunk is dropped when the peer learns that. Except for
-the sum `evictable_bytes`, operations on some copies cost nothing for the others: a host may have
-millions.
+Runs in the peer. A copy is a local chunk of the pull class to which the cache holds one reference;
+readers pin it like any other chunk. Unpinned copies are evicted, least recently used first. A copy
+whose owner has freed the chunk is dropped when the peer learns that. A host may have millions of
+copies, so the cost of an operation depends only on the copies that it names, except for the sum
+`evictable_bytes`.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class PulledCopies:
         return self._release(_numbers([copy.local for copy in copies]))
 
     def _forget(self, copy: Copy) -> None:
-        """The caller releases its reference."""
+        """Remove a copy. The caller releases its reference."""
         del self._copies[copy.owner][copy.remote & INDEX]
         del self._recency[copy.local]
         self._sizes[copy.local & INDEX] = 0

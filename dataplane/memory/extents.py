@@ -48,7 +48,7 @@ def padded(lengths: npt.NDArray[np.uint64]) -> Bytes:
 
 
 def room(nbytes: int) -> int:
-    """The same for one length."""
+    """The space that a chunk of this length uses."""
     return max(nbytes + -nbytes % ALIGNMENT_BYTES, ALIGNMENT_BYTES)
 
 

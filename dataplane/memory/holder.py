@@ -27,8 +27,8 @@ class Holder:
         """The most separate extents that the client may have."""
         self.pins: dict[int, Numbers] = {}
         self.quarantined = False
-        """Whether the client is lost, but its processes may live and write. Nobody else gets its
-        extents."""
+        """Whether the client is lost, but its processes may live and write. No other holder gets
+        its extents."""
         self.granted_by_class = [0, 0, 0]
         self.recent: deque[Extent] = deque(maxlen=_REMEMBERED)
         """Extents granted last; the client still has them mapped, so it gets them first."""
@@ -91,9 +91,7 @@ class Holder:
             found.append((at, start, end))
             more += (start > starts[at]) + (end < ends[at]) - 1
         self.check(more)
-        for at, start, end in reversed(
-            found
-        ):  # from the end, so that the other positions stay valid
+        for at, start, end in reversed(found):  # backwards, so that the other positions stay valid
             last = ends[at]
             if start > starts[at]:
                 ends[at] = start

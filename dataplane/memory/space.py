@@ -1,4 +1,5 @@
-"""The arena's space as the peer sees it: who may write, what lives, who reads. No I/O.
+"""The arena's space as the peer sees it: grants to writers, live chunks, and pins of readers. No
+I/O.
 
 The facade over allocator, chunks, quotas, holders and the cache of pulled copies. Every byte is
 in one of three states: free, granted to a holder, or live in a chunk. The padding of a chunk to
@@ -71,7 +72,7 @@ class Space:
         self.copies = PulledCopies(self.chunks, self.release)
         self.digests = Digests(self.chunks)
         self.waste_bytes: Callable[[], int] = lambda: 0
-        """Bytes of chunks that no row has any more; only the metadata knows."""
+        """Bytes of chunks that no row uses. Only the metadata can tell."""
         self.spill: Spilled | None = None
         """The spill file, to which chunks of a full arena move; None: there is none."""
         self._allocator = Allocator(size_bytes, base)
@@ -330,7 +331,8 @@ class Space:
         return freed
 
     def holders(self) -> list[tuple[int, int, int]]:
-        """(holder, bytes granted, bytes pinned) of all that hold something, the largest first."""
+        """(holder, bytes granted, bytes pinned) of every holder with grants or pins, the largest
+        first."""
         held = [
             (number, holder.granted_bytes, self._pinned_bytes([holder]))
             for number, holder in self._holders.items()
@@ -338,7 +340,7 @@ class Space:
         return sorted((row for row in held if row[1] or row[2]), key=lambda row: -row[1] - row[2])
 
     def stats(self) -> dict[str, Any]:
-        """`figures`, and the waste, which is part of used and spilled."""
+        """Return `figures` and the waste, which is part of used and spilled."""
         return {**self.figures(), "waste_bytes": self.waste_bytes()}
 
     @property
@@ -377,7 +379,7 @@ class Space:
             },
         }
 
-    # inside
+    # internals
 
     def _holder(self, number: int) -> Holder:
         holder = self._holders.get(number)
@@ -421,7 +423,7 @@ class Space:
         chunk. Raises ValueTooLarge if a unit can never fit."""
         sizes = np.concatenate(units).astype(U8, copy=False)
         if len(sizes):
-            # before the sum, which must not wrap for sizes that a client invents
+            # before the sum, which must not overflow for sizes from a client
             self.quotas.check_unit(admission, int(sizes.max()))
         ends = np.concatenate((np.zeros(1, U8), np.cumsum(padded(sizes), dtype=U8)))
         marks = np.zeros(len(units) + 1, np.intp)
@@ -468,7 +470,7 @@ class Space:
             kept = min(length, page_up(max(0, end - int(ends[first]))))
             if kept:
                 extents.append((start, kept))
-            if kept < length:  # the rest belongs to a unit that did not fit
+            if kept < length:  # the rest is part of a unit that did not fit
                 allocator.free([(start + kept, length - kept)])
         return done, extents
 
@@ -488,10 +490,10 @@ class Space:
         return touched if touched >= self.long_bytes else 0
 
     def _evict_into(self, admission: int, nbytes: int) -> None:
-        """Evict pulled copies as far as that makes room for this class."""
+        """Evict pulled copies if that frees space for this class."""
         short = nbytes - self.quotas.balance(admission)
         if admission != Admission.PULL:
-            # evicting copies inside the guarantee of pulls makes no room for other classes
+            # evicting copies inside the guarantee of pulls frees no space for other classes
             pulls = self.quotas.used[Admission.PULL] - self.quotas.guaranteed[Admission.PULL]
             short = min(short, pulls)
         if short > 0:

@@ -1,6 +1,6 @@
 """Spilling: which chunks of a full arena move to a file, their position in it, and the file itself.
 
-Runs in the peer. The oldest chunks move first, and none that a reader pins. A chunk keeps its
+Runs in the peer. The oldest chunks move first. Pinned chunks never move. A chunk keeps its
 number and stays in the file until it is freed. A reader gets a copy in the arena, which is cached
 like a copy of another host's chunk (`PulledCopies`). `Spilled` does no I/O.
 """
@@ -25,7 +25,7 @@ from dataplane.memory.extents import Bytes, Extent, Numbers, Set, coalesce, page
 from dataplane.wire.packed import U8
 
 DISK = 0
-"""The incarnation that copies of spilled chunks are kept under: no peer has it."""
+"""The incarnation of copies of spilled chunks. No peer has it."""
 
 
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
@@ -99,8 +99,8 @@ class Spilled:
         return Move(chunks[:upto], extents["offset"][:upto], places, lengths)
 
     def settle(self, move: Move, pinned: Numbers) -> Freed:
-        """Note that the bytes are in the file. Chunks that are alive and were not pinned meanwhile
-        are there from now on. Return the extents of the arena that they left."""
+        """Note that the bytes are in the file. Chunks that are still alive and unpinned are in the
+        file from now on. Return the extents of the arena that they left."""
         stay = ~self._chunks.alive(move.chunks)
         stay |= np.isin(move.chunks, pinned)
         self._leave(move.places[stay], move.lengths[stay])
@@ -147,9 +147,9 @@ class SpillFile:
     """A new file in `folder`, which belongs to this user (mode 0700). Its name is a hash, and it is
     removed with the peer. `arena` is the peer's view.
 
-    Blocking I/O, for threads. The file uses as much of the disk as it has values: space is
-    allocated before it is written, and released when values are freed. Its lock tells whether
-    its peer lives. The next peer that spills to the same directory removes files of dead ones.
+    Blocking I/O, for threads. The file uses only the disk space of its values: space is allocated
+    before it is written, and released when values are freed. Its lock shows whether its peer lives.
+    The next peer that spills to the same directory removes files of dead ones.
     """
 
     def __init__(self, folder: Path, name: str, arena: memoryview) -> None:

@@ -51,13 +51,13 @@ _AS_INTEGERS = {
     "float8_e5m2fnuz": "uint8",
     "float8_e8m0fnu": "uint8",
 }
-"""torch dtypes that numpy has only through ml_dtypes, and the integers of the same width."""
+"""Torch dtypes that numpy has only through ml_dtypes, and the integers of the same width."""
 
 
 MAX_TEXT = 400
 _OF_OTHERS = 2
-"""`dtype.isbuiltin` of the dtypes of ml_dtypes. numpy's own have 1, or 0 where they carry metadata
-or were brought into native byte order."""
+"""`dtype.isbuiltin` of the dtypes of ml_dtypes. numpy's own have 1, or 0 if they have metadata or
+were converted to native byte order."""
 
 _INTEGERS_OF_TORCH = {1: "uint8", 2: "int16", 4: "int32"}
 
@@ -98,14 +98,14 @@ def as_array(value: object) -> Array | None:
     already is one.
 
     Return None if it is not an array. Raise InvalidValue if it is an array that cannot be stored,
-    whatever its own conversion raises; the caller adds the field and row to the message. Tensors
-    are detached, and copied from a device to the host.
+    or its own conversion fails; the caller adds the field and row to the message. Tensors are
+    detached, and copied from a device to the host.
     """
     try:
         return _as_array(value)
     except InvalidValue:
         raise
-    except Exception as exc:  # the code of another library, or of the user
+    except Exception as exc:  # an error of another library or of the user
         raise InvalidValue(
             f"{kind_of(value)} cannot be converted to a NumPy array: {type(exc).__name__}: "
             f"{text_of(exc)}. {remedy(exc, 'Pass a NumPy array of its values instead')}"
@@ -228,7 +228,7 @@ def shown(value: object) -> str:
         if is_torch(value):
             tensor: Any = value
             return f"<{kind_of(value)} {str(tensor.dtype)[6:]}{list(tensor.shape)}>"
-        # foreign text may contain half of a surrogate pair, which no log can print
+        # foreign text may contain half of a surrogate pair, which a log cannot print
         return repr(value).encode(errors="backslashreplace").decode()
     except Exception:
         return f"<{kind_of(value)}>"
@@ -302,8 +302,7 @@ def _foreign(value: object) -> Array | None:
 
 
 def _check_unit(value: Any) -> None:
-    """InvalidValue for a quantity, such as those of astropy, pint and unyt: an array has no
-    unit."""
+    """Raise InvalidValue for a quantity of astropy, pint or unyt: an array has no unit."""
     for unit in (getattr(value, "unit", None), getattr(value, "units", None)):
         if unit is None or callable(unit):
             continue
@@ -317,8 +316,8 @@ _INTERVAL = "month_day_nano_interval"
 
 
 def is_interval(column: object) -> bool:
-    """Whether an Arrow or pandas object has calendar intervals in it. NumPy 2.4 crashes when it
-    reads one from pyarrow 26."""
+    """Whether an Arrow or pandas object has calendar intervals in it. NumPy 2.4 crashes on one from
+    pyarrow 26."""
     return _INTERVAL in f"{getattr(column, 'type', '')} {getattr(column, 'dtype', '')}"
 
 
@@ -413,7 +412,7 @@ def _check_storage(tensor: Any) -> None:
         )
 
 
-# other objects of the user, whose own code may raise: `__iter__`, `__getitem__`, `__repr__`
+# objects of the user, whose own `__iter__`, `__getitem__` or `__repr__` may raise
 
 
 P = ParamSpec("P")
@@ -422,8 +421,8 @@ Reader = Callable[Concatenate[Any, P], T]
 
 
 def reader(error: type[DataplaneError], what: str = "") -> Callable[[Reader[P, T]], Reader[P, T]]:
-    """Decorate a function that reads a user's object, its first argument: what the object's own
-    code raises becomes `error`. what: names the object; without it, the second argument does."""
+    """Decorate a function that reads a user's object, its first argument. Exceptions of the
+    object's own code become `error`. what: names the object; default: the second argument."""
 
     def decorate(read: Reader[P, T]) -> Reader[P, T]:
         @wraps(read)

@@ -16,7 +16,7 @@ from dataplane.wire.tables import Body, Name, Owner
 
 MAX_RECORDS_PER_MESSAGE = 4_096
 MAX_FORMER = 64
-"""A page names this many peers that have ended, the latest ones."""
+"""The most ended peers that a page names, the latest first."""
 
 
 class Kind(enum.StrEnum):
@@ -142,9 +142,9 @@ Former = Annotated[dict[str, Owner], msgspec.Meta(max_length=MAX_FORMER)]
 
 
 class Events(Body, tag=57):
-    """What happened at a peer. address: which peer, "" the one that is asked. since: only what
-    happened after that, on the clock of the peer that a client asks. after: only records with a
-    higher number. limit: how many at most."""
+    """What happened at a peer. address: which peer; "": the receiver. since: only events after this
+    time, on the clock of the peer that a client asks. after: only records with a higher number.
+    limit: the most records."""
 
     address: str = ""
     since: float = 0.0
@@ -154,11 +154,11 @@ class Events(Body, tag=57):
 
 class EventsDone(Body, tag=58):
     """records have the numbers `first`, `first` + 1 and so on. Those below `kept` are overwritten.
-    last: the number of the newest record. going_on: waits, leases and a time under a backup that
-    have not ended, with `seconds` so far; only where records goes up to `last`.
+    last: the number of the newest record. going_on: waits, leases and a wait for the backup that
+    have not ended, with `seconds` so far; empty unless the records reach `last`.
 
-    now: the peer's clock as it answered. offset: by how much it is ahead of the clock of the peer
-    that the client asked, give or take `uncertain`. workers: what people call the clients.
+    now: the peer's clock at its reply. offset: how far it is ahead of the clock of the peer that
+    the client asked, within `uncertain`. workers: the clients' names for people.
     members: the peers of the plane. former: the last incarnation of peers that ended, by name."""
 
     address: str

@@ -1,10 +1,10 @@
 """Log records of one partition, which its backup replays.
 
-Where the primary had a choice, the record has its decision: the rows that a claim got, the number
-of a lease. A put, an ack or a drop is recorded as the request itself, which the backup carries out
-as the primary did. So the result depends only on the records and their order. A snapshot consists
-of the same records; those that only a snapshot has use the tags 210 to 217. Blocks and groups have
-the same numbers in every copy.
+If the primary had a choice, the record has its decision: the rows that a claim got, or the number
+of a lease. A put, an ack or a drop is recorded as the request itself, which the backup applies as
+the primary did. So the result depends only on the records and their order. A snapshot consists of
+the same records; those that only a snapshot has use the tags 210 to 217. Blocks and groups have the
+same numbers in every copy.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ MAX_TAGS = 64
 MAX_STAGES = 16
 MAX_NAME_BYTES = 512
 MAX_RANKS = 65_536
-"""Ranks of a plan, and processes that join it."""
+"""The most ranks of a plan, and the most processes that join it."""
 MAX_PLAN_PARTS = 262_144
 """Ranks times mini-batches of a plan. Each process computes all of them."""
 MAX_RANK = 16

@@ -63,18 +63,18 @@ EXT_INT = 3
 EXT_SCALAR = 4
 """A numpy scalar: length of the dtype's name (one byte), the name, the item's bytes."""
 EXT_TENSOR = 5
-"""As EXT_ARRAY, of an array that went in as a torch tensor."""
+"""Like EXT_ARRAY, for an array that was put as a torch tensor."""
 EXT_JAGGED = 6
 """A nested jagged tensor of torch. A MessagePack array: the fields of `Jagged`."""
 ONCE_BYTES = 64 << 10
-"""Arrays of at least this size with the same bytes are in a row once."""
+"""A row stores equal arrays of at least this size once."""
 Buffer = Any
-"""bytes, or a contiguous array whose dtype the buffer protocol knows."""
+"""Bytes, or a contiguous array whose dtype the buffer protocol supports."""
 
 _PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 _MAY_HOLD_TIME = frozenset((datetime, list, tuple, dict))
 _TIMESTAMP = re.compile(rb"\xd6\xff|\xd7\xff|\xc7\x0c\xff")
-"""How an ext value of code -1 begins, in its three sizes."""
+"""The first bytes of an ext value of code -1, in its three sizes."""
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -105,8 +105,8 @@ _PADDING = [bytes(length) for length in range(OBJECT_ALIGNMENT_BYTES)]
 def encode(value: object, path: str = "value") -> list[Buffer]:
     """Return the bytes of a row, as buffers in order, without copying arrays.
 
-    `path` names the value in errors (`prompt[3]`). InvalidValue for what cannot travel,
-    LimitExceeded for too deep nesting, too many arrays or a head of 4 GiB.
+    `path` names the value in errors (`prompt[3]`). Raises InvalidValue for a value that has no wire
+    form, and LimitExceeded for too deep nesting, too many arrays or a head of 4 GiB.
     """
     try:
         if type(value) in _PLAIN:
@@ -115,7 +115,7 @@ def encode(value: object, path: str = "value") -> list[Buffer]:
         return _buffers(_encoder.encode(walk.lower(value)), walk.leaves, path)
     except (OverflowError, UnicodeEncodeError):
         pass
-    # an int beyond 64 bits or a text that is no unicode: look at every item, so as to name it
+    # an int beyond 64 bits or invalid text: check every item, to name it in the error
     walk = _Walk(path, shortcuts=False)
     try:
         return _buffers(_encoder.encode(walk.lower(value)), walk.leaves, path)
@@ -151,7 +151,7 @@ def _is_plain(value: dict[Any, Any]) -> bool:
 
 
 def _row(head: bytes, path: str) -> bytes:
-    """A row without arrays, or the begin of one."""
+    """Return a row without arrays, or the start of one with arrays."""
     if len(head) >= MAX_HEAD_BYTES:
         raise LimitExceeded(
             f"{path}: without its arrays, the value takes {len(head)} bytes, over the "
@@ -249,18 +249,18 @@ _WITHOUT_ARRAYS: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
 
 
 class _Walk:
-    """Lowers one value to what the encoder writes as it is, collecting the leaves.
+    """Converts one value to types that the encoder writes directly, and collects the arrays.
 
-    `trail` holds the keys down to the place at hand. With shortcuts, lists and dicts of plain
-    scalars go to the encoder unseen.
+    `trail` has the keys down to the current item. With shortcuts, lists and dicts of plain scalars
+    go to the encoder unchecked.
     """
 
     def __init__(self, path: str, shortcuts: bool = True) -> None:
         self.leaves: list[Array] = []
         self._end = 0
-        """of the last leaf"""
+        """the end of the last leaf"""
         self._large: dict[bytes, tuple[Array, int]] = {}
-        """by digest, the bytes of large leaves and where they start"""
+        """by digest, the bytes and the offset of each large leaf"""
         self._path = path
         self._trail: list[object] = []
         self._shortcuts = shortcuts
@@ -295,7 +295,7 @@ class _Walk:
             return value
         if self._shortcuts and _PLAIN.issuperset(map(type, value)):
             return {key: self._below(key, item) for key, item in value.items()}
-        # keys that lower to ext values: the encoder cannot hash those, so the map is spelled out
+        # the encoder cannot hash keys that become ext values, so write the map item by item
         parts = [_map_header(len(value))]
         for key, item in value.items():
             lowered = self._below(key, key)
@@ -340,7 +340,7 @@ class _Walk:
         return Ext(EXT_TENSOR if is_torch(value) else EXT_ARRAY, leaf)
 
     def _placed(self, array: Array) -> Leaf:
-        """Where the array is in the row. A large one that the row has already is there once."""
+        """Add an array to the row, unless the row has equal large bytes. Return its leaf."""
         name = dtype_name(array.dtype)
         assert name is not None, array.dtype
         if array.nbytes < ONCE_BYTES:
@@ -354,7 +354,7 @@ class _Walk:
         return Leaf(name, array.shape, offset)
 
     def _added(self, array: Array) -> int:
-        """Where one more leaf starts, behind the others."""
+        """Append a leaf. Return its offset."""
         if len(self.leaves) >= MAX_LEAVES_PER_ROW:
             raise LimitExceeded(
                 f"{self._path} contains more than {MAX_LEAVES_PER_ROW} arrays: stack them, or "
@@ -383,7 +383,7 @@ class _Walk:
         keys = "".join(
             f'["{k:.60}"]' if type(k) is str else f"[{shown(k):.60}]" for k in self._trail[:depth]
         )
-        # a key that is no valid text could not be printed, nor sent to a log
+        # invalid text in a key could not be printed or logged
         return self._path + keys.encode(errors="backslashreplace").decode()
 
     def _refusal(self, reason: str) -> InvalidValue:
@@ -391,7 +391,7 @@ class _Walk:
 
 
 def _stays_key(key: object) -> bool:
-    """Return whether a key of a dict is read back as something that can be one."""
+    """Return whether a key of a dict is read back as a hashable value."""
     kind = type(key)
     if kind is tuple:
         items: Any = key
@@ -484,7 +484,7 @@ def uneven_keys(tensordict: Any) -> tuple[str, int, int] | None:
 
 
 def _tensor(leaf: Array) -> Any:
-    """A private tensor, as torch has no memory that is read-only; the array where torch is not
+    """Return a private tensor, because torch has no read-only memory; the array if torch is not
     installed."""
     try:
         return tensor_over(leaf.copy())
@@ -536,7 +536,7 @@ def _lowered_scalar(value: Any) -> Ext:
 
 @lru_cache(1024)
 def _scalar_head(dtype: np.dtype[Any]) -> bytes:
-    """What is before the item's bytes."""
+    """The bytes before those of the item."""
     name = dtype_name(dtype)
     if name is None:
         kind = dtype.type.__name__
@@ -556,7 +556,7 @@ def _scalar(data: memoryview) -> Any:
 
 
 def _holds_time(value: Any) -> bool:
-    """msgspec reads MessagePack's timestamps by itself, and would let them in anywhere."""
+    """Return whether the value contains a time: msgspec decodes MessagePack timestamps anywhere."""
     if isinstance(value, dict):
         return any(_holds_time(key) or _holds_time(item) for key, item in value.items())
     if isinstance(value, list | tuple):

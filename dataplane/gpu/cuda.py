@@ -213,7 +213,7 @@ class CudaDevice(Device):
         if told.get("strides") is not None:
             import cupy
 
-            with self._current():  # cupy copies on the current GPU, and on its stream of that one
+            with self._current():  # cupy copies on the current GPU, on cupy's stream there
                 value = cupy.ascontiguousarray(cupy.asarray(value))
                 told = value.__cuda_array_interface__
             address = int(told["data"][0])

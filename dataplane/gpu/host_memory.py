@@ -100,7 +100,7 @@ class HostMemory(Space):
                 space.give_back(holder, extents[at])
 
     def _split(self, extents: Records) -> list[tuple[Space | None, Mask]]:
-        """Return the extents by memory. None: the host arena, which also gets those that are in no
+        """Return the extents by memory. None: the host arena, which also gets extents outside every
         memory."""
         starts = extents["offset"]
         spaces = [arena.space for arena in self.devices]

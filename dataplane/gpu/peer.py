@@ -1,11 +1,10 @@
 """The device arenas of a peer, which loads this by name if it has any.
 
-Reservations there for clients; copies of values in the host arena for readers that cannot map a
-device (other clients, other hosts, checkpoints), cached like those of spilled values; and pulls
-from devices of other peers to devices here, for clients that map a device. `Pulls` copies what
-cannot come that way: values in host memory, or if the device is full or no transport works.
-Failures are in the log and the stats. Copies on a device are a cache of that device, so nothing
-waits for space for them.
+Clients reserve space there. Readers that cannot map a device (other clients, other hosts,
+checkpoints) get copies in the host arena, cached like those of spilled values. Clients that map a
+device get values on other peers' devices there. `Pulls` copies all other values: those in host
+memory, and all if the device is full or no transport works. Failures are in the log and the stats.
+Copies on a device are a cache of that device, so nothing waits for space for them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What launchers' variables say: the name of the run, and the seeds of its peers.
+"""The name of the run and the seeds of its peers, from the variables of launchers.
 
 | launcher | several hosts are seen by | seeds | run |
 |---|---|---|---|
@@ -11,13 +11,12 @@
 | torchrun | WORLD_SIZE > LOCAL_WORLD_SIZE | MASTER_ADDR, others join | TORCHELASTIC_RUN_ID |
 | Kubernetes Indexed Job, JobSet | JOB_COMPLETION_INDEX > 0 | – | host name less its index |
 
-`jobs` asks the launchers from the top. The first one with an id names the run. Seeds come from the
-first one that sees several hosts and names them. SeedsMissing is raised if several hosts are seen
-and not named.
+`jobs` checks the launchers from the top. The first one with an id names the run. Seeds come from
+the first one that sees several hosts and lists them. If none lists them, SeedsMissing is raised.
 
 An id belongs to one launch. A Slurm job without a step, or a step of one task, such as a shell, has
 none, because many programs may start there. A torchrun without `--rdzv-id` has none either. Job ids
-of Ray repeat in each session, so the session is a part of the id. Open MPI is asked before Slurm:
+of Ray repeat in each session, so the session is a part of the id. Open MPI is checked before Slurm:
 mpirun may start ranks through Slurm, and the ranks of its own host then have no step.
 
 "Others join": the launcher names only the first host. A peer must start there. Peers of the other

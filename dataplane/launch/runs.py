@@ -1,18 +1,18 @@
 """Which run this process belongs to. A plane belongs to one run, and has its name.
 
-The first of these that is there:
-1. what is said by hand: `connect(run="grpo")`, `dataplane peer --run grpo`;
-2. DATAPLANE_RUN. The first `connect()` of a process sets it for the processes that it starts from
-   then on, so they share its run, named or not;
-3. the launcher's: Slurm's job and step, Kubernetes' set, Ray's session and job, the id of torchrun
-   or mpirun;
-4. an unnamed run of this process alone, called by its pid and start time. The ranks of a torchrun
-   without an id share one, called by torchrun's process.
+The first source that names a run counts:
+1. an argument: `connect(run="grpo")`, `dataplane peer --run grpo`;
+2. DATAPLANE_RUN. The first `connect()` of a process sets it for the processes that it starts after
+   that, so they share its run, named or not;
+3. the launcher's id: Slurm's job and step, Kubernetes' set, Ray's session and job, the id of
+   torchrun or mpirun;
+4. otherwise an unnamed run of this process alone, named after its pid and start time. The ranks of
+   a torchrun without an id share one, named after torchrun's process.
 
-Processes never share an unnamed run because one shell started them. It ends with its last process:
-when the process that it is called by has ended and no client is left, its peer ends too, and a
-DATAPLANE_RUN that still names it counts for nothing. Peers that are started by hand are of run
-`default` instead of 4.
+Processes never share an unnamed run because one shell started them. An unnamed run ends with its
+last process: when the process that it is named after has exited and no client is left, its peer
+ends too, and a DATAPLANE_RUN that still names it is ignored. Peers that are started by hand use
+run `default` instead of 4.
 """
 
 from __future__ import annotations

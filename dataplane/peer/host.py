@@ -1,8 +1,8 @@
-"""What every part of a peer shares: identity, memory, roster, the partitions that it serves, how
-far its backup is behind, and whether it may serve at all.
+"""State that all parts of a peer share: identity, memory, roster, the partitions that it serves,
+how far its backup is behind, and whether it may serve at all.
 
-It holds state and waits for changes of it. The parts that change it (`puts`, `claims`, …) get it
-in their constructors. All of it belongs to one event loop.
+`Host` holds this state, and calls wait here for its changes. The parts that change it (`puts`,
+`claims`, …) get it in their constructors. All of it belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ POLL_S = 0.1
 class CallContext(msgspec.Struct, frozen=True):
     """The call that is being served.
 
-    until: when it must be answered (monotonic). notice: writes to the log of the process that
-    made the call. stage: the stage of a claim, "" for any other call. delayed_s: for how long it
-    has waited until this peer was sure that it may serve.
+    until: when it must be answered (monotonic). notice: writes to the log of the process that made
+    the call. stage: the stage of a claim, "" for any other call. delayed_s: how long it waited
+    until this peer was sure that it may serve.
     """
 
     until: float = math.inf
@@ -75,8 +75,8 @@ CALL_S = 30.0
 
 
 def call_end(now: float, timeout_s: float | None = None) -> float:
-    """Return when others must have answered what the current call asks of them (monotonic): at the
-    call's own deadline, however late that is, and within timeout_s if it is given."""
+    """Return the deadline (monotonic) of requests to other peers for the current call: the call's
+    own deadline, and `timeout_s` from now if that is earlier."""
     until = call_context.get().until
     if timeout_s is not None:
         return min(now + timeout_s, until)
@@ -262,11 +262,11 @@ class Host:
     entries: dict[str, Entry] = field(default_factory=dict)
     """partitions whose shards are here"""
     events: Ring = field(default_factory=Ring)
-    """what happened here"""
+    """events of this peer"""
     notices: Notices = field(default_factory=Notices)
-    """what calls of this host wait for, and when that is said"""
+    """why calls of this host wait, and when that is logged"""
     labels: Latest[int, str] = field(default_factory=lambda: Latest(MAX_LABELS))
-    """session → what people call it, for messages that say who holds rows"""
+    """session → its client's label, for messages that name holders of rows"""
     progress: Progress = field(default_factory=Progress)
     spare: Flags | None = None
     """shards of this peer that a member without shards will get: they are empty, and stay empty

@@ -1,7 +1,6 @@
-"""What a waiting call writes to the log of its own process, and when; see `metadata.shard.reasons`.
+"""When and what a waiting call writes to the log of its own process; see `metadata.shard.reasons`.
 
-A waiting call is inside a `Telling`. Of several calls that wait for the same reason, one logs
-for all.
+A waiting call is inside a `Telling`. If several calls wait for the same reason, one logs for all.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class Rate:
         """(second, amount) pairs, the oldest first"""
 
     def sample(self, now: float, total: int) -> None:
-        """Note the total. What was added since the previous sample counts as added now."""
+        """Note the total. The increase since the previous sample counts as added now."""
         if total == self._total:
             return
         second, amount = int(now), total - self._total

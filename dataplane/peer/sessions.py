@@ -100,7 +100,7 @@ class Sessions:
         self._live: dict[int, Session] = {}
         self._quarantined: dict[int, Session] = {}
         self._over = Latest[int, tuple[str, str, float]](MAX_ENDED)
-        """of sessions that are over: label, name in messages, when they ended"""
+        """of ended sessions: label, name in messages, end time"""
         self.completing: dict[asyncio.Future[list[bool]], int] = {}
         """sessions whose restores are complete: they count as connected until the shards confirm"""
         self.last_seen = host.now()

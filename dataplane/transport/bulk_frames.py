@@ -221,7 +221,7 @@ class Unpin(Frame, tag=22):
 
 
 class Finished(Frame, tag=23):
-    """The end of a job, successful or not. Nothing writes to its destinations any more."""
+    """The end of a job, successful or not. After this, nothing writes to its destinations."""
 
     job: int
     gone: bytes

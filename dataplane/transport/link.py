@@ -45,8 +45,8 @@ from dataplane.wire.tables import Owner
 Pinning = tuple[int, Records]
 Pin = Callable[[Array], Pinning | Awaitable[Pinning]]
 """Pins chunks by number. Returns a pin id, and an EXTENT per chunk with `offset` GONE for a freed
-one. It returns an awaitable if chunks outside the arena must be read back; once cancelled, that
-holds nothing."""
+one. It returns an awaitable if chunks outside the arena must be read back. A cancelled awaitable
+pins nothing."""
 Unpinned = Callable[[int], None]
 
 logger = logging.getLogger(__name__)

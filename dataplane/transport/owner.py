@@ -142,8 +142,8 @@ class ChunkServer:
             self._admit(sock)
 
     def _await_room(self) -> None:
-        """Wait until another connection may be accepted that has not joined. Abort the oldest such
-        connection for it."""
+        """Wait until another unjoined connection may be accepted. Abort the oldest unjoined one for
+        it."""
         with self._changed:
             while len(strangers := self._of(member=False)) >= MAX_STRANGERS:
                 _evict(strangers)

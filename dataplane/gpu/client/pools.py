@@ -273,7 +273,7 @@ class OpenPools:
             return False
 
     def close(self) -> None:
-        """Unmap all pools. The caller has no views of them any more."""
+        """Unmap all pools. The caller must have no views of them."""
         with self._lock:
             pools, self.pools = self.pools, []
         for pool in pools:

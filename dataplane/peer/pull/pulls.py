@@ -336,8 +336,8 @@ class Pulls:
     async def ensure_mappable(
         self, chunks: Array, holder: int, reader: int = PULLER
     ) -> tuple[Array, list[int]]:
-        """As `bring`, for distinct chunks of this peer: copy those that the reader cannot map.
-        Whether it can depends on the pools that it maps."""
+        """As `bring`, for distinct chunks of this peer: copy those that the reader cannot map,
+        which depends on its pools."""
         space = self.host.space
         local, out = chunks.copy(), space.away(chunks, reader)
         pins = [space.pin(holder, chunks[~out])]

@@ -1,7 +1,7 @@
-"""The names of the run's clients and partitions, for messages.
+"""The names of the run's clients and partitions, for messages only.
 
-Nothing here decides anything, and nothing is kept up to date. When a call waits, this peer asks
-the peer that knows, and keeps the answer for a few seconds.
+Nothing is kept up to date. When a call waits, this peer asks the peer that knows the names, and
+caches the answer for a second.
 """
 
 from __future__ import annotations
@@ -217,7 +217,8 @@ class Directory:
         return [near] if near else []
 
     def other_runs(self, partition: str) -> list[str]:
-        """Other runs of this user on this host with a partition of this name. Reads a few files."""
+        """Return other runs of this user on this host with a partition of this name. Reads a few
+        files."""
         found = []
         there = self.runs is not None and self.runs.is_dir()
         for run in rundir.living_runs(self.runs) if there else ():

@@ -164,8 +164,8 @@ class Grants:
         kind: Admission,
         most_chunks: int = MAX_CHUNKS_PER_MESSAGE,
     ) -> Committed:
-        """Commit the chunks that a client wrote, and take references to those that it shares: all
-        or none. The shard checks the rest of the values."""
+        """Commit the chunks that a client wrote, and reference the chunks that it shares: all or
+        none. The shard checks the rest of the values."""
         if len(values.chunks) > most_chunks:
             raise too_many(values, most_chunks)
         if not values.chunks:
@@ -282,9 +282,8 @@ class Grants:
     def keep_where_full(
         self, session: Session, committed: Committed, failure: BaseException
     ) -> None:
-        """If a shard has no space for a message's inline chunks, keep its other chunks for the
-        next message, which has no inline chunks. Otherwise a rejection would free what was
-        written."""
+        """If a shard has no space for a message's inline chunks, keep its other chunks for the next
+        message, which has no inline chunks. Otherwise a rejection would free the written chunks."""
         if isinstance(failure, ShardFull) and failure.details.get("values"):
             pin, _ = self.host.space.keep(session.id, committed.chunks)
             failure.details |= {"chunks": committed.chunks.tobytes(), "pin": pin}

@@ -233,7 +233,7 @@ class Room:
         return fresh
 
     def release(self, chunks: Array, counts: Array | int = 1) -> None:
-        """Release references. Waiting calls get what is freed."""
+        """Release references. Waiting calls get the freed space."""
         if self.space.release(chunks, counts):
             self.pump()
 

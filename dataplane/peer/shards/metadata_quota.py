@@ -24,7 +24,7 @@ WITH_VALUES, IN_ALL = 20, 5
 """Shares of the arena's size, as divisors: up to the first, shards store small values; up to the
 second, they accept new rows. A million rows of seven fields take 300 MB without values."""
 LEAST_BYTES = 4 << 20
-"""The least share for small values, for small arenas. The other share is four times as much."""
+"""The least size of the share for small values. The other share is four times as much."""
 MEASURED_S = 0.1
 """How old the measured size of the tables may be. Small values since then are added to it."""
 AGAIN_S = (0.1, 2.0)

@@ -141,8 +141,8 @@ class References:
     # at the owner of the values
 
     def release_here(self, caller: Caller, body: Release) -> Body:
-        """Release what a shard references here, up to what it has. The peer may have been
-        declared lost meanwhile."""
+        """Release references of a shard, but only those that it has: the peer may have been
+        declared lost."""
         chunks = column(body.chunks, U8)
         counts = column(body.counts, U4, len(chunks))
         if body.number > self._heard.get(caller.owner, 0):

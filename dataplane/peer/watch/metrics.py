@@ -214,7 +214,7 @@ class Meters:
         self.claimed_rows = ByLabel()
         self.claimed_bytes = ByLabel()
         self.claim_us = ByLabel()
-        """by stage; of claims in microseconds"""
+        """by stage: durations of claims in microseconds"""
 
     def observe(self, request: m.Body, answer: m.Body, began: float) -> None:
         """Count an answered call. began: when the request arrived (monotonic)."""

@@ -196,7 +196,7 @@ class NcclRanks:
 
 
 RANKS: dict[str, Callable[[Device], Ranks]] = {CUDA: NcclRanks}
-"""By kind of device. A package that brings a kind may add ranks for it."""
+"""Ranks by kind of device. A package with another kind may add its ranks."""
 
 
 def ranks_on(device: Device) -> Ranks:

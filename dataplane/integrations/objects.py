@@ -37,7 +37,7 @@ def packed_object(value: Any, other: Callable[[Any], Any] = lambda value: value)
         return value.detach()
     if isinstance(value, NonTensorData):
         return packed_object(value.data, other)
-    masked = isinstance(value, np.ma.MaskedArray)  # which the plane refuses
+    masked = isinstance(value, np.ma.MaskedArray)  # the plane rejects it
     if isinstance(value, np.ndarray) and value.dtype.kind in "OSU" and not masked:
         entries = value.ravel().tolist()
         if value.dtype.kind == "O":
@@ -58,8 +58,8 @@ def packed_object(value: Any, other: Callable[[Any], Any] = lambda value: value)
 
 
 def _packed_image(image: Any) -> dict[str, Any]:
-    """A picture of PIL, as verl has them in a prompt's messages: an array of numbers alone would
-    lose what they mean, and a processor of pictures does not take one."""
+    """Convert a PIL image, as in the messages of a verl prompt. An array of numbers would lose its
+    mode and palette, and image processors do not accept one."""
     pixels = np.frombuffer(image.tobytes(), np.uint8)
     told = {_IMAGE: pixels, "mode": image.mode, "size": image.size}
     if image.palette is not None:
@@ -94,7 +94,7 @@ def _image(told: dict[str, Any]) -> Any:
     from PIL import Image
 
     (width, height), pixels = told["size"], told[_IMAGE]
-    if width * height > 8 * pixels.nbytes:  # PIL would make room for all of them first
+    if width * height > 8 * pixels.nbytes:  # PIL would first allocate memory for all of them
         raise ValueError(
             f"the stored image is truncated: {pixels.nbytes} bytes are too few for {width} x "
             f"{height} pixels. Put the image again"

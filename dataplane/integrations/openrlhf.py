@@ -133,7 +133,7 @@ def _attached(maxsize: int, name: str, run: str) -> Queue:
 
 
 def _packed(value: Any) -> Any:
-    """A dataclass as the plane takes it, under its class's name; any other value as it is."""
+    """Convert a dataclass to a dict with its class name. Return any other value unchanged."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
     kind = type(value)
@@ -147,8 +147,8 @@ def _unpacked(value: dict[str, Any]) -> Any:
 
 
 def _imported(module: str, qualname: str) -> Any:
-    """TypeError unless it is a dataclass of a module that this process has imported: what others
-    tell names code, and never has it loaded."""
+    """Return a class by name. Raise TypeError unless it is a dataclass of an imported module: an
+    item from another process must never load code."""
     kind: Any = sys.modules.get(module)
     if kind is None:
         raise TypeError(

@@ -79,7 +79,7 @@ def start(*, timeout: float = START_S, **given: str | bool | None) -> Peers:
     if not ray.is_initialized():
         raise InvalidConfig("Ray is not initialised: call ray.init() before start()")
     texts = {name: text for name, text in map(_setting, given, given.values()) if text is not None}
-    for name in _SHARED:  # what cannot be read is told here, and not by every node
+    for name in _SHARED:  # raise an unreadable setting here, not on every node
         settings.value(name, settings.by_hand({name: texts.get(name)}, "{}="))
     shared = [settings.SETTINGS[name].env for name in (*_SHARED, *_OF_NODES)]
     variables = {name: os.environ[name] for name in shared if os.environ.get(name)}
@@ -144,7 +144,8 @@ _OF_NODES = ("spill", "token-file")
 
 
 def _setting(name: str, text: str | bool | None) -> tuple[str, str | None]:
-    """A setting as `start` is given it. InvalidConfig where it is none that peers could share."""
+    """Return the name and text of a setting of `start`. Raise InvalidConfig if peers cannot share
+    it."""
     setting = name.replace("_", "-")
     if setting not in (*_SHARED, *_OF_NODES):
         known = ", ".join(one.replace("-", "_") for one in (*_SHARED, *_OF_NODES))
@@ -203,7 +204,7 @@ class Peers:
         """Stop all peers. Their rows are lost. Nodes that have left the Ray cluster are skipped."""
         attendants = list(self._attendants.values())
         self._attendants.clear()
-        if ray.is_initialized():  # else the job is over, and so are they
+        if ray.is_initialized():  # else the job has ended, and its peers too
             _let_go(attendants)
 
     def _raise(self, attendants: Sequence[Any]) -> None:
@@ -224,7 +225,7 @@ class Peers:
 
 
 def _nodes() -> list[str]:
-    """Ids of the living nodes, the head first: the roster is kept where the job's driver lives."""
+    """Ids of the living nodes, the head first, so that its peer keeps the roster."""
     alive = [node for node in ray.nodes() if node["Alive"]]
     alive.sort(key=lambda node: "node:__internal_head__" not in node["Resources"])
     return [node["NodeID"] for node in alive]
@@ -237,7 +238,7 @@ def _attendant(node: str, plane: str) -> Any:
 
 
 def _answers(calls: list[Any], timeout: float) -> list[Any]:
-    """What all of them answer; their own errors, or ConnectError where one takes too long."""
+    """Return all results. Raise an actor's own error, or ConnectError if one takes too long."""
     try:
         return list(ray.get(calls, timeout=timeout))
     except ray.exceptions.RayTaskError as exc:
@@ -262,7 +263,7 @@ def _let_go(attendants: list[Any]) -> None:
 
 
 def _with_seeds(setup: Setup, seeds: Sequence[str]) -> Setup:
-    """The first peers are the seeds. On loopback they need no token."""
+    """Make the first peers the seeds. On loopback they need no token."""
     hosts = [seed.removeprefix("tcp://").rpartition(":")[0] for seed in seeds]
     alone = all(is_loopback(host) for host in hosts)
     token = None if alone or setup.has_token_file else new_token()
@@ -279,7 +280,7 @@ class Attendant:
         self._name = str(discovery.node_peer())
         self._plane: dataplane.Plane | None = None
         if self._living() is not None:
-            with contextlib.suppress(DataplaneError):  # it may be about to leave
+            with contextlib.suppress(DataplaneError):  # it may be shutting down
                 self._plane = dataplane.connect(self._name, run=plane)
 
     def address(self, plane: str, number: int, of: int) -> str:
@@ -316,7 +317,7 @@ class Attendant:
                 ending.end(peer, f"peers.stop() of dataplane.integrations.ray (pid {os.getpid()})")
 
     def _folder(self) -> Path:
-        """Made if missing: it goes with the last peer of the run."""
+        """Return the folder of the run, and create it if missing. The last peer removes it."""
         return rundir.plane_dir(self._run)
 
     def _living(self) -> rundir.LivingPeer | None:
@@ -335,7 +336,7 @@ class Attendant:
 
 @contextlib.contextmanager
 def _token_file(setup: Setup, path: Path) -> Iterator[Path | None]:
-    """The file of the token that the peer reads at its start; one of ours goes again then."""
+    """Yield the token file that the peer reads at its start. Remove one that was created here."""
     if setup.token is None:
         yield None
         return

@@ -88,8 +88,8 @@ def dataproto(rows: dataplane.Rows | dataplane.Batch) -> DataProto:
 
 
 def _meta_infos(rows: dataplane.Rows | dataplane.Batch) -> list[Any]:
-    """One a row; a claim of its stage's fields did not bring them yet. None of rows that `put` did
-    not write."""
+    """Return the `meta_info` of each row, which a claim of a stage's fields does not fetch. Empty
+    for rows that `put` of this module did not write."""
     if META_INFO not in rows.fields:
         try:
             rows.fetch(META_INFO)
@@ -99,7 +99,7 @@ def _meta_infos(rows: dataplane.Rows | dataplane.Batch) -> list[Any]:
 
 
 def _array(values: list[Any]) -> Any:
-    """As non_tensor_batch has it: numbers of one dtype as such, everything else as objects."""
+    """Return an array for non_tensor_batch: of numbers if they share a dtype, else of objects."""
     numbers = all(isinstance(one, np.generic) for one in values)
     if values and numbers and len({one.dtype for one in values}) == 1:
         return np.array(values)

@@ -33,7 +33,7 @@ MIB = 1 << 20
 LARGEST_MIB = int(os.environ.get("TRANSPORT_CONFORMANCE_MIB", "64"))
 SIZES = (0, 1, 63, 64, 4095, 4096, 4097, 65_537, MIB, 8 * MIB + 1, LARGEST_MIB * MIB)
 STEPS = 24
-"""A read is cancelled after so many turns of the event loop, one after another."""
+"""Reads that are cancelled, after 0, 1, … turns of the event loop."""
 
 
 def mebibytes(host: Host, count: int) -> Records:
@@ -41,7 +41,7 @@ def mebibytes(host: Host, count: int) -> Records:
 
 
 def _open_in_workers(*peers: Host) -> int:
-    """Their descriptors and threads."""
+    """Return the number of descriptors and threads of these workers."""
     return sum(
         len(os.listdir(f"/proc/{host.pid}/{kind}")) for host in peers for kind in ("fd", "task")
     )
@@ -191,7 +191,7 @@ class TransportConformance:
                 a.on_pin = once(lambda task=task: task.cancel() and None)  # type: ignore[misc]
             (outcome,) = await asyncio.gather(task, return_exceptions=True)
             assert turns or isinstance(outcome, asyncio.CancelledError)
-            b.bytes[:] = 0  # as if the space had been given to somebody else
+            b.bytes[:] = 0  # as if the space belonged to another holder
             assert (await b.read_with_retries(a, copies[:1])).nbytes == MIB
             assert not b.bytes[MIB:].any()
         await until(lambda: not a.held)
@@ -218,7 +218,7 @@ class TransportConformance:
         before = dying.pid
         a.on_pin = once(lambda: dying.signal(signal.SIGKILL))
         (first,) = await asyncio.gather(b.read(a, mebibytes(a, 32)), return_exceptions=True)
-        if isinstance(first, BaseException):  # else it was asked again of the new worker
+        if isinstance(first, BaseException):  # otherwise the new worker has served it
             assert isinstance(first, TransferFailed) and "repeat the call" in str(first)
         outcome = await b.read_with_retries(a, mebibytes(a, 32))
         assert outcome.nbytes == 32 * MIB and np.array_equal(a.bytes, b.bytes)
@@ -244,7 +244,7 @@ class TransportConformance:
         a.signal(signal.SIGCONT)
         if isinstance(outcome, BaseException):
             assert isinstance(outcome, DeadlineExceeded), outcome
-        else:  # it was through before the owner stopped
+        else:  # it was done before the owner stopped
             assert when == "while bytes move" and np.array_equal(a.bytes, b.bytes)
         await b.read_with_retries(a, mebibytes(a, 64))
         assert np.array_equal(a.bytes, b.bytes)

@@ -56,7 +56,7 @@ class Host:
             pools.append(pool.handle)
         self.extents: Records = np.zeros(1 << 17, EXTENT)
         self.numbers = np.zeros(1 << 17, U8)
-        """of the chunks; set one to 0 to free it"""
+        """numbers of the chunks; set one to 0 to free it"""
         self.held: set[int] = set()
         self.pins = 0
         self.on_pin: Callable[[], None] = lambda: None

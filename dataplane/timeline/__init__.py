@@ -1,5 +1,3 @@
-"""Steps, as the events of a plane show them: who waited for whom, why a step took so long, a trace,
-and a recording.
-
-No I/O.
+"""Steps, as the events of a plane show them: which worker waited for which, why a step took long, a
+trace, and a recording. No I/O.
 """

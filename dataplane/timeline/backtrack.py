@@ -107,8 +107,7 @@ class Backtrack:
         return min(found, key=lambda one: abs(one.began - at), default=None)
 
     def _before(self, lease: LeaseSpan, begin: float, end: float) -> list[Spent]:
-        """Return what was done in [begin, end], at the end of which a waiting worker got this
-        lease."""
+        """Return how [begin, end] was spent. At its end, a waiting worker got this lease."""
         step, spent = self.step, list[Spent]()
         if lease.plan and (late := self._sealed_late(lease, begin, end)) is not None:
             spent, end = [late], late.begin
@@ -121,7 +120,7 @@ class Backtrack:
                 missed = self._unclaimed(lease.stage, source.at, end)
                 spent += carved(gap, [*hindered(step.hindrances, gap), *missed])
             end = source.at
-            if source.kind is Kind.LEASE_END:  # its holder gave the rows back
+            if source.kind is Kind.LEASE_END:  # its holder released the rows
                 held = max(begin, source.began)
                 spent.append(Spent(held, end, "held", source.stage, source.worker, source.host))
                 return spent + ([Spent(begin, held)] if held > begin else [])
@@ -183,7 +182,7 @@ class Backtrack:
                 return spent, since, lease
             queued, previous = True, max(before, key=lambda one: one.ended)
             end = since
-            if previous.ended < since:  # between two leases it is at work too
+            if previous.ended < since:  # the worker also works between two leases
                 end = max(begin, previous.ended)
                 spent.append(under(lease, end, since, queued=True))
             lease = previous
@@ -201,7 +200,7 @@ class Backtrack:
             for wait in self.step.waits
         )
 
-    # a wait that goes on
+    # a wait that has not ended
 
     def _going_on(self, wait: Event, begin: float, end: float) -> list[Spent]:
         """Return what a wait that has not ended is for, as far as it is known."""
@@ -274,7 +273,7 @@ class Backtrack:
         pause_s = max([b - a for a, b in pairwise(times)], default=0.0)
         return step.now - times[-1] < max(LEAST_S, QUIET * pause_s)
 
-    # rows that nobody takes
+    # rows that no stage claims
 
     def _idle_ready_rows(self, wait: Event, begin: float, end: float) -> list[Spent]:
         """Return when rows were ready for a stage that comes before the waiting one, and none of

@@ -30,7 +30,7 @@ SLOW = 0.7
 SLOW_LINK, SLOW_LINK_BYTES_PER_S = 0.5, 125e6
 """A link below this share of other links' rate is slow, and one below 1 Gbit/s for a second."""
 FEW_BYTES = 1 << 18
-"""Fewer bytes in a step say nothing of a link: the hosts' own work takes as long."""
+"""Fewer bytes in a step say nothing about a link, because the hosts' own work takes as long."""
 SKEWED = 1.0
 """The last group is a straggler if it comes late: after three quarters of the groups, it takes
 this many times longer than they took."""
@@ -52,11 +52,11 @@ class Cause(enum.StrEnum):
     STRAGGLER = "straggler"
     STARVED_PEER = "starved_peer"
     STAGE = "stage"
-    """A stage worked, no worker slower than the others, and nothing queued: nothing is wrong."""
+    """A stage worked, without slow workers or a queue: nothing is wrong."""
     GENERATION = "generation"
     """Rollout worked: nothing is wrong."""
     TRANSFER = "transfer"
-    """Bytes came from another host, at the usual speed of a link: nothing is wrong."""
+    """Bytes arrived from another host at the usual speed of a link: nothing is wrong."""
     LAST_STAGE = "last_stage"
     """The last stage was busy: nothing is wrong."""
     UNKNOWN = "unknown"
@@ -74,7 +74,7 @@ class Share(msgspec.Struct, frozen=True):
 
 
 def shares(step: Step, spent: Iterable[Spent], workers: int) -> list[Share]:
-    """Return the causes. Those that are wrong and explain much of the idle time come first, then
+    """Return the causes. Causes that are wrong and explain much of the idle time are first, then
     the others, each sorted by size."""
     by = defaultdict[tuple[str, str, str], list[Spent]](list)
     for one in spent:
@@ -243,7 +243,7 @@ class _Causes:
             most = _most(same, kind)
             pace = {name: median(each) for name, each in took.items() if len(each) > 2}
             if kind == "worker" and most in pace:
-                pace[most] = min(took[most])  # it puts few groups: was it slow with each of them?
+                pace[most] = min(took[most])  # few groups: check whether it was slow with each
             longer = compared(pace, most)
             if longer is not None and longer * SLOW > 1:
                 where = f"on host {most}" if kind == "host" else f"in {most}"
@@ -310,7 +310,7 @@ class _Causes:
 
 class Links:
     """The bytes that each host pulled from each other one in pulls of a step's time, by (from, to):
-    how many, and how many a second while at least one pull was under way."""
+    the number, and the bytes per second while at least one pull was in flight."""
 
     def __init__(self, step: Step) -> None:
         pulls = defaultdict[tuple[str, str], list[Event]](list)
@@ -323,8 +323,8 @@ class Links:
         }
 
     def compared(self, link: tuple[str, str]) -> float | None:
-        """Return its speed in terms of the median of the links that it can be compared with, None
-        if there are none: few bytes say little of a link."""
+        """Return its speed relative to the median of comparable links, None if there are none.
+        Links with few bytes do not count."""
         enough = {of: speed for of, speed in self.per_s.items() if self._tells(of, link)}
         return compared(enough, link)
 
@@ -333,8 +333,8 @@ class Links:
 
 
 def slow_at_the_end(step: Step) -> Share | None:
-    """Return the host or worker of the last stage that was slow and went on when all others of
-    the stage were done."""
+    """Return the host or worker of the last stage that was slow and worked after all others of the
+    stage were done."""
     leases = [one for one in step.leases if one.stage == step.last]
     for kind in ("host", "worker"):
         speeds = rates(step, leases, kind)
@@ -354,9 +354,9 @@ def slow_at_the_end(step: Step) -> Share | None:
 
 
 def rates(step: Step, leases: Iterable[LeaseSpan], kind: str) -> dict[str, float]:
-    """Rows a second of work under these leases, by "host" or "worker". Leases that go on count as
-    if they ended now, so a host that has just begun is not slow. Rows that were given back, or
-    whose worker died, were not worked on to the end, so their leases do not count."""
+    """Rows per second of work under these leases, by "host" or "worker". An open lease counts as if
+    it ended now, so a host that has just begun is not slow. Leases whose rows were released, or
+    whose worker died, do not count, because their work is incomplete."""
     rows, took = defaultdict[str, float](float), defaultdict[str, float](float)
     for lease in leases:
         if not lease.is_open and lease.reason not in (Reason.ACK, Reason.DROP):
@@ -369,7 +369,7 @@ def rates(step: Step, leases: Iterable[LeaseSpan], kind: str) -> dict[str, float
 
 
 def compared(rates: Mapping[NameT, float], name: NameT) -> float | None:
-    """Return a rate in terms of the median of the others, None where nothing can be compared."""
+    """Return a rate relative to the median of the others; None if there are no others."""
     others = [rate for other, rate in rates.items() if other != name]
     if name not in rates or not others or not (usual := median(others)):
         return None

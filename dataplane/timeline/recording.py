@@ -1,8 +1,7 @@
-"""What a job did, step by step, worked out from the events of a plane while it runs. No I/O.
-
-Of each step: how large its groups are, when each was put, and how long each stage worked on it. No
-values, keys or names of groups, workers and hosts. A step is a partition. A step of which events
-are missing is left out and named, never completed by a guess.
+"""What a job did, step by step, derived from the events of a plane while it runs. No I/O. A step's
+record has the size of its groups, when each was put, and how long each stage worked on it. It has
+no values, keys or names of groups, workers and hosts. A step is a partition. A step with missing
+events is left out and named, never completed by a guess.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from dataplane.wire.events import Kind, Reason
 from dataplane.wire.tables import Name
 
 MAX_GROUPS = 65_536
-"""Groups of unfinished steps that are held in memory; beyond that the oldest step ends."""
+"""Groups of unfinished steps in memory. Beyond this, the oldest step ends."""
 MAX_WAITS = 65_536
-"""Pulls and waits for room that are held in memory, the latest."""
+"""The latest pulls and waits for space in memory."""
 MAX_WORKERS = 65_536
-"""Workers of which the recorder knows when they last worked, the latest."""
+"""Workers whose last work the recorder remembers, the latest."""
 MAX_OVER = 100
-"""Steps that are over and of which late events are passed over."""
+"""The latest finished steps. The recorder ignores late events of these."""
 MAX_LEFT_OUT = 100
-"""Steps that are named as left out; more are only counted."""
+"""Left-out steps that are named. Further ones are only counted."""
 _DONE = (Reason.ACK, Reason.DROP)
 
 _OF_SHARD = (Kind.PUT, Kind.READY, Kind.LEASE_BEGIN, Kind.LEASE_END, Kind.SEAL, Kind.DROP)
-"""What the peer that has a partition's shard notes; other peers note waits."""
+"""Kinds of events that only the peer with the partition's shard records."""
 
 _Key = tuple[str, int]
 """A partition and its generation."""
@@ -45,8 +44,9 @@ class RecordedGroup(msgspec.Struct, frozen=True):
     """A group of a step; without groups, the rows of one put.
 
     put_s: when the put that completed it was called, in seconds after the step began. host: the
-    number of the host that put it last. stage_s: how long each stage worked on it, in seconds,
-    without calls of the plane, waits and pulls. trained: the last stage has acked all its rows.
+    number of the host that last put rows of it. stage_s: how long each stage worked on it, in
+    seconds, without calls of the plane, waits and pulls. trained: the last stage has acked all its
+    rows.
     """
 
     rows: int
@@ -58,13 +58,13 @@ class RecordedGroup(msgspec.Struct, frozen=True):
 
 
 class RecordedStep(msgspec.Struct, frozen=True):
-    """A step that is over. Times are seconds after the first recorded step began.
+    """A finished step. Times are seconds after the first recorded step began.
 
-    - `number`: counts all steps, also those that are left out.
+    - `number`: counts all steps, left-out ones too.
     - `began`: its first claim or put. `first_put`, `last_put`. `first_lease`: of any stage.
       `ended`: when its last stage last acked or dropped rows.
     - `pause_s`: how long a worker of the last stage neither worked nor waited for rows before it
-      first claimed this one, in the middle of these workers. -1: unknown.
+    first claimed from this step: the median over these workers. -1: unknown.
     - `workers`: how many workers each stage had; the ranks of a plan are one. `hosts`: how many
       hosts had workers.
     - `claims`: how many groups a lease of each stage had, (at least, at most). The least leaves out
@@ -108,9 +108,9 @@ class _Work:
     def __init__(self, event: Event) -> None:
         self.stage, self.worker, self.host = event.stage, event.worker, event.host
         self.spans: list[Spent] = []
-        """when its worker had it and no other lease of the stage"""
+        """times in which its worker had it and no other lease of the stage"""
         self.rows: dict[Name, int] = {}
-        """that were done, of each group"""
+        """finished rows, by group"""
 
 
 class _OpenStep:
@@ -122,7 +122,7 @@ class _OpenStep:
         """when each stage last acked or dropped rows under a lease"""
         self.groups: dict[Name, _OpenGroup] = {}
         self.loose: list[_OpenGroup] = []
-        """puts of rows without a group; `groups[""]` has what happened to those rows"""
+        """puts of rows without a group; `groups[""]` has the state of all these rows"""
         self.leases: dict[int, _Work] = {}
         self.stages: dict[str, None] = {}
         self.adders: set[str] = set()
@@ -131,17 +131,18 @@ class _OpenStep:
         self.claimed = defaultdict[str, dict[str, float]](dict)
         """when each worker of a stage first asked for rows"""
         self.before: dict[tuple[str, str], float] = {}
-        """until when that worker had worked on other steps, or waited for rows of them"""
+        """by stage and worker, when it last worked on other steps or waited for their rows"""
         self.sealed = self.dropped = False
         self.peer = ""
-        """the one that has its shard"""
+        """the peer that has its shard"""
         self.before_peer: dict[str, float] = {}
-        """when another one had taken the shard over, of each peer that had it before"""
+        """by former peer of the shard, when another peer had taken the shard over"""
         self.wrong = ""
 
     @property
     def last_stage(self) -> str:
-        """The one whose fields no stage needs; of several the one that ended last."""
+        """The stage whose fields no other stage needs. If there are several, the one that ended
+        last."""
         last = [one for one in self.ended if one not in self.adders] or list(self.ended)
         return max(last, key=lambda one: self.ended[one], default="")
 
@@ -168,10 +169,8 @@ class _OpenStep:
 
 
 class Recorder:
-    """Takes events as they are asked for, and gives the steps that are over.
-
-    `lost` counts the events that were overwritten before anybody asked for them, `left_out` says
-    which steps miss something, and why.
+    """Takes events and returns finished steps. `lost` counts the events that were overwritten
+    before the recorder got them. `left_out` names the steps with missing events, and why.
     """
 
     def __init__(self) -> None:
@@ -180,29 +179,29 @@ class Recorder:
         self.more_left_out = 0
         self._steps: dict[_Key, _OpenStep] = {}
         self._over = Latest[_Key, None](MAX_OVER)
-        """the latest that are over: what still comes of them is passed over"""
+        """the latest finished steps, whose late events are ignored"""
         self._number = 0
         self._origin: float | None = None
         self._heard: dict[str, float] = {}
         """when the last event of each peer happened"""
         self._suspect: dict[str, str] = {}
-        """peers whose next step may have begun in a gap, and which gap"""
+        """peers whose next step may have begun in a gap of events, and the gap"""
         self._hosts: dict[str, int] = {}
         self._worked = Latest[tuple[str, str], float](MAX_WORKERS)
-        """until when a stage's worker has worked, by stage and worker"""
+        """when a worker last worked, by stage and worker"""
         self._asked = Latest[tuple[str, str], float](MAX_WORKERS)
-        """until when it has worked or waited for rows"""
+        """when a worker last worked or waited for rows, by stage and worker"""
         self._waits = deque[Event](maxlen=MAX_WAITS)
         self.latest = -math.inf
         """when the last event of a step happened"""
 
     @property
     def begun(self) -> int:
-        """How many steps were seen, also those that are not over."""
+        """The number of steps seen, unfinished ones too."""
         return self._number
 
     def take(self, look: NewEvents) -> list[RecordedStep]:
-        """Return the steps that are over, by what a follower's look brought."""
+        """Add the events of a follower's look. Return the steps that are now finished."""
         for event in look.events:
             if event.kind is Kind.MISSING:
                 self._missing(event)
@@ -226,8 +225,8 @@ class Recorder:
         return [one for one in found if one is not None]
 
     def finish(self) -> list[RecordedStep]:
-        """No events come any more. The steps whose rows are all acked, though nobody sealed them,
-        are over; others are left out."""
+        """End the recording. Unsealed steps whose rows are all acked count as finished; others are
+        left out."""
         found = []
         for key, one in list(self._steps.items()):
             if not one.is_acked:
@@ -328,7 +327,8 @@ class Recorder:
         group.at, group.host, group.worker = called, event.host, event.worker
 
     def _claimed(self, step: _OpenStep, event: Event, at: float) -> None:
-        """A stage's worker asks for rows of the step: the first time, what came before is over."""
+        """Note that a stage's worker claims from the step. Its first claim ends its earlier
+        work."""
         step.stages.setdefault(event.stage)
         if event.host:
             self._hosts.setdefault(event.host, len(self._hosts))
@@ -359,7 +359,7 @@ class Recorder:
         else:
             group.acked[event.stage] = group.acked.get(event.stage, 0) + event.rows
 
-    # a step that is over
+    # finished steps
 
     def _ended(self, key: _Key, one: _OpenStep) -> RecordedStep | None:
         del self._steps[key]
@@ -419,7 +419,7 @@ class Recorder:
             self.more_left_out += 1
 
     def _share_out(self, step: _OpenStep, waits: Hindrances) -> None:
-        """Share each lease's time out to its groups, evenly by row."""
+        """Divide each lease's time among its groups, in proportion to their rows."""
         for lease in step.leases.values():
             rows = sum(lease.rows.values())
             seconds = sum(_worked_s(busy(waits, work)) for work in lease.spans)
@@ -434,7 +434,7 @@ class Recorder:
         waits: Hindrances,
         pool: _OpenGroup | None = None,
     ) -> RecordedGroup:
-        """`pool`: what happened to all rows without a group, of which these are some."""
+        """`pool`: the state of all rows without a group, which include these."""
         rows, of = (group.put_rows, pool) if pool else (_rows(group), group)
         share = rows / max(1, pool.put_rows) if pool else 1.0
         made = Spent(step.began, group.at, "put", worker=group.worker)
@@ -449,11 +449,11 @@ class Recorder:
 
 
 def _claims(step: _OpenStep) -> dict[str, tuple[int, int]]:
-    """How many groups the leases of each stage had, (at least, at most)."""
+    """The number of groups in the leases of each stage, as (least, most)."""
     of = defaultdict[str, dict[str, list[int]]](lambda: defaultdict(list))
     for lease in step.leases.values():
         if lease.rows:
-            # Rows of puts without a group count as so many puts.
+            # Rows without a group count as the number of their puts.
             loose = lease.rows.get("", 0) * len(step.loose) / max(1, step.loose_rows)
             many = len(lease.rows.keys() - {""}) + round(loose)
             of[lease.stage][lease.worker].append(max(1, many))
@@ -469,5 +469,5 @@ def _worked_s(spent: Iterable[Spent]) -> float:
 
 
 def _rows(group: _OpenGroup) -> int:
-    """Rows of a group: a put of further fields counts its rows once more."""
+    """The number of rows of a group. `put_rows` counts a row again when a put adds fields to it."""
     return max(group.ready.values(), default=0) or group.put_rows

@@ -1,5 +1,5 @@
-"""What a worker spent its time on: it worked, bytes came to it, it waited for space or for `admit`,
-or a peer did not run.
+"""What a worker spent its time on: it worked, received bytes, waited for space or for `admit`, or a
+peer did not run.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Spent(msgspec.Struct, frozen=True):
     """A stretch of time, and what it was spent on.
 
     `by`: the peer that bytes came from, the holder of the arena's space, or the peer that waited
-    for its stalled backup. `queued`: other rows waited for that worker meanwhile.
+    for its stalled backup. `queued`: other rows waited for that worker in this time.
     """
 
     begin: float
@@ -67,8 +67,8 @@ class Spent(msgspec.Struct, frozen=True):
 
 class Hindrances:
     """Events of the kinds HINDRANCES, by the peer or worker that they hindered. `served_by`: the
-    peer that has the partition's metadata, "" if a stall of it hinders nobody. `backups`: its
-    events of kind BACKUP."""
+    peer that has the partition's metadata; "" if its stalls hinder no worker. `backups`: its events
+    of kind BACKUP."""
 
     def __init__(
         self, events: Iterable[Event], served_by: str = "", backups: Sequence[Event] = ()
@@ -95,13 +95,13 @@ class Hindrances:
 
 
 def busy(hindrances: Hindrances, work: Spent) -> list[Spent]:
-    """Return how a worker spent the time of `work` under a lease: bytes came to it, it waited for
-    space, or it worked."""
+    """Return how a worker spent the time of `work` under a lease: it received bytes, waited for
+    space, or worked."""
     pulled = list[Spent]()
     for e in hindrances.within(Kind.PULL, work.host, work.begin, work.end):
         if e.stage == work.stage:
             pull = Spent(e.began, e.at, "pull", e.stage, host=e.peer, by=e.by)
-            stalls = hindrances.within(Kind.STALL, e.by, e.began, e.at)  # not the link is slow
+            stalls = hindrances.within(Kind.STALL, e.by, e.began, e.at)  # the link is not slow
             pulled += carved(pull, [Spent(one.began, one.at, "stall", host=e.by) for one in stalls])
     return carved(work, [*pulled, *hindered(hindrances, work)])
 

@@ -1,5 +1,4 @@
-"""One step, as the events of a plane show it: who put, leased and waited when, and what arrived
-when.
+"""One step, as the events of a plane show it: puts, leases, waits and transfers, with their times.
 
 A step is a partition. It ends with the last ack of its last stage. This module only collects; it
 draws no conclusions.
@@ -52,7 +51,7 @@ class LeaseSpan(msgspec.Struct, eq=False):
     plan: bool = False
     partition: str = ""
     gone: int = 0
-    """at most so many of the rows that are left were dropped by others, or lost"""
+    """at most this many of the remaining rows were dropped by other clients, or lost"""
 
     @property
     def seconds(self) -> float:
@@ -63,9 +62,9 @@ class Step:
     def __init__(
         self, events: Sequence[Event], partition: str, now: float = 0.0, generation: int = 0
     ) -> None:
-        """`events`: all events of the plane, as `merged` returns them. `now`: when they were asked
-        for, on the same clock; else the last of them is now. `generation`: of the partition; 0: the
-        latest."""
+        """`events`: all events of the plane, as `merged` returns them. `now`: when the events were
+        requested, on the same clock; default: the time of the last one. `generation`: of the
+        partition; 0: the latest."""
         self.partition = partition
         self.everything = events
         generation = self.generation = generation or _latest(events, partition)
@@ -120,7 +119,7 @@ class Step:
         ]:
             latest[stage] = max(at, latest.get(stage, 0.0))
         last = [stage for stage in latest if stage not in adders]
-        if not last:  # a stage after them got rows, and nobody has claimed from it
+        if not last:  # a later stage got rows, and no client has claimed from it
             last = [e.stage for e in self.ready if e.stage not in adders] or list(latest)
             latest |= {stage: latest.get(stage, 0.0) for stage in last}
         begun = Counter({one.stage: one.began for one in self.leases})
@@ -132,7 +131,7 @@ class Step:
 
     @cached_property
     def gone(self) -> set[Name]:
-        """The groups whose rows were all dropped or lost, and not put again."""
+        """The groups whose rows were all dropped or lost and not put again."""
         came, gone = defaultdict[Name, Counter[str]](Counter), set[Name]()
         for e in self.events:
             if e.group == "":
@@ -155,7 +154,7 @@ class Step:
         ready = {e.group for e in self.ready}
         came, found = Counter[tuple[str, Name]](), dict[Name, int]()
         for e in (*self.puts, *self.ready):
-            if e.stage or e.group not in ready:  # a put of further fields counts rows once more
+            if e.stage or e.group not in ready:  # a put of further fields counts rows again
                 came[e.stage, e.group] += e.rows
         for (_, group), rows in came.items():
             found[group] = max(rows, found.get(group, 0))
@@ -189,7 +188,7 @@ class Step:
     @cached_property
     def lags(self) -> list[tuple[float, int]]:
         """When the last stage acked each group for good, and by how many versions the trainer had
-        advanced since the group was begun. Empty if no version is known."""
+        advanced since the group started. Empty if no version is known."""
         begun, acked = dict[Name, int](), dict[Name, float]()
         for e in self.events:
             if e.group == "":

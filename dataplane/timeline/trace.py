@@ -41,7 +41,7 @@ come first."""
 _AT_PEER = {Kind.SEAL, Kind.DROP, Kind.LOST, Kind.ADVANCE, Kind.MISSING}
 _QUEUED = {Kind.READY, Kind.LEASE_BEGIN, Kind.LEASE_END, Kind.DROP, Kind.LOST}
 _BACK = {Reason.RELEASE, Reason.DIED, Reason.EXPIRED}
-"""Reasons for which rows leave a lease to be claimed again."""
+"""Reasons with which rows leave a lease and become ready again."""
 _SHOWN = (
     *("partition", "stage", "rows", "nbytes", "seconds", "worker", "lease", "field"),
     *("by", "transport", "version", "uncertain"),
@@ -93,8 +93,7 @@ def encode(events: Sequence[Event], names: Sequence[str], unix_s: float | None =
 
 
 def _chosen(events: Sequence[Event], steps: Sequence[Step]) -> list[Event]:
-    """Return the events of these steps, and those that belong to no partition and happened
-    meanwhile."""
+    """Return the events of these steps, and those in the same time that belong to no partition."""
     wanted = {(step.partition, step.generation) for step in steps}
     mine = [e for e in events if (e.partition, e.generation) in wanted]
     begin = min((e.began for e in mine), default=0.0)
@@ -103,7 +102,7 @@ def _chosen(events: Sequence[Event], steps: Sequence[Step]) -> list[Event]:
     arenas = dict[str, Event]()
     for e in events:
         if e.kind is Kind.ARENA and e.at < begin:
-            arenas[e.peer] = msgspec.structs.replace(e, at=begin)  # it is so until the next one
+            arenas[e.peer] = msgspec.structs.replace(e, at=begin)  # valid until the next one
         elif not e.partition and e.at >= begin and (e.began <= end or e.kind is Kind.MISSING):
             meanwhile.append(e)
     return sorted([*arenas.values(), *mine, *meanwhile], key=lambda e: e.at)
@@ -153,7 +152,7 @@ class _Trace:
         encoded: bytes = self.trace.SerializeToString()
         return encoded
 
-    # what happened where
+    # events by track
 
     def _enter(self, e: Event) -> None:
         worker, host = e.worker or "unknown worker", e.host or UNKNOWN_HOST

@@ -1,4 +1,4 @@
-"""How long workers waited during a step, and for what, as the page and a logger show it.
+"""How long workers waited during a step, by reason, for the page and for loggers.
 
 Work for other steps counts too: a worker that waits while the step lasts is idle.
 """

@@ -18,7 +18,7 @@ from dataplane.timeline.waits import PRODUCER, waits
 from dataplane.wire.events import Kind
 
 OF_ROWS = {Kind.PUT, Kind.READY, Kind.LEASE_BEGIN, Kind.LOST}
-"""Not only puts, whose events may be lost with the peer that served the partition."""
+"""Not only puts, because their events may be lost with the peer that served the partition."""
 IDLE_SHARE = 0.1
 """A stage that is idle for less than this share of the step is the bottleneck of the step."""
 MAX_LINKS = 64
@@ -29,11 +29,11 @@ class Why(msgspec.Struct, frozen=True):
     """What the events say about one step.
 
     - `stage`: its last stage.
-    - `shares`: the causes. Those that are wrong and explain much of the idle time come first, then
-      the others, each sorted by size.
+    - `shares`: the causes. Causes that are wrong and explain much of the idle time are first, then
+    the others, each sorted by size.
     - `finished`: the step is over.
     - `missing`: peers whose events are missing.
-    - `lost`: how many of its rows were lost, by the peer with which they were.
+    - `lost`: how many of its rows were lost, by the peer that had them.
     - `slow_end`: the first of the shares is a slow worker of the last stage itself.
     """
 
@@ -89,7 +89,7 @@ def steps(events: Iterable[Event]) -> list[str]:
 
 
 def explain(step: Step) -> Why:
-    """Why this step took as long as it did."""
+    """Return why this step took as long as it did."""
     seconds = max(0.0, step.end - step.begin)
     spent, workers = Backtrack(step).idle()
     idle_s = sum(one.seconds for one in spent) / max(1, workers)
@@ -111,7 +111,7 @@ def explain(step: Step) -> Why:
 
 def figures(events: Sequence[Event], partition: str) -> dict[str, float | str]:
     """Return the explanation as figures for `plane.metrics()`, with the bytes that hosts pulled
-    from each other and how long workers of each stage waited for what. Percentiles of staleness
+    from each other and how long workers of each stage waited, by reason. Percentiles of staleness
     are there if versions are known."""
     step = Step(events, partition)
     if not step.events:

@@ -1,8 +1,8 @@
-"""What is loaded by name: kinds of devices, and the sides of them at a client and a peer.
+"""Code that is loaded by name: kinds of devices, and the modules that a client and a peer need.
 
 A package publishes its subclass of `Device` under the entry point group `dataplane.devices`. The
-entry point's name is the kind, which a peer names to its clients with each pool. Tests bring a kind
-that is host memory.
+entry point's name is the kind, which a peer sends to its clients with each pool. Tests add a kind
+whose devices are host memory.
 """
 
 from __future__ import annotations

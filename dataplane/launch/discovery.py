@@ -53,7 +53,7 @@ _FIRST_PORT, _PORTS = 20_000, 10_000  # below the ephemeral range of Linux
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The variables of one launcher: its name, the launch's id or "", whether there are several
+    """The variables of one launcher: its name, the launch's id or "", whether the job has several
     hosts, and the seeds' hosts if they can be derived. others_join: the job has hosts besides
     them."""
 

@@ -178,7 +178,8 @@ class Server:
         return any(hmac.compare_digest(one.encode(), self._key.encode()) for one in given)
 
     def _admit(self) -> bool:
-        """Stop counting this request as a stranger's. False: too many are under way."""
+        """Stop counting this request as a stranger's. Return False if too many requests are in
+        progress."""
         if len(self._tasks) - len(self._strangers) >= MAX_REQUESTS:
             return False
         task = asyncio.current_task()

@@ -34,7 +34,7 @@ Stats cost a peer more than events, because they grow with the rows that it serv
 
 class Watcher:
     """find: returns the peer to ask. It is called at each look, because the peer may have been
-    replaced. One thread looks; other threads may call `history.picture_of` meanwhile."""
+    replaced. One thread looks; other threads may call `history.picture_of` at the same time."""
 
     def __init__(self, run: str, find: Callable[[], LivingPeer]) -> None:
         self._run, self._find = run, find

@@ -97,7 +97,7 @@ class Leaving:
             await asyncio.sleep(POLL_S)
 
     async def _end_as_keeper(self) -> None:
-        """Report the leases of the keeper's clients as ended before it stops. Nobody declares a
+        """Report the leases of the keeper's clients as ended before it stops. No peer declares a
         keeper lost, so these rows would stay leased until it is restarted."""
         log.warning(
             "peer %r: shutting down. This peer is the roster keeper, so no peer can take over "
@@ -216,8 +216,8 @@ class Leaving:
 
     async def _copy_on(self) -> None:
         """With replicas=2: replicate the values that are here or at the new primary to the new
-        primary's backup, which may soon hold the only copy. If the backup has no room, the new
-        primary replicates them when it has."""
+        primary's backup, which may soon hold the only copy. If the backup has no space, the new
+        primary replicates them later."""
         try:
             async with asyncio.timeout(COPY_S):
                 for entry in list(self.host.entries.values()):

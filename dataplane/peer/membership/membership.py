@@ -1,8 +1,8 @@
-"""Which roster is in force: heartbeats to the keeper, and the effects of a new roster.
+"""Membership of a run: heartbeats to the roster keeper, and the effects of a new roster.
 
-Every peer sends heartbeats to the roster keeper, which is one of the peers, and receives rosters
-in reply. While the keeper is unreachable no backup is promoted. A peer without a backup in sync
-then stops serving (`host.Serving`), because it cannot know whether it was replaced.
+Every peer sends heartbeats to the roster keeper, which is one of the peers, and receives rosters in
+reply. While the keeper is unreachable no backup is promoted. A peer without a backup in sync then
+stops serving (`host.Serving`), because it cannot know whether it was replaced.
 """
 
 from __future__ import annotations

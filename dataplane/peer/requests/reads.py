@@ -1,8 +1,8 @@
-"""From the chunks that a shard names to positions where a client can read them.
+"""Reads: resolve the chunks that a shard names to positions where a client can read them.
 
-`resolve` gives every chunk of a table its position in the arenas of this host and pins it.
-Chunks of other hosts are pulled first. `Read` and `Fetch` are answered here. This module never
-looks into a chunk.
+`resolve` gives every chunk of a table its position in the arenas of this host and pins it. Chunks
+of other hosts are pulled first. `Read` and `Fetch` are answered here. This module never looks into
+a chunk.
 """
 
 from __future__ import annotations

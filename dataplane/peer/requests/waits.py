@@ -51,8 +51,8 @@ class Waits:
         body: Claim | Wait | Admit,
         first: Awaitable[Body] | None = None,
     ) -> Any:
-        """Return the reply of the shard. At the deadline, raise ClaimTimeout with the reason;
-        its cause is the outcome of the last turn. first: that turn, if it has started."""
+        """Return the reply of the shard. At the deadline, raise ClaimTimeout with the reason; its
+        cause is the outcome of the last turn. first: the first turn, if it has started."""
         own, subject = not isinstance(body, Wait) and body.own, _subject(body)
         told: DataplaneError | None = None
         """the outcome of the last turn that stated a reason"""

@@ -1,7 +1,7 @@
-"""The memories of a peer beside its host arena, as the rest of the peer uses them.
+"""The pools of a peer: memories besides its host arena, which clients of this host may map.
 
-They are pools that clients of this host may map, numbered from 1. A peer without pools has `Pools`
-itself. `dataplane.gpu.peer` has the subclass for a peer with device arenas.
+Pools are numbered from 1. A peer without pools has `Pools` itself. `dataplane.gpu.peer` has the
+subclass for a peer with device arenas.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Pools:
 
     @property
     def address(self) -> str:
-        """Where other peers request values in the pools here, or ""."""
+        """The address where other peers request values in the pools here, or ""."""
         return ""
 
     def transports(self) -> dict[str, Any]:

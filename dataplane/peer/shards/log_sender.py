@@ -404,7 +404,7 @@ class LogSender:
             self._task = self.mesh.spawn(self._send_until_confirmed(self.backup, *self._next()))
         if is_listed:
             self.on_whole()
-        else:  # the keeper has not heard yet that the backup has every record
+        else:  # the keeper does not know yet that the backup has every record
             self._require()
 
     def confirmed(self) -> None:

@@ -76,7 +76,7 @@ class Partitions:
         self._changed = asyncio.Event()
         """set, and replaced, when this peer serves other partitions or shards than before"""
         self._newest = 0
-        """the newest generation that this peer has heard of, of any partition"""
+        """the newest generation of any partition that this peer knows"""
 
     # requests of clients of this host
 

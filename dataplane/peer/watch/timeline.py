@@ -115,7 +115,7 @@ class Timeline:
         return self.host.labels.get(worker) or self.peer.sessions.label(worker)
 
     def _going_on(self) -> list[EventRecord]:
-        """Return waits, leases and the time under a backup that have not ended."""
+        """Return waits, leases and the period with the current backup, which have not ended."""
         found = self.peer.calls.going_on() + self.peer.room.going_on()
         found += self.peer.log_sender.going_on()
         for entry in self.host.entries.values():

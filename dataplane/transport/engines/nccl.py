@@ -48,9 +48,9 @@ PAIRS = 64
 
 
 class Card(msgspec.Struct, array_like=True, frozen=True):
-    """The card of a rank. host, gpu: where it is. The rest comes with each request: the reader, the
-    incarnation of its worker, and the pair that it will use. joined: it has joined that pair
-    already."""
+    """The card of a rank. host, gpu: where it is. The other fields come with each request: the
+    reader, the incarnation of its worker, and the pair that it will use. joined: the reader has
+    joined that pair already."""
 
     host: str
     gpu: str

@@ -318,7 +318,8 @@ def test_several_threads_use_one_client(peer: ScriptedPeer, put: Put, part: Part
 
 def test_slabs_give_from_the_front_of_the_first_that_has_room_and_join_neighbours() -> None:
     held = Slabs(0)
-    assert held.keep([(65_536, 8192), (0, 4096)]) == []
+    held.keep(given := [(65_536, 8192), (0, 4096)])
+    assert given == []
     assert [held.take(n) for n in (1024, 4096, 3072, 8192)] == [0, 65_536, 1024, None]
     held.keep([(73_728, 4096)])
     assert held.take(8192) == 69_632 and not held.nbytes
@@ -357,12 +358,15 @@ def test_slabs_are_bounded_and_small_ends_go_back_together() -> None:
     """One with each put would be a message with each."""
     held, most = Slabs(0), slabs.MAX_SLABS
     ends = [(n << 20, (n + 1) * 4096) for n in range(most + 1)]
-    excess = [held.keep([end]) for end in ends]
+    excess = [[end] for end in ends]
+    for one in excess:
+        held.keep(one)
     assert excess[:-1] == [[]] * most
     assert sorted(excess[-1]) == ends[: -slabs.KEPT_SLABS]
     assert held.nbytes == sum(nbytes for _, nbytes in ends[-slabs.KEPT_SLABS :])
     many = [(1 << 30, 2 * slabs.AHEAD_BYTES)]
-    assert held.keep(many) and held.nbytes == 2 * slabs.AHEAD_BYTES
+    held.keep(many)
+    assert many and held.nbytes == 2 * slabs.AHEAD_BYTES
 
 
 def test_a_bell_wakes_once_for_all_that_happens_until_it_is_heard() -> None:

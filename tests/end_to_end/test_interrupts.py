@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dis
 import signal
+import sys
 import threading
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -12,6 +16,7 @@ import pytest
 import dataplane
 from dataplane.client._sync import put, space
 from dataplane.client._sync.calls import Call
+from dataplane.client.session.connection import Connection, Connections
 from dataplane.wire.messages import Put
 from tests.end_to_end.conftest import Cluster, until
 
@@ -112,3 +117,108 @@ def test_an_interrupt_before_its_message_is_sent_loses_no_space(
         with pytest.raises(KeyboardInterrupt):
             part.put({"x": [np.zeros(3 << 20, np.uint8)]}, timeout=20)
         until(lambda: not watching.stats()["arena"]["granted_bytes"], "the space is back")
+
+
+class Interrupted:
+    """Raises KeyboardInterrupt at the n-th point at which Python would run a signal handler: at the
+    start of a function, after a call and at a jump back. Counts the client's code only. At the
+    points of `lost`, an interrupt still loses what the peer has granted, or a connection."""
+
+    lost = ("take", "add", "_send", "idle", "give_back")
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+        self._called: FrameType | None = None
+
+    def _point(self) -> None:
+        self.left -= 1
+        if not self.left:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+    def _call(self, frame: FrameType, event: str, arg: object) -> Any:
+        self._called, code = None, frame.f_code
+        if not code.co_filename.startswith(CLIENT) or code.co_name in self.lost:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        self._point()
+        return self._step
+
+    def _step(self, frame: FrameType, event: str, arg: object) -> Any:
+        if event == "opcode":
+            called, self._called = self._called, None
+            if called is frame:
+                self._point()
+            name = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            if name.startswith(("CALL", "JUMP_BACKWARD")):
+                self._called = frame
+        return self._step
+
+    def __enter__(self) -> Interrupted:
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        sys.settrace(None)
+
+
+CLIENT = str(Path(dataplane.__file__).parent / "client")
+
+
+def test_a_put_that_is_interrupted_anywhere_loses_no_space(cluster: Cluster) -> None:
+    cluster.start("a")
+    values = [np.zeros(300_000, np.uint8)] * 2
+    with cluster.connect("a") as watching, cluster.connect("a") as plane:
+        part = plane.partition("p", {"s": ["x"]}, free="drop")
+        part.put({"x": values})  # the housekeeper runs now
+        points = 0
+        for at in range(1, 5000):
+            try:
+                with Interrupted(at):
+                    part.put({"x": values}, timeout=20)
+            except KeyboardInterrupt:
+                points = at
+                part.drop(keys=part.rows().keys)
+            else:
+                break
+        assert 100 < points < 4999
+        part.drop()
+
+        def arena() -> tuple[int, int]:
+            figures = watching.stats()["arena"]
+            return figures["granted_bytes"], figures["used_bytes"] - figures["cached_bytes"]
+
+        until(lambda: arena() == (0, 0), "the space is back")
+
+
+def test_an_interrupted_call_leaves_the_connection_that_another_thread_has_taken(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.start("a")
+    give_back, taken, shut = Connections.give_back, list[Any](), list[Any]()
+    with cluster.connect("a") as watching, cluster.connect("a") as plane:
+        part = plane.partition("p", {"s": ["x"]})
+
+        def claim() -> None:
+            batch = part.claim("s", rows=1, timeout=20)
+            taken.extend(batch["x"])
+            batch.ack()
+
+        other = threading.Thread(target=claim)
+
+        def interrupted(connections: Connections, connection: Connection) -> None:
+            monkeypatch.undo()
+            monkeypatch.setattr(Connection, "leave", lambda connection: shut.append(connection))
+            give_back(connections, connection)
+            other.start()
+            until(lambda: watching.stats()["waiting_claims"] == 1, "the other thread waits")
+            raise KeyboardInterrupt
+
+        part.stats()
+        monkeypatch.setattr(Connections, "give_back", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            part.stats()
+        monkeypatch.undo()
+        part.put({"x": [1]})
+        other.join(20)
+    assert taken == [1] and not shut

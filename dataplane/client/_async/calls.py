@@ -25,6 +25,7 @@ from dataplane.client.session.connection import (
     expect,
     not_encoded,
 )
+from dataplane.client.session.housekeeping import undo
 from dataplane.client.session.session import Handle, Session, caller
 from dataplane.client.tracebacks import shorten
 from dataplane.errors import (
@@ -40,8 +41,10 @@ from dataplane.errors import (
     RowsDropped,
     Unavailable,
 )
+from dataplane.memory.extents import Extent
 from dataplane.wire.frames import encode
-from dataplane.wire.messages import UNHEARD, Body, Define, Defined, Reply, Request
+from dataplane.wire.messages import UNHEARD, Body, Define, Defined, PutDone, Request
+from dataplane.wire.packed import EXTENT, column
 from dataplane.wire.tables import Definition
 
 DEFAULT_TIMEOUT_S = 30.0
@@ -97,6 +100,7 @@ async def send(session: Session, call: Call) -> Body:
     connections, frame = session.connections, b""
     connection, call.sent = call.sent, None
     body: Body | None = None
+    granted: list[Extent] = []
     try:
         if connection is None:  # else it was sent along with the call before it
             connection = connections.idle() or await _opened(session, call)
@@ -104,19 +108,32 @@ async def send(session: Session, call: Call) -> Body:
             frame = call.begin(session)
         while True:
             connection.frame_sent, connection.later = not frame, call.later
+            connection.received = None
             try:
                 body = await exchange(connection, frame, call.rid, call.deadline)
             except PeerLost as exc:
                 frame = call.broke(session, connection, exc)
                 connection = await _opened(session, call)
             else:
-                call.answered(session, connection)
+                connection.received = None
+                if isinstance(body, PutDone) and body.extents and call.again is None:
+                    granted, body.extents = column(body.extents, EXTENT).tolist(), b""
+                    session.keep(granted)
+                call.answered(session)
+                if call.then is not None:
+                    call.then.sent, call.then.in_flight = connection, True
+                else:  # after an interrupt, another call may have it
+                    free, connection = connection, None
+                    connections.give_back(free)
                 return body
     except BaseException as exc:
+        if body is not None:  # an interrupt: nobody gets the reply
+            session.keep(granted)
+            if call.again is None:
+                session.abandon_grants(undo(body))
+            if call.keeps:
+                call.again = call.request
         if connection is not None:
-            # After an interrupt, the housekeeper releases what the reply grants.
-            if body is not None and connection.early is None:
-                connection.early = Reply(call.rid, body)  # type: ignore[arg-type]
             call.failed(session, connection, exc)
         raise
 
@@ -198,17 +215,12 @@ class Call(msgspec.Struct, eq=False):
             self.later = then.rid
         return frame
 
-    def answered(self, session: Session, connection: Connection) -> None:
-        """Note that the reply has arrived. The connection is now free, or waits for the reply to
-        `then`."""
+    def answered(self, session: Session) -> None:
+        """Note that the reply has arrived."""
         self.in_flight = True
         session.unanswered.discard(self.rid)
         for request in self.ahead:
             session.answered(request)
-        if self.then is None:
-            session.connections.give_back(connection)
-        else:
-            self.then.sent, self.then.in_flight = connection, True
 
     def broke(self, session: Session, connection: Connection, exc: PeerLost) -> bytes:
         """Handle a connection that broke before the reply. Return the bytes to send again. Raises
@@ -239,6 +251,8 @@ class Call(msgspec.Struct, eq=False):
         """End the call with an error, which may be the reply itself."""
         if not isinstance(exc, DataplaneError):  # its reply must not reach the next call
             connection.leave()
+        else:
+            connection.received = None  # the caller has the error
         unheard = isinstance(exc, DataplaneError) and exc.details.pop(UNHEARD, False)
         if connection.frame_sent and (not unheard or self.repeats or self.again is not None):
             self.in_flight = True

@@ -41,7 +41,7 @@ async def write(
             await _copy(fields, handle.session, chunks, until)
             done += count
     except BaseException:
-        give_back(handle.session, [*chain.from_iterable(units[:done])])
+        give_back(handle.session, [*chain.from_iterable(units)])
         raise
     return [piece for unit in run for piece in unit.pieces]
 

@@ -72,7 +72,7 @@ from dataplane.errors import (
     sized,
 )
 from dataplane.wire.messages import Put, PutDone
-from dataplane.wire.packed import EXTENT, KEY, column
+from dataplane.wire.packed import KEY
 from dataplane.wire.tables import Name, Rows, Scalar
 
 if TYPE_CHECKING:
@@ -343,8 +343,6 @@ class Putting(msgspec.Struct, eq=False):
             body.values = values_of(session.owner, pieces, first)
             reply = await self._send(body, chunks)
             del held  # other pieces hold the values now
-        if reply.extents:
-            session.keep(column(reply.extents, EXTENT).tolist())
         nbytes = copied_bytes = 0
         for chunk in chunks:
             nbytes += chunk.nbytes

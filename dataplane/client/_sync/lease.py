@@ -70,7 +70,7 @@ from dataplane.wire.messages import (
     PutDone,
     Request,
 )
-from dataplane.wire.packed import EXTENT, U4, U8, column
+from dataplane.wire.packed import U4, U8, column
 from dataplane.wire.tables import Scalar, Table
 
 log = logging.getLogger(__name__)
@@ -477,8 +477,6 @@ class Lease:
             raise
         if parts:
             self._stored(rows, parts, chunks, done)
-            if isinstance(done, PutDone):
-                session.keep(column(done.extents, EXTENT).tolist())
 
     def _with_values(
         self, body: Finish, rows: int, parts: Sequence[Added]

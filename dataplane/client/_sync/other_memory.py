@@ -42,7 +42,7 @@ def write(
             _copy(fields, handle.session, chunks, until)
             done += count
     except BaseException:
-        give_back(handle.session, [*chain.from_iterable(units[:done])])
+        give_back(handle.session, [*chain.from_iterable(units)])
         raise
     return [piece for unit in run for piece in unit.pieces]
 

@@ -192,25 +192,29 @@ def room_for(
     where = "on the device" if memory else "in the arena"
     session.tend()  # start the housekeeper now: an interrupt after the reply would lose the space
     reserved = ask(session, body, Reserved, deadline, f"waiting for space {where}")
-    left: list[Extent] = []
+    left: list[Extent] | None = None
     try:
-        left = space = column(reserved.extents, EXTENT).tolist()
         chunks = list(dict.fromkeys(chain.from_iterable(units[: reserved.units])))
         if named:
             nbytes = sum([chunk.nbytes for chunk in named])
             offload(lambda: share(session, named, chunks, reserved), nbytes)
         own = [chunk for chunk in chunks if chunk.number is None]
-        offsets, left = placed([chunk.nbytes for chunk in own], space)
+        space = column(reserved.extents, EXTENT).tolist()
+        offsets, rest = placed([chunk.nbytes for chunk in own], space)
         for chunk, offset in zip(own, offsets, strict=True):
             chunk.offset = offset
+        left = rest  # the caller returns the space of the chunks if it is interrupted
+        session.keep(left)
     except BaseException:
-        left = column(reserved.extents, EXTENT).tolist()
+        if left is None:
+            left = column(reserved.extents, EXTENT).tolist()
+            for chunk in chain.from_iterable(units):
+                chunk.offset = -1
+        session.keep(left)
         for chunk in chain.from_iterable(units):
-            chunk.offset, chunk.number = -1, None
+            chunk.number = None
         session.pinned(reserved.pin)
         raise
-    finally:
-        session.keep(left)
     return reserved.units, own, reserved.pin
 
 

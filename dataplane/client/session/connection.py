@@ -76,6 +76,7 @@ class Connection:
         "later",
         "early",
         "frame_sent",
+        "received",
         "unread",
         "_begun",
         "_cancel_fd",
@@ -98,6 +99,8 @@ class Connection:
         """The reply to `later`, if it arrived first."""
         self.frame_sent = False
         """Whether the whole frame of this call may have left this process."""
+        self.received: bytes | memoryview | None = None
+        """The reply that `arrived` returned last, until its caller has it."""
         self.unread: list[Request] = []
         """requests whose callers have left, which the peer may not have read yet"""
         self._begun = b""
@@ -246,12 +249,14 @@ class Connection:
 
     def arrived(self) -> Reply | None:
         """Return the next reply to a request, if all of it has arrived."""
-        while (body := self.frames.next()) is not None:
+        while True:
+            self.received = body = self.frames.next()
+            if body is None:
+                return None
             reply = decode_reply(body)
             if reply.rid:
                 return reply
             self._log_notice(reply.body)
-        return None
 
     def last(self) -> Reply | None:
         """Return the next reply to a request that has arrived, as the wait for it ends."""
@@ -267,7 +272,7 @@ class Connection:
         ProtocolError for any other reply."""
         if reply.rid != self.later:
             raise _unexpected(reply, rid)
-        self.early = reply
+        self.early, self.received = reply, None
 
     def _log_notice(self, body: Body) -> None:
         """Log a notice, or the error of a one-way message, which has no caller. If the peer then

@@ -23,7 +23,7 @@ from dataplane.client.session.session import Session
 from dataplane.client.session.slabs import IDLE_S
 from dataplane.errors import ClientClosed, DataplaneError, DeadlineExceeded
 from dataplane.wire.checkpoint import SaveDone
-from dataplane.wire.frames import encode
+from dataplane.wire.frames import decode_reply, encode
 from dataplane.wire.messages import (
     Admitted,
     Body,
@@ -151,6 +151,9 @@ class Housekeeper:
                 due += undo(connection.early.body)
                 connection.early = None
             try:
+                if (received := connection.received) is not None:
+                    connection.received = None
+                    due += undo(decode_reply(received).body)
                 while True:
                     while (reply := connection.arrived()) is not None:
                         due += undo(reply.body)

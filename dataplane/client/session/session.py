@@ -154,8 +154,8 @@ class Session:
         self.unanswered: set[int] = set()
         """operation ids of requests that may be sent again"""
         self._minted = 0
-        self.due: SimpleQueue[Abandoned | GiveBack | list[int]] = SimpleQueue()
-        """what the next call sends along: leases and extents to return, and numbers of pins whose
+        self.due: SimpleQueue[Abandoned | Body | list[int]] = SimpleQueue()
+        """what the next call sends along: leases and grants to return, and numbers of pins whose
         last view is gone. SimpleQueue.put is reentrant, so the collector may call it anywhere"""
         self.unsent: SimpleQueue[Request] = SimpleQueue()
         """one-way requests that did not leave this process; they are sent again under their
@@ -236,23 +236,40 @@ class Session:
         self.tend()
         return pin
 
-    def keep(self, extents: Sequence[Extent]) -> None:
+    def keep(self, extents: list[Extent]) -> None:
         """Keep granted space for the next write, or return it to the peer later. Written space
-        stays mapped while the peer runs."""
-        if not extents:
+        stays mapped while the peer runs. Empties the list in the same step, so a caller that was
+        interrupted calls again with what is left."""
+        memories = {bisect_right(self._pool_bases, offset) for offset, _ in extents}
+        if len(memories) > 1:
+            apart = [
+                [one for one in extents if bisect_right(self._pool_bases, one[0]) == memory]
+                for memory in memories
+            ]
+            extents.clear()
+            for some in apart:
+                self.keep(some)
             return
-        apart: dict[int, list[Extent]] = {}
-        for extent in extents:
-            apart.setdefault(bisect_right(self._pool_bases, extent[0]), []).append(extent)
-        for memory, some in apart.items():
-            self.give_back(self.slabs[memory].keep(some))
-        self.tend()
+        for memory in memories:
+            self.slabs[memory].keep(extents)
+            self.give_back(extents)
+            self.tend()
 
-    def give_back(self, extents: Sequence[Extent]) -> None:
-        """Return extents with the next call. Callable from a finalizer, so it takes no lock."""
+    def give_back(self, extents: list[Extent]) -> None:
+        """Return extents with the next call, and empty the list. Callable from a finalizer, so it
+        takes no lock."""
         if extents:
-            self.due.put(GiveBack(np.array(extents, EXTENT).tobytes()))
+            message = GiveBack(np.array(extents, EXTENT).tobytes())
+            del extents[:]  # no interrupt can come between this and the next line
+            self.due.put(message)
             self.bell.ring()
+
+    def abandon_grants(self, undoing: Sequence[Body]) -> None:
+        """Undo what a reply granted that no caller gets."""
+        for body in undoing:
+            self.due.put(body)
+        self.tend()
+        self.bell.ring()
 
     def idle_grants(self, idle_s: float = IDLE_S) -> list[GiveBack]:
         """Return the messages for grants that no put has used for this long, in all memories."""
@@ -277,14 +294,14 @@ class Session:
             return
         for pins, extents in self.pools.finished(*([] if timeout_s is None else [timeout_s])):
             self.due.put(pins)
-            self.keep(extents)
+            self.keep([*extents])
 
     def leased(self, lease: int, partition: str, ahead: bool = False) -> None:
         """Note a new lease. ahead: a loader claimed it, and its loop has not reached it yet."""
         self.leases.add(lease, partition, ahead)
         self.tend()
 
-    def abandon(self, lease: Abandoned, unwritten: Sequence[Extent]) -> None:
+    def abandon(self, lease: Abandoned, unwritten: list[Extent]) -> None:
         """End a lease without an ack: return its rows and the extents that were written for it.
         Callable from a finalizer, so it takes no lock and writes no log."""
         self.due.put(lease)
@@ -334,7 +351,7 @@ class Session:
         for one in _drain(self.due):
             if isinstance(one, list):
                 pins += one
-            elif isinstance(one, GiveBack):
+            elif isinstance(one, Body):
                 due.append(one)
             elif (partition := self.leases.discard(one.lease)) is not None:
                 due.append(Finish(one.lease, "release"))

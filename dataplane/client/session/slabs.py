@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
 from operator import itemgetter
 
 from dataplane.memory.extents import Extent
@@ -84,12 +83,13 @@ class Slabs:
                 return 0
         return max(largest, min(WRITES_AHEAD * largest, self._fair_bytes), LEAST_AHEAD_BYTES)
 
-    def keep(self, extents: Iterable[Extent]) -> list[Extent]:
-        """Add space that the peer granted, or that no message has named. Return what must go back
-        to the peer now."""
+    def keep(self, extents: list[Extent]) -> None:
+        """Add space that the peer granted, or that no message has named. The list keeps what must
+        go back to the peer now. Python runs signal handlers only after calls and at jumps, so
+        an interrupt finds each extent either here or in the list."""
         with self._lock:
             self._touched = time.monotonic()
-            slabs = _joined([*self._slabs, *extents])
+            slabs, left = _joined([*self._slabs, *extents]), []
             if len(slabs) > MAX_SLABS or sum(map(_length, slabs)) > self._kept_bytes:
                 slabs.sort(key=_length, reverse=True)
                 kept = total = 0
@@ -98,10 +98,8 @@ class Slabs:
                     if total > self._kept_bytes:
                         break
                     kept += 1
-                self._slabs = slabs[:kept]
-                return slabs[kept:]
-            self._slabs = slabs
-        return []
+                slabs, left = slabs[:kept], slabs[kept:]
+            self._slabs, extents[:] = slabs, left
 
     def take_idle(self, idle_s: float = IDLE_S) -> list[Extent]:
         """Take all slabs, if no write has used any for `idle_s`."""

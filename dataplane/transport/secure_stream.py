@@ -120,7 +120,7 @@ class SecureStream(BulkStream):
 def door(pem: bytes) -> Callable[[socket.socket], BulkStream]:
     """Return the function that wraps a connection accepted by an owner. pem: see `Identity`."""
     context = _context(ssl.PROTOCOL_TLS_SERVER)
-    # No session is resumed, and frames that are no answer must not wake a waiting reader.
+    # No session is resumed, and a ticket would wake a reader that waits for an answer.
     context.num_tickets = 0
     held = os.memfd_create("bulk-identity", os.MFD_CLOEXEC)
     try:

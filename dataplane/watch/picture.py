@@ -230,7 +230,7 @@ def _lanes(spans: Iterable[_Span], begin: float, end: float) -> list[Lane]:
         row[high] -= max(0.0, (high + 1) * cell_s - b)
         if span.state == "w":
             first[span.stage] = min(a, first.get(span.stage, a))
-    # A pull or a wait for space is a part of a lease, and is shown in its place.
+    # A pull or a wait for space is a part of a lease. If it is as long as the lease, it is shown.
     order = [STATES.index(state) for state in "sfamrw"]
     found = []
     for (stage, host), cells in times.items():

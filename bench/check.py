@@ -53,7 +53,8 @@ class Ledger:
             self._filtered += [int(prompt) for prompt in event["prompts"]]
 
     def problems(self) -> list[str]:
-        """Every way in which the trained rows differ from what was put; empty when all is well."""
+        """The differences between the trained rows and the rows that were put. Empty if there are
+        none."""
         found = [*self._missing(), *self._drops(), *self._groups(), *self._contents()]
         more = len(found) - _EXAMPLES
         return found[:_EXAMPLES] + ([f"and {more} more"] if more > 0 else [])

@@ -26,8 +26,8 @@ _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command, and return its exit code: 1 if a report cannot be written any more, 2 for
-    an invalid command line, 130 for Ctrl-C, else that of the command."""
+    """Run a command, and return its exit code: 1 if a report cannot be written, 2 for an invalid
+    command line, 130 for Ctrl-C, else the command's own."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     options = _parser().parse_args(arguments)
     options.no_links = _enter_links(options, arguments, argv is None)

@@ -36,7 +36,7 @@ class Field:
 
 
 _TEXT = (
-    Field("uid", 0, "int64"),  # (prompt, sample): how the check knows a row again
+    Field("uid", 0, "int64"),  # (prompt, sample), which identifies the row in the check
     Field("input_ids", 1, "int64"),
     Field("attention_mask", 2, "int64"),
     Field("position_ids", 3, "int64"),
@@ -70,7 +70,7 @@ def stage_fields(task: Task, has_reference: bool = True) -> dict[str, list[str]]
     if not has_reference:
         everything = [name for name in everything if name != _REFERENCE[0].name]
     model = [field.name for field in rollout_fields(task) if field.name != "old_log_probs"]
-    if task.survive is not None:  # it waits for the groups that the reward stage leaves
+    if task.survive is not None:  # it waits for groups that the reward stage keeps
         model.append("reward")
     stages = {"reward": list(_REWARD_NEEDS), "reference": model, "train": everything}
     return stages if has_reference else {s: f for s, f in stages.items() if s != "reference"}

@@ -34,8 +34,8 @@ class Clock:
     """Seconds by activity. Time that no other activity claims belongs to the plane."""
 
     def __init__(self) -> None:
-        self.cpu_seconds: dict[str, float] = defaultdict(float)  # of all threads meanwhile
-        self.spans_ms: dict[str, list[float]] = defaultdict(list)  # one a time; a few a group
+        self.cpu_seconds: dict[str, float] = defaultdict(float)  # of all threads
+        self.spans_ms: dict[str, list[float]] = defaultdict(list)  # durations, a few per group
 
     @contextmanager
     def timing(self, activity: str) -> Iterator[None]:
@@ -95,8 +95,8 @@ class Work:
             time.sleep(max(0.0, recorded / self.job.pace - spent))
 
     def spend(self, recorded: float, came: float) -> None:
-        """Work on a batch that takes so much recorded time. A recorded job's time is all of its
-        worker's: what the bench did since the batch came is part of it."""
+        """Work on a batch for this recorded time. In a recorded job, it includes the bench's own
+        work since the batch arrived."""
         self.wait(recorded, came if self.job.is_recorded else None)
 
     def batches(self, step: int) -> Iterator[Batch]:
@@ -111,7 +111,7 @@ class Work:
             if batch is None:
                 return
             yield batch
-            del batch  # a plane may hold its bytes for as long as anybody has it
+            del batch  # a plane may hold the bytes while the batch is referenced
 
 
 def digests(values: Sequence[Array]) -> list[int]:
@@ -132,7 +132,7 @@ def main(worker: Worker) -> None:
     endpoint = PLANES[worker.job.plane].endpoint
     work = Work(worker, endpoint(worker))
     body = roles[worker.role](work)
-    next(body)  # what it needs is made here, before the start
+    next(body)  # prepare before the start
     emit("ready")
     work.orders.wait_for_policy(0)
     start = time.monotonic()
@@ -160,14 +160,14 @@ def rollout(work: Work) -> Iterator[None]:
     for step in range(job.steps):
         with work.clock.timing("policy"):
             policy = work.orders.wait_for_policy(step - job.staleness)
-        start = max(policy, finished)  # without the time that the runner took to say so
+        start = max(policy, finished)  # without the runner's delay
         emit("rolling", step=step, at=start)
         for prompt in (prompt for prompt in mine if prompt.step == step):
             with work.clock.timing("generate"):
                 columns = {field.name: source.column(field, prompt) for field in fields}
             with work.clock.timing("digest"):
                 told = {name: digests(values) for name, values in columns.items()}
-            with work.clock.timing("rollout"):  # the bench's own work above is part of it
+            with work.clock.timing("rollout"):  # includes the bench's own work above
                 work.wait(prompt.rollout_seconds, start)
             with work.clock.timing("put"):
                 work.endpoint.put(step, prompt.index, columns)
@@ -230,7 +230,7 @@ def _annotate(work: Work, fields_of: Callable[[Batch], Columns]) -> Iterator[Non
                 with work.clock.timing("drop"):
                     batch.drop(useless)
                 emit("filtered", prompts=useless)
-            del batch  # while the next one is waited for, this one's bytes are nobody's
+            del batch  # release its bytes before the wait for the next batch
 
 
 def train(work: Work) -> Iterator[None]:
@@ -261,7 +261,7 @@ def train(work: Work) -> Iterator[None]:
             emit("trained", rows=rows, digests=told, tokens=size)
             del batch, masks  # as above
         with work.clock.timing("train"):
-            if groups:  # the last ones
+            if groups:  # the last groups
                 work.spend(seconds, came)
             work.wait(pace.optimiser_seconds(job.of_step(step)))
         emit("stepped", step=step, at=time.monotonic())
@@ -279,8 +279,8 @@ if __name__ == "__main__":
     die_with(started.job.parent)
     main(started)
     # An interpreter takes 40 to 80 ms of a core to take itself apart, while trainers are still at
-    # the last step. So a worker that is done is gone at once.
-    atexit._run_exitfuncs()  # of what a plane brought along: Ray says farewell to its own
+    # the last step. So a finished worker exits at once.
+    atexit._run_exitfuncs()  # handlers of the plane: Ray's worker disconnects
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -36,7 +36,7 @@ CALLED = {
 }
 _QUEUE = "transfer_queue"
 _QUEUE_HOSTS = 4
-"""Each is a Ray node with two storage units, beside its workers."""
+"""Each host has a Ray node with two storage units, besides its workers."""
 _HARDLY = 0.02
 """Share of a step below which a transfer hardly matters."""
 
@@ -101,7 +101,7 @@ def _beside_transfer_queue(rate: str) -> Iterator[Job]:
 
 
 def _without_links() -> Iterator[Job]:
-    """What links have no part in: small text on two hosts, and memory under a limit."""
+    """Runs in which links do not matter: small text on two hosts, and memory under a limit."""
     yield from _planned(replace(_job("math", 2), prompts=16), True)
     # Half of the limit is the arena's: without dedup the largest group of one clip is 0.6 GB.
     limits: Any = {"memory_limit_bytes": 3 << 30, "arena_bytes": 3 << 29}
@@ -126,7 +126,7 @@ def sentences(runs: list[Run]) -> list[str]:
 
 
 def _by_trace(runs: list[Run]) -> Iterator[list[list[Run]]]:
-    """Of each trace the runs on the most hosts, in lists of one placement: apart, then together."""
+    """The runs of each trace on the most hosts, in lists of one placement: apart, then together."""
     for trace in dict.fromkeys(run["trace"] for run in runs):
         hosts = max(run["hosts"] for run in runs if run["trace"] == trace)
         here = [run for run in runs if (run["trace"], run["hosts"]) == (trace, hosts)]
@@ -135,7 +135,7 @@ def _by_trace(runs: list[Run]) -> Iterator[list[list[Run]]]:
 
 
 def _transfers(placements: list[list[Run]]) -> str:
-    """How long a steady step's data takes through each plane; what has no figure, and why."""
+    """The transfer time of a steady step through each plane, and why a plane has no figure."""
     first = placements[0][0]
     link = f"with {links.rated(first['link'])} links" if first["link"] else "over loopback"
     dedup = "" if first["dedup"] else ", without dedup"
@@ -153,7 +153,8 @@ def _transfers(placements: list[list[Run]]) -> str:
 def _figures(
     placements: Iterable[list[Run]], figure: Callable[[Run], str], form: str
 ) -> Iterator[tuple[str, bool]]:
-    """The figures of each placement, and whether they name the planes: only if these change."""
+    """The figures of each placement, and whether they name the planes, which they do if the planes
+    change."""
     before: list[str] = []
     for same in placements:
         names = [_called(run) for run in same]
@@ -264,7 +265,7 @@ def _fate(run: Run) -> str:
 
 
 def _faster(runs: list[Run]) -> str:
-    """Every job in which a controller's steady step took less time than ours."""
+    """The jobs in which a controller's steady step was faster than dataplane's."""
     told = []
     timed = [run for run in runs if _steady(run) and not run["memory_limit_bytes"]]
     for same in report.grouped(timed, ("trace", "hosts", "link", "apart", "dedup")):

@@ -40,7 +40,7 @@ class MachineFull(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """What a version of cgroups calls the same things."""
+    """The file names of one version of cgroups."""
 
     limit: str
     swap_limit: str  # of memory and swap (v1), of swap (v2)
@@ -114,7 +114,7 @@ class HostCgroup:
             return
         (self.path / self.files.limit).write_text(str(self.limit_bytes))
         swap = self.path / self.files.swap_limit
-        if swap.exists():  # else this kernel swaps for nobody
+        if swap.exists():  # otherwise this kernel does not limit swap
             swap.write_text(str(self.limit_bytes if self.files is _V1 else 0))
 
 
@@ -211,7 +211,7 @@ def _remove_leftovers(parent: Path) -> None:
     for path in parent.glob(f"{_PREFIX}-*-host*"):
         runner = path.name.removeprefix(f"{_PREFIX}-").split("-")[0]
         if not Path(f"/proc/{runner}").exists():
-            with suppress(OSError):  # somebody is just leaving it: the next run removes it
+            with suppress(OSError):  # a process is still exiting: the next run removes it
                 path.rmdir()
 
 

@@ -24,7 +24,7 @@ from bench.processes import leashed
 from dataplane.errors import joined
 
 NONE = "none"
-"""What `--link` says where hosts shall meet on loopback, without limits."""
+"""The value of `--link` for hosts on loopback, without limits."""
 _INSIDE = "BENCH_LINKS_INSIDE"
 _TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
 _BRIDGE = "dp-br"
@@ -38,7 +38,7 @@ INTERVAL_S = 0.1
 _FULL = 0.8
 """A link is full in an interval in which a direction carried this share of its rate."""
 NODE_CORES, NODE_BITS = 64, 100e9
-"""Of a usual training node: its cores, and bits a second of its link."""
+"""Cores of a usual training node, and bits per second of its link."""
 
 
 class NoNamespaces(Exception):
@@ -156,7 +156,7 @@ class Network:
         _run("ip", "link", "set", _port(host), "up")
 
     def on(self, host: int, *argv: str) -> None:
-        """Run a command on a host. Raises NoNamespaces, with what it said, if it fails."""
+        """Run a command on a host. If it fails, raise NoNamespaces with its output."""
         _run(*self.wrap(host, argv))
 
     def carried(self) -> list[tuple[int, int]]:
@@ -165,7 +165,7 @@ class Network:
         for line in Path("/proc/thread-self/net/dev").read_text().splitlines()[2:]:
             port, _, counters = line.partition(":")
             numbers = counters.split()
-            # What the bridge's end of the link sends has come to the host.
+            # The host has received what the bridge's end of the link sent.
             counted[port.strip()] = (int(numbers[8]), int(numbers[0]))
         return [counted[_port(host)] for host in range(self.hosts)]
 
@@ -175,7 +175,7 @@ class Network:
         holder = subprocess.Popen(leashed(waiting), **pipes)
         self._holders.append(holder)
         assert holder.stdout is not None
-        if not holder.stdout.readline():  # it says when it has a namespace of its own
+        if not holder.stdout.readline():  # it prints a line once it has its own namespace
             raise NoNamespaces("could not create the network namespace of a host: run as root")
         port = _port(host)
         _run("ip", "link", "add", port, "type", "veth", "peer", "eth0", "netns", str(holder.pid))
@@ -194,7 +194,7 @@ class Traffic:
 
     def __init__(self, network: Network) -> None:
         self._network = network
-        self._full = bits_per_second(str(network.rate)) / 8 * _FULL  # bytes a second
+        self._full = bits_per_second(str(network.rate)) / 8 * _FULL  # bytes per second
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="links", daemon=True)
         self._before: list[tuple[int, int]] = []

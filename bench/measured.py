@@ -39,7 +39,7 @@ def made(perf: Report, compare: Report) -> str:
 
 
 def rows(perf: Report, compare: Report) -> list[tuple[str, str]]:
-    """The lines of the table: what was measured, and the result."""
+    """The rows of the table: the measurement, and the result."""
     shard = perf["shard"]
     growth = shard["claim_ms_p50_at_1m"] / shard["claim_ms_p50_at_10k"]
     cycle_ms, backed_up_ms = 1e3 / perf["cycle"]["per_s"], 1e3 / perf["backed_up"]["cycle_per_s"]

@@ -23,7 +23,7 @@ _GROUPS = 32_768
 
 
 class Impossible(ValueError):
-    """A command cannot work with what it was given: options that contradict each other, a file."""
+    """A command cannot work with its arguments: options that contradict each other, or a file."""
 
 
 def add(

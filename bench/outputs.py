@@ -69,7 +69,7 @@ def replacing(path: Path) -> Iterator[Path]:
         partial.parent.mkdir(parents=True, exist_ok=True)
         yield partial
         if not special:
-            partial.replace(path.resolve())  # where it is a link, the link stays
+            partial.replace(path.resolve())  # a link stays a link
     except OSError as exc:
         raise NotWritten(
             f"cannot write {path}: {exc.strerror or exc}. Choose another file"
@@ -80,12 +80,12 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def _special(path: Path) -> bool:
-    """A pipe or a device, which has no place to take."""
+    """Whether this is a pipe or a device, which cannot be replaced."""
     return path.exists() and not path.is_file()
 
 
 def _try(path: Path) -> None:
-    """Check that the file can be written, and remove what this creates."""
+    """Check that the file can be written, and remove everything that the check creates."""
     missing = [folder for folder in path.parents if not folder.exists()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

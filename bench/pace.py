@@ -38,7 +38,7 @@ def _tokens(prompt: Prompt) -> int:
 
 
 def _serve(free: list[float], ready: float, seconds: float) -> float:
-    """The end of what the worker does that is free first; `free`: a heap of when each is."""
+    """The end of work by the first free worker. `free`: a heap of when each worker is free."""
     end = max(ready, free[0]) + seconds
     heapq.heapreplace(free, end)
     return end

@@ -185,7 +185,7 @@ class Crew:
         timeout = 0 if any(not m.done for m in ended) else _TICK_S
         for key, _ in self._selector.select(timeout):
             said += self._read(key.data)
-        # Looked at before reading: whatever these said before they ended has been read by now.
+        # These ended before the read, so all of their events have been read by now.
         for member in ended:
             code = member.process.returncode
             if code or not member.done:
@@ -211,7 +211,7 @@ class Crew:
         running = [m for m in self.members.values() if m.process.returncode is None]
         services = [m for m in running if not m.speaks]
         for member in services:
-            # Not Popen.terminate: that reaps, and then the id might be somebody else's below.
+            # Not Popen.terminate: it reaps, and the pid could then be another process's below.
             os.kill(member.process.pid, signal.SIGINT)
         deadline = time.monotonic() + _FAREWELL_S
         while not all(_is_zombie(m) for m in services) and time.monotonic() < deadline:
@@ -239,7 +239,7 @@ def _is_zombie(member: Member) -> bool:
 
 
 def leashed(argv: list[str]) -> list[str]:
-    """A command line that runs another program which knows nothing of `die_with`."""
+    """A command line that runs another program under `die_with`."""
     return [sys.executable, "-m", "bench.processes", str(os.getpid()), *argv]
 
 

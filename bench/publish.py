@@ -1,7 +1,7 @@
 """`bench publish`: the pictures and tables of README, docs/performance.md and docs/choosing.md.
 
-All come from one report, which is stored with the pictures, without what is not shown. A test
-generates everything from it again and compares, so a page never shows figures of two days.
+All come from one report, which is stored with the pictures, without the parts that are not shown. A
+test generates everything from it again and compares, so a page never shows figures of two days.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _perform(options: argparse.Namespace, command: str) -> int:
 
 
 def _measured(options: argparse.Namespace) -> dict[str, Report]:
-    """The reports of one or two hosts: those that were passed, or else the published ones."""
+    """The reports of one or two hosts: the passed ones, else the published ones."""
     found = dict[str, Report]()
     published = json.loads((ROOT / KEPT).read_text())
     for kind in measured.KINDS:
@@ -76,7 +76,7 @@ def _measured(options: argparse.Namespace) -> dict[str, Report]:
 
 
 def publish(root: Path, whole: Report) -> list[Path]:
-    """Write report, pictures and blocks below `root`; returns what was written."""
+    """Write report, pictures and blocks below `root`. Return the written files."""
     kept, told = root / KEPT, trimmed(whole)
     outputs.write(kept, json.dumps(told, separators=(",", ":")) + "\n")
     drawn = document.pictures(kept.parent, figures([told]))
@@ -88,7 +88,7 @@ def publish(root: Path, whole: Report) -> list[Path]:
 
 
 def trimmed(told: Report) -> dict[str, Any]:
-    """The report without what no published picture or table shows."""
+    """The report without the parts that no published picture or table shows."""
     runs = []
     for run in told["runs"]:
         unseen = (*_UNSEEN, *(() if run["memory_limit_bytes"] else ("memory_curve",)))
@@ -124,7 +124,7 @@ def blocks(told: Report) -> dict[str, str]:
 
 
 def _steps(runs: Sequence[Run]) -> str:
-    """A line a job, a column a plane: the median of the steady steps, and their range."""
+    """One line per job, one column per plane: the median of the steady steps, and their range."""
     timed = [run for run in runs if not run["memory_limit_bytes"]]
     planes = list(dict.fromkeys(run["plane"] for run in timed))
     lines: dict[str, dict[str, str]] = {}
@@ -145,8 +145,9 @@ def _step(run: Run) -> str:
 
 
 def _savings(runs: Sequence[Run]) -> str:
-    """What links cost a step with all prompts of its task, and what dataplane saves beside the best
-    other plane. One line per trace and placement, on the most hosts that every plane finished on.
+    """The link time of a step with all prompts of its task, and what dataplane saves compared with
+    the best other plane. One line per trace and placement, on the most hosts that every plane
+    finished on.
     """
     full = [run for run in runs if run["status"] == "ok" and run.get("full_step")]
     planes = list(dict.fromkeys(run["plane"] for run in full))

@@ -51,7 +51,7 @@ def others_cores(run: Mapping[str, Any]) -> float:
 
 
 def new_table(title: str, names: Sequence[str], figures: Sequence[str]) -> Table:
-    """A table of so many columns, names on the left and figures on the right, without lines."""
+    """A table without lines. names: left-aligned columns. figures: right-aligned columns."""
     look: Any = {"title_justify": "left", "box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0)}
     shown = Table(title=title, pad_edge=False, **look)
     for name in names:
@@ -156,7 +156,7 @@ def setting(run: Run) -> str:
 
 
 def job(run: Run) -> str:
-    """What a run was about, whatever its plane and dedup."""
+    """The work of a run, without its plane and dedup."""
     prompts = f"{run['prompts']} prompts × {run['samples']}"
     return f"{run['trace']}, {run['hosts']} hosts, {prompts}, {setting(run)}"
 

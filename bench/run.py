@@ -41,7 +41,7 @@ _SETTINGS = (
     "plane", "trace", "dedup", "hosts", "trainers", "prompts", "samples", "steps", "staleness",
     "apart", "phased", "seed", "pace", "arena_bytes",
 )  # fmt: skip
-"""Of a job, as the report has them."""
+"""Settings of a job that the report has."""
 _TOO_LARGE = "dataplane.errors.ValueTooLarge:"  # a group that the arena can never hold
 
 Said = dict[str, dict[str, Any]]  # by process: its last event
@@ -85,7 +85,7 @@ def execute(job: Job, progress: Progress) -> dict[str, Any]:
 
 
 def execute_again(job: Job, progress: Progress, failed: Callable[[str], None]) -> dict[str, Any]:
-    """Execute one run, and repeat it once if it fails. failed: is told the first failure."""
+    """Execute one run, and repeat it once if it fails. failed: called with the first failure."""
     first = execute(job, progress)
     if first["status"] not in ("error", "disturbed"):
         return first
@@ -95,7 +95,7 @@ def execute_again(job: Job, progress: Progress, failed: Callable[[str], None]) -
 
 
 def _kept(folder: Path) -> list[str]:
-    """Copy the logs of a run's processes to where they outlive it, and say where."""
+    """Copy the logs of a run's processes to a lasting folder. Return a sentence that names it."""
     if not (found := sorted(folder.glob("*.log"))):
         return []
     kept = tempfile.mkdtemp(prefix="bench-logs-")
@@ -105,7 +105,7 @@ def _kept(folder: Path) -> list[str]:
 
 
 def prepared(job: Job, folder: Path) -> Job:
-    """The job as its processes are told it: what it takes of the trace files is in `folder`."""
+    """The job for its processes, with its part of the trace files in `folder`."""
     if job.trace_files:
         from bench.traces import parquet
 
@@ -152,7 +152,7 @@ class _Run:
         self._cgroups: list[limits.HostCgroup] = []
         self.network: Network | None = None
         self._traffic: Traffic | None = None
-        # What the report says of the end, where there was one.
+        # For the report, if the run ended.
         self._moved = Moved()
         self._cpu_seconds: dict[str, float] = {}  # of services, the runner, everybody
         self._cpu_counted_s = 0.0
@@ -197,10 +197,10 @@ class _Run:
             limits.check(self._cgroups)
         except Exception as exc:
             self.endings = crew.endings(any(group.kills() for group in self._cgroups))
-            if not isinstance(exc, ProcessDied | RunTimeout):  # these have the logs' ends
+            if not isinstance(exc, ProcessDied | RunTimeout):  # these have the ends of logs
                 self.endings += crew.account().splitlines()
             self.killed = self._killed()
-            if not self.killed:  # a kill below the limit explains what else went wrong
+            if not self.killed:  # a kill below the limit explains the other errors
                 limits.check(self._cgroups)
             raise
         finally:
@@ -208,7 +208,7 @@ class _Run:
             self._plane.close()
 
     def _cpu_of_services(self, crew: Crew) -> dict[str, float]:
-        """Processor seconds so far of whom nobody else counts: those that speak count their own."""
+        """Processor seconds so far of services that do not count their own, and of the runner."""
         pids = {name: pid for name, pid in crew.pids().items() if not crew.members[name].speaks}
         return usage.cpu_seconds(pids) | {"runner": time.process_time()}
 
@@ -273,7 +273,8 @@ class _Run:
                 )
 
     def _rolled(self, crew: Crew, step: int) -> None:
-        """A rollout worker has finished a step; after the last of them it gets no further rows."""
+        """Note that a rollout worker has finished a step. After the last one, the step gets no more
+        rows."""
         self._rollouts_done[step] += 1
         if self._rollouts_done[step] == self._job.hosts:
             self._plane.rolled(step)
@@ -282,7 +283,7 @@ class _Run:
                     crew.tell(name, f"rolled {step}")
 
     def _stepped(self, crew: Crew, event: dict[str, Any]) -> None:
-        """A trainer has finished a step; after the last of them the next policy is out."""
+        """Note that a trainer has finished a step. The last one releases the next policy."""
         step = int(event["step"])
         self._trained[step].append(event["at"])
         if len(self._trained[step]) == self._job.trainers:
@@ -306,7 +307,7 @@ class _Run:
             "cpu_seconds": self._cpu_seconds,
             "cpu_counted_seconds": self._cpu_counted_s,
             "seconds": seconds,
-            # From the end of the step before. The first is cold.
+            # Since the end of the previous step. The first is cold.
             "step_seconds": list(map(operator.sub, self._step_ends, [0.0, *self._step_ends])),
             "link": self.network.rate if self.network else None,
             "busiest_link": self._traffic.busiest() if self._traffic else None,
@@ -330,9 +331,9 @@ class _Run:
         }
 
     def _full_step(self) -> dict[str, Any] | None:
-        """Computed for a step with all prompts of the task on nodes of a usual size: what the
-        busiest link's bytes take there, and the recorded time. Without links the bytes are those
-        that the plane counted; None where it counts none."""
+        """Computed for a step with all prompts of the task on usual nodes: the time of the busiest
+        link's bytes, and the recorded time. Without links, the plane's own count of bytes is used;
+        None if it has none."""
         job = self._job
         ways = [*self._moved.pulled, *self._moved.sent]
         if self._traffic:
@@ -350,7 +351,7 @@ class _Run:
         }
 
     def _unique_bytes(self) -> int:
-        """Of the groups that are trained."""
+        """The bytes of the trained groups, with each shared value once."""
         train = self._job.stages()["train"]
         fields = tuple(f for f in all_fields(self._job.task) if f.name in train)
         trained = filter(self._job.is_trained, self._job.generate())
@@ -358,7 +359,7 @@ class _Run:
 
 
 def latency(done: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
-    """By role and activity: how long one took at a time, over all workers of the role."""
+    """By role and activity: the durations of single activities, over all workers of the role."""
     spans: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for worker, event in done.items():
         for activity, taken in event.get("spans_ms", {}).items():

@@ -105,14 +105,14 @@ def _run(asked: argparse.Namespace, command: str) -> int:
 
 
 def _job(asked: argparse.Namespace, recorded: Recording) -> Job:
-    """The first of the jobs that are asked for. What no option says is as it was recorded."""
+    """The first of the requested jobs. The recording is the default for missing options."""
     hosts = asked.hosts or recorded.hosts
     steps = asked.steps or len(recorded.steps)
     prompts = asked.prompts or load.PROMPTS
     if files := asked.trace_file:
         found = load.of_run(files, asked.trace[0], asked.seed, steps, asked.prompts)
         prompts = max(Counter(prompt.step for prompt in found).values())
-    # Each host has what a recorded one had.
+    # Each host has as many workers as a recorded one.
     stages = tuple(
         replace(one, workers=-(-one.workers * hosts // recorded.hosts)) for one in recorded.stages
     )
@@ -162,9 +162,11 @@ def carry_out(
     command: str,
     headline: Callable[[list[dict[str, Any]]], list[str]] = lambda runs: [],
 ) -> int:
-    """Execute every run, and show and write the results. headline: sentences about all the runs.
+    """Execute every run, and show and write the results. headline: returns sentences about all
+    runs.
 
-    Returns 1 if a run failed. One that a limit ended did not, nor one without its packages."""
+    Returns 1 if a run failed. A run that a limit ended, or whose packages are missing, did not
+    fail."""
     console = Console()
     file: Path | None = asked.json
     runs: list[dict[str, Any]] = []
@@ -189,9 +191,9 @@ def carry_out(
 
             with report.progress(console, name) as bar:
                 runs.append(execute_again(job, bar, repeated))
-            if file:  # after each run: what is known survives a later failure
+            if file:  # after each run, so that results survive a later failure
                 outputs.write_json(file, {"headline": headline(runs), **told})
-    finally:  # also where it is stopped, or the disk is full
+    finally:  # also after an interrupt, or if the disk is full
         if runs:
             report.show(console, runs, headline(runs), described)
     if file:

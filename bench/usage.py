@@ -126,7 +126,7 @@ class Sampler:
                 self._interval_s *= 2
 
     def _look(self) -> None:
-        """Every process, with all below it under its name."""
+        """Every process, with its descendants under its name."""
         arenas: dict[tuple[int, int], tuple[str, int]] = {}
         now: dict[str, int] = {}
         for name, pid in self._pids().items():
@@ -143,7 +143,7 @@ class Sampler:
 
 
 def cpu_seconds(members: Mapping[str, int]) -> dict[str, float]:
-    """User and system seconds so far of these processes and all below them, also those that ended.
+    """User and system seconds so far of these processes and their descendants, ended ones too.
 
     The names are those of actors' classes, of Ray's own programs, or else of the members.
     """

@@ -69,7 +69,7 @@ def pictures(folder: Path, found: Sequence[Figure]) -> list[Path]:
 
 
 def _style() -> str:
-    """Colours as variables, those of the dark theme where the reader's system is dark."""
+    """The colours as CSS variables; those of the dark theme if the reader's system is dark."""
     light, dark = (
         "".join(f"--{name}: {value}; " for name, value in theme.items())
         for theme in (drawing.LIGHT, drawing.DARK)

@@ -1,8 +1,8 @@
 """Panels, by matplotlib: bars, and lines with their names at their ends.
 
-A panel is one drawing as wide as a phone, and a page lays out as many beside each other as it has
-room for: the letters are alike everywhere. Colours are names of a theme; on the page they become
-CSS variables, so one drawing serves light and dark.
+A panel is one drawing as wide as a phone. A page lays out several side by side if they fit, so
+letters have one size everywhere. Colours are names of a theme; on the page they become CSS
+variables, so one drawing serves light and dark.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 Theme = Mapping[str, str]
 
 # Planes have the colours of Okabe and Ito, which people with any colour vision tell apart. Each
-# colour is there once: by it the page finds which variable it is.
+# colour occurs once, because the page finds a colour's variable by its value.
 LIGHT: Theme = {
     "paper": "#ffffff", "ink": "#1c2430", "soft": "#5c6672", "grid": "#e3e7ec", "bad": "#b3261e",
     "dataplane": "#0072b2", "controller": "#d55e00", "controller-stream": "#6a4fa3",
@@ -57,7 +57,7 @@ _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A drawing, what it is of, and how high it is in pixels."""
+    """A drawing with its title and its height in pixels."""
 
     title: str
     height: float
@@ -76,7 +76,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A name and a figure, and below them lengths end to end, each with its colour."""
+    """A bar under its name and figure. parts: colour and length of each part."""
 
     name: str
     told: str
@@ -85,7 +85,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Points over the axis below. `name` stands at its end, which a cross may mark."""
+    """A line of points. `name` is at its end, which a cross may mark."""
 
     name: str
     colour: str
@@ -97,14 +97,14 @@ class Line:
 
 
 def number(value: float) -> str:
-    """Three digits that matter, without noise."""
+    """A number with three significant digits."""
     if abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.3g}"
 
 
 def bars(title: str, content: Sequence[Bar], unit: str) -> Panel:
-    """Bars below each other, from zero."""
+    """Horizontal bars from zero, one below the other."""
 
     def draw(ax: Axes, theme: Theme) -> None:
         ax.set_ylim(len(content) + 0.1, 0)
@@ -134,8 +134,8 @@ def lines(
     ticks: Sequence[float] = (),
     limit: tuple[float, str] | None = None,
 ) -> Panel:
-    """Lines with their names on the right, moved apart where they would lie on each other; higher
-    where the names need it. x, y: what the axes count. ticks: those of x, where it comes in sizes.
+    """Lines with their names on the right, moved apart if they would overlap. The panel is higher
+    if the names need it. x, y: titles of the axes. ticks: fixed ticks of x.
     """
     height = max(_LINES_HEIGHT, sum(map(_name_height, content)) + 60)
 
@@ -177,7 +177,7 @@ def _line(ax: Axes, theme: Theme, line: Line) -> None:
 
 
 def _names(ax: Axes, theme: Theme, content: Sequence[Line], room: float) -> None:
-    """Each name beside the end of its line; `room` is how high the axes are, in pixels."""
+    """Draw each name next to the end of its line. room: the height of the axes in pixels."""
     ends = []
     for line in content:
         last = [*line.points, *line.crosses][-1]

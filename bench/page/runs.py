@@ -50,7 +50,8 @@ def _families(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def _over_hosts(family: Sequence[Run]) -> Iterator[tuple[list[Run], str]]:
-    """The runs of each line, by hosts, and its name. Who ran on one number of hosts has no line."""
+    """The runs of each line, by hosts, and its name. A plane that ran on only one number of hosts
+    has no line."""
     found = [m for m in grouped(family, ("plane", "dedup")) if differ(m, "hosts")]
     ways = {members[0]["dedup"] for members in found}
     for members in found:
@@ -94,7 +95,8 @@ def hosts(runs: Sequence[Run]) -> Figure | None:
 
 
 def share(runs: Sequence[Run]) -> Figure | None:
-    """A panel a job, a bar a plane: the steady step's transfers beside its recorded time."""
+    """One panel per job and one bar per plane: the steady step's transfers and its recorded
+    time."""
     linked = [run for run in runs if run["link"] and run["recorded_step_seconds"]]
     panels = []
     for members in grouped(linked, (*_WORK, "dedup")):
@@ -129,7 +131,8 @@ def _wholes(run: Run) -> dict[str, list[float]]:
 
 
 def _curve(run: Run, values: Sequence[float | None]) -> list[tuple[float, float]]:
-    """From shortly before the start to the end; of who was killed to its host's fullest moment."""
+    """The points from shortly before the start to the end; for a killed run, to the peak of the
+    killed host."""
     times = run["memory_curve"]["seconds"]
     last = times[-1]
     if run["killed"] and (hosts := run["memory_curve"]["hosts"]):
@@ -148,8 +151,9 @@ def _end(run: Run) -> str:
 
 
 def memory(runs: Sequence[Run]) -> Figure | None:
-    """A panel a job: every run's fullest host over time. With a limit anywhere, only those."""
-    # Not those that failed to start, whose time counts from somewhere else.
+    """One panel per job: the fullest host of each run over time. If some runs have a limit, only
+    those."""
+    # Without runs that failed to start, whose time has another origin.
     started = [run for run in runs if run["seconds"] or run["killed"]]
     drawn = [run for run in started if run.get("memory_curve", {}).get("seconds")]
     drawn = [run for run in drawn if run["memory_limit_bytes"]] or drawn
@@ -179,6 +183,6 @@ def memory(runs: Sequence[Run]) -> Figure | None:
 
 
 def figures(reports: Sequence[Report]) -> list[Figure]:
-    """All that can be drawn of the runs in these reports."""
+    """All figures of the runs in these reports."""
     found = [run for report in reports for run in report["runs"]]
     return [figure for draw in (hosts, memory, share) if (figure := draw(found))]

@@ -75,8 +75,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return self.task.survive is None or prompt.survives
 
     def phases(self) -> tuple[tuple[str, ...], ...]:
-        """Stages that can work at the same time, in order: where groups are filtered by their
-        rewards, the reference model sees only those that are left."""
+        """Sets of stages that can work at the same time, in order. If rewards filter groups, the
+        reference model gets only the groups that are kept."""
         reference = ("reference",) if self.has_reference else ()
         if self.task.survive is None:
             return (("reward", *reference), ("train",))
@@ -101,7 +101,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return crowd | {"train": self.trainers}
 
     def host_of(self, role: str, rank: int) -> int:
-        """Apart, the first half of the hosts roll out."""
+        """The host of a worker. With `apart`, the first half of the hosts roll out."""
         half = self.hosts // 2
         if not self.apart:
             return rank % self.hosts
@@ -126,7 +126,7 @@ def _prompts(
 
 
 class Worker(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker process. `address` is what the plane says about where its services are."""
+    """One worker process. `address` locates the services of the plane."""
 
     job: Job
     role: str  # rollout, reward, reference or train
@@ -170,7 +170,7 @@ class Batch(ABC):
 
     @abstractmethod
     def drop(self, prompts: Collection[int]) -> None:
-        """Free these groups, so that no stage gets them any more. The batch keeps the others."""
+        """Free these groups, so that no other stage gets them. The batch keeps the others."""
 
     def rows(self) -> list[tuple[int, int]]:
         """(prompt, sample) of each row, as the rollout worker wrote them into `uid`."""
@@ -178,7 +178,7 @@ class Batch(ABC):
 
 
 class Group(Batch):
-    """A batch of one group whose columns are there; what was done to it, the plane says later."""
+    """A batch of one group in memory. The plane reports later what the stage added or dropped."""
 
     def __init__(self, columns: Mapping[str, Sequence[Array]]) -> None:
         self.added: dict[str, Sequence[Array]] = {}
@@ -249,8 +249,8 @@ class Plane(ABC):
         """Note that all rollout workers have finished the step, so it gets no further rows."""
 
     def moved(self, done: Mapping[str, dict[str, Any]]) -> Moved:
-        """What was moved, after all workers have finished. `done`: every process's last event."""
+        """The moved bytes, after all workers have finished. `done`: every process's last event."""
         return Moved()
 
-    def close(self) -> None:  # noqa: B027  # of many planes it holds nothing
+    def close(self) -> None:  # noqa: B027  # for many planes it holds nothing
         """Release what the runner itself holds of this plane."""

@@ -127,7 +127,8 @@ class Connection(Taker):
 
 
 class Controller:
-    """The batches of the steps in flight. One thread decides what goes where, others move bytes."""
+    """The batches of the steps in flight. One thread assigns groups to workers, others move
+    bytes."""
 
     def __init__(self, job: Job, path: str, barriers: bool) -> None:
         self._job = job
@@ -135,7 +136,8 @@ class Controller:
         fields = all_fields(job.task)
         reserve = max(_reserve(job, fields, job.of_step(step)) for step in range(job.steps))
         in_flight = min(job.steps, job.staleness + 1)
-        # Under a memory limit pages come with the rows: else it might die before the first of them.
+        # Under a memory limit, touch pages only for rows: else the kernel might kill it before the
+        # first.
         touch = not job.memory_limit_bytes
         self._landings = [Landing(reserve, touch) for _ in range(in_flight)]
         self._steps: dict[int, Step] = {}
@@ -181,7 +183,7 @@ class Controller:
         return self._moved()
 
     def _step(self, number: int) -> Step:
-        """The step that it takes its memory from was trained: the policy said so."""
+        """Return a step. A new one takes the memory of a step that the policy shows as trained."""
         with self._lock:
             if number not in self._steps:
                 self._landing(number).rewind()

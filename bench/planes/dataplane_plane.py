@@ -66,7 +66,7 @@ class DataplaneEndpoint(Endpoint):
         least, most = (1, 1) if stage == "train" else self._job.groups_per_claim(stage)
         for batch in self._partition(step).stream(stage, groups=most, min=least):
             yield DataplaneBatch(batch)
-            del batch  # what is not held any more makes room while the next one is waited for
+            del batch  # free its memory before the wait for the next batch
 
     def close(self) -> None:
         self._plane.close()

@@ -16,11 +16,11 @@ from bench.columns import all_fields, group_bytes
 from bench.planes.base import Job
 
 IN_FLIGHT = 2
-"""Groups that a worker has: one to work on, one on the way."""
+"""Groups per worker: one in work, one in flight."""
 
 
 class Event(NamedTuple):
-    """A frame was taken in: its sender's role, or `end` and `hello`. prompt: what it was about."""
+    """A received frame. kind: its sender's role, `end` or `hello`. prompt: its group."""
 
     kind: str
     step: int
@@ -37,7 +37,7 @@ class Taker:
         self.unanswered: dict[int, int] = {}
 
     def load(self) -> tuple[bool, int, int]:
-        """By which the least busy is found: whether it has no room, its bytes, its rank."""
+        """The order from the least busy worker: whether it is full, its bytes, its rank."""
         return len(self.unanswered) == IN_FLIGHT, sum(self.unanswered.values()), self.rank
 
 
@@ -73,7 +73,7 @@ class Line:
         self._step = step
         self._waiting: deque[int] = deque()
         self._taken: set[int] = set()  # groups that were queued
-        self._sent: dict[int, Taker] = {}  # who works on each
+        self._sent: dict[int, Taker] = {}  # the worker of each
 
     def offer(self, prompts: Iterable[int]) -> None:
         """Queue each group once, when it has all that the stage needs."""
@@ -84,14 +84,14 @@ class Line:
                 self._waiting.append(prompt)
 
     def answered(self, prompt: int) -> None:
-        """A worker is done with a group."""
+        """Note that a worker has finished a group."""
         worker = self._sent.pop(prompt)
         del worker.unanswered[prompt]
         self._workers.changed(worker)
 
     def send(self, no_more: bool) -> None:
-        """Send waiting groups to workers that have room. `no_more`: rollout is over, so once every
-        group that is left was sent, the workers hear that none follows."""
+        """Send waiting groups to workers that have room. `no_more`: rollout is over, so after the
+        last group the workers are told that none follows."""
         while self._waiting:
             worker = self._workers.least_busy()
             if len(worker.unanswered) == IN_FLIGHT:
@@ -133,9 +133,9 @@ class Step:
             self.lines[event.kind].answered(event.prompt)
 
     def deal(self, changed: Sequence[int], before: Step | None, barriers: bool) -> None:
-        """Queue and send what can go on. changed: groups that got something. before: the step
-        before this one, if it is not done. With barriers a stage begins when all that is before it
-        is done; without, when its workers have had all of the step before."""
+        """Queue and send ready groups. changed: groups with new fields. before: the previous step,
+        if it is not done. With barriers, a stage begins when everything before it is done; without,
+        when its workers have received all of the previous step."""
         if barriers and (before or self._rolling):
             return
         for stages in self._job.phases():
@@ -154,7 +154,7 @@ class Step:
 
 
 def deal(steps: Mapping[int, Step], event: Event, barriers: bool) -> list[int]:
-    """Let every step go on after an event. Return the numbers of those that are done."""
+    """Continue every step after an event. Return the numbers of finished steps."""
     before, done = None, []
     for number, step in sorted(steps.items()):
         step.deal([event.prompt] if number == event.step else [], before, barriers)

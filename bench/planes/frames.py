@@ -1,7 +1,7 @@
 """Frames of the controller's sockets: a 16-byte header, a MessagePack table, then raw bytes.
 
-The table says which column lies where; arrays are sent from where they lie (sendmsg) and received
-into memory that is there already (recv_into). Nothing is pickled, and nothing is copied on the way.
+The table says which column lies where; arrays are sent from their place (sendmsg) and received into
+existing memory (recv_into). Nothing is pickled or copied on the way.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HEADER = struct.Struct("<4sIQ")
 _MAGIC = b"BCF1"
 _ALIGN = 64
 _IOVECS = 512
-_MAP_NORESERVE = 0x4000  # of Linux; the module has no name for it
+_MAP_NORESERVE = 0x4000  # of Linux; missing in the module
 _MAX_TABLE_BYTES = 1 << 26
 
 
@@ -66,11 +66,11 @@ class Landing:
         self._free = self._all = _mapped(aligned(max(reserve, 1)), touch)
 
     def rewind(self) -> None:
-        """All room is free again: whatever was kept may be overwritten."""
+        """Free all memory, so kept payloads may be overwritten."""
         self._free = self._all
 
     def keep(self, nbytes: int) -> Buffer:
-        """Room that stays the caller's. More than was reserved is mapped anew."""
+        """Return memory for the caller to keep. If the reserve is used up, map more."""
         if nbytes > self._free.size:
             return _mapped(nbytes)
         room, self._free = self._free[:nbytes], self._free[nbytes:]
@@ -131,7 +131,7 @@ def _send_all(sock: socket.socket, views: list[memoryview]) -> None:
 
 
 def receive_table(sock: socket.socket) -> tuple[Frame, int]:
-    """The next frame's table and the bytes of the payload that follows. EOFError at the end."""
+    """Return the next frame's table, and the size of its payload. Raises EOFError at the end."""
     magic, table_bytes, payload = _HEADER.unpack(receive_into(sock, bytearray(_HEADER.size)))
     if magic != _MAGIC or table_bytes > _MAX_TABLE_BYTES:
         raise ValueError("the received data is not a frame")
@@ -142,7 +142,7 @@ def receive_table(sock: socket.socket) -> tuple[Frame, int]:
 
 
 def receive_into(sock: socket.socket, room: Any) -> Any:
-    """Fill this memory with what comes next, and return it. EOFError at the end."""
+    """Fill this memory with the next bytes, and return it. Raises EOFError at the end."""
     view = memoryview(room)
     while view.nbytes:
         n = sock.recv_into(view)
@@ -153,7 +153,7 @@ def receive_into(sock: socket.socket, room: Any) -> Any:
 
 
 def unpack(frame: Frame, payload: Buffer) -> dict[str, list[Array]]:
-    """Views into the payload, one a row."""
+    """Return views into the payload, one per row."""
     starts = [0, *itertools.accumulate(aligned(n) for n in frame.parts)]
     columns: dict[str, list[Array]] = {}
     for field, table in frame.columns.items():

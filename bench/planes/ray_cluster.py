@@ -1,4 +1,4 @@
-"""A Ray cluster for one run: a node a host, and an actor that knows what is where.
+"""A Ray cluster for one run: one node per host, and an actor that knows where values are.
 
 Each host has a node as a service; its processes, object store and actors are below it and end with
 it. On the first host `python -m bench.planes.ray_cluster JSON` is the driver that makes the actors.
@@ -27,11 +27,11 @@ _CPUS = 4  # a raylet's logical processors: TransferQueue's controller and units
 _START_S = 120.0
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_AUTH_MODE": "disabled",  # else a token file of another cluster of this user is asked for
+    "RAY_AUTH_MODE": "disabled",  # otherwise Ray reads this user's token file of another cluster
     "RAY_gcs_server_port_wait_time_s": f"{_START_S:.0f}",  # 20 s, and a busy machine takes longer
     "RAY_NUM_REDIS_GET_RETRIES": f"{_START_S / 2:.0f}",  # of 2 s each, for the first node
 }
-"""Of every process here."""
+"""Environment variables of every process here."""
 _PAUSE_S = 0.05
 _SMALLEST_STORE = 80 << 20  # Ray takes no less than 75 MiB
 _OWN_SHARE = 0.3  # of a host's memory: what Ray's store takes by itself
@@ -43,16 +43,16 @@ def place(job: Job, host: int) -> str:
 
 
 def store_bytes(job: Job) -> int:
-    """Of each node's object store: under a limit as much as a peer's arena, else Ray's own choice
-    for its share of this machine."""
+    """The size of each node's object store: with a limit, as large as a peer's arena, else Ray's
+    own choice for the node's part of this machine."""
     if job.memory_limit_bytes:
         return max(_SMALLEST_STORE, job.arena_bytes)
     return max(int(_OWN_SHARE * memory_bytes()) // job.hosts, job.arena_bytes)
 
 
 def services(job: Job, units: int = 0, env: dict[str, str] | None = None) -> list[Service]:
-    """A node a host, and `ray`, which says when the cluster stands and when the job is over. units:
-    storage units of TransferQueue, 0 for a cluster without it."""
+    """One node per host, and `ray`, which reports when the cluster is ready and when the job is
+    over. units: storage units of TransferQueue; 0: none."""
     port = free_ports(1)[0]
     settings = ENVIRONMENT | (env or {})
     spec = msgspec.json.encode(job).decode()
@@ -68,7 +68,7 @@ def _node(job: Job, host: int, port: int) -> list[str]:
     argv = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
     argv += [f"--node-ip-address={place(job, host)}", f"--num-cpus={_CPUS}"]
     argv += [f"--object-store-memory={store_bytes(job)}", "--disable-usage-stats"]
-    # Of its own: nodes that start at once in one folder may take the same name for their sockets.
+    # A separate folder: nodes that start at once in one folder may choose the same socket names.
     argv += [f"--temp-dir={job.folder}/ray{host}"]
     # Its own choice goes up to 19,999, and it refuses a head's port that lies among them.
     argv += [f"--max-worker-port={FIRST - 1}"]
@@ -93,7 +93,7 @@ def _connected(address: str, place: str) -> Any:
 
 
 def main(job: Job, port: int, units: int) -> None:
-    """The driver's life: the board and perhaps TransferQueue, until the job is over."""
+    """Run the driver, with the board and perhaps TransferQueue, until the job is over."""
     from bench.planes.ray_store import Board
 
     deadline, address = time.monotonic() + _START_S, f"{place(job, 0)}:{port}"
@@ -117,7 +117,7 @@ def main(job: Job, port: int, units: int) -> None:
     emit("ready", cluster=address)
     ray.get(board.finished.remote())
     emit("done")
-    threading.Event().wait()  # workers still say goodbye; the runner ends this after them
+    threading.Event().wait()  # workers still disconnect; the runner ends this process after them
 
 
 if __name__ == "__main__":

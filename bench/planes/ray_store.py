@@ -1,9 +1,8 @@
 """Ray's object store without a driver in the middle: references passed from stage to stage.
 
-A group's fields are objects of their own, so that a stage fetches what it reads and no more; an
-actor holds the references and says which group is ready for whom. Nothing passes through one
-process. With dedup the rows of a group share one array in the object, which Ray stores once;
-without it every row's value is stored.
+Each field of a group is one object, so that a stage fetches only what it reads. An actor holds the
+references and hands out ready groups. Nothing passes through one process. With dedup the rows of a
+group share one array in the object, which Ray stores once; without it every row's value is stored.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from bench.planes.base import Batch, Columns, Endpoint, Group, Plane, Service, W
 
 @dataclass(slots=True)
 class Entry:
-    """What is known of a group. `handed`: stages that have got it."""
+    """A group on the board. `handed`: stages that have received it."""
 
     step: int
     places: dict[str, Any]
@@ -31,21 +30,21 @@ class Entry:
 class Board:
     """The actor through which the stages of a Ray job find each other's output. It has references
     and names, never values, and waiters do not poll. groups: of each step; the job ends with the
-    last. A place is whatever the plane needs to find one field of a group."""
+    last. A place is what the plane needs to find one field of a group."""
 
     def __init__(self, groups: Sequence[int]) -> None:
         self._over = asyncio.Event()
-        self._expected = dict(enumerate(groups))  # of a step, dropped ones not counted
+        self._expected = dict(enumerate(groups))  # groups by step, without dropped ones
         self._unfinished = sum(groups)
         self._handed: Counter[tuple[int, str]] = Counter()
-        self._groups: dict[int, Entry] = {}  # by number; the one that changed last is at the end
+        self._groups: dict[int, Entry] = {}  # by number, the most recently changed last
         self._change = asyncio.Condition()
 
     async def ready(self) -> None:
-        """Answers once the actor lives."""
+        """Return once the actor runs."""
 
     async def finished(self) -> None:
-        """Answers when the job is over."""
+        """Return when the job is over."""
         await self._over.wait()
 
     async def put(self, step: int, prompt: int, places: dict[str, Any]) -> None:
@@ -53,13 +52,13 @@ class Board:
         await self.add(prompt, places)
 
     async def add(self, prompt: int, places: dict[str, Any]) -> None:
-        """Fields that a stage has added to a group."""
+        """Add the places of fields that a stage has added to a group."""
         group = self._groups[prompt] = self._groups.pop(prompt)
         group.places |= places
         await self._wake()
 
     async def end(self, prompt: int, dropped: bool) -> None:
-        """No stage gets this group any more: it was trained, or dropped."""
+        """Remove a group that was trained or dropped."""
         group = self._groups.pop(prompt)
         if dropped:
             self._expected[group.step] -= 1
@@ -76,7 +75,8 @@ class Board:
     async def next(
         self, step: int, stage: str, fields: list[str]
     ) -> tuple[int, dict[str, Any]] | None:
-        """A group for a stage, and its places; None once the stage has had all of the step."""
+        """Return a group for a stage, and its places; None once the stage has received all of the
+        step."""
 
         def first() -> int | None:
             for prompt, group in self._groups.items():
@@ -155,7 +155,7 @@ class StoreEndpoint(Endpoint):
         return dict(fetched)
 
     def close(self) -> None:
-        """What a process has put goes with it: it stays until the job is over."""
+        """Wait until the job is over, because objects end with the process that put them."""
         self._ray.get(self._board.finished.remote())
         self._ray.shutdown()
 

@@ -84,7 +84,7 @@ class Central(Design):
             yield self.hosts.round_trip()
 
     def _hold(self, step: int, nbytes: int) -> None:
-        """The batch of a step is let go of when the one that takes its memory begins."""
+        """Add bytes of a step. A step's memory is freed when a later step that reuses it begins."""
         self._held[step] += nbytes
         kept = range(step - self.job.staleness, step + 1)
         total = sum(self._held[s] for s in kept)

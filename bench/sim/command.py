@@ -1,7 +1,7 @@
 """`python -m bench sim`: fit on small runs, predict larger ones, check, and carry to clusters.
 
-Runs that are fitted on and runs that predictions are judged by take turns, so that both meet the
-same machine; a prediction knows nothing of the latter.
+Runs for the fit and runs for the check alternate, so that both meet the same machine. A prediction
+does not use the latter.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from bench.sim.model import Costs, Model, Outcome, Place, Plan
 from bench.traces import TASKS
 
 GOAL = 0.9
-"""Of the skill on transfers, see `_skill`."""
+"""The goal for the skill on transfers, see `_skill`."""
 T = TypeVar("T")
 Case = tuple[str, int, int]
 RunKey = tuple[str, Case, str]  # purpose (_FIT or _CHECK), case, plane
 _QUIET = 0.2
-"""Share of the cores that others may take before the skill says more about them."""
+"""Above this share of the cores, other programs dominate the skill."""
 _FIT, _CHECK = "fit", "check"
 _KINDS = ("low", "middle", "high")  # of places, over the band
 _VARIANTS = (("dataplane", True), ("controller", True), ("controller", False))
@@ -45,9 +45,9 @@ _MOST_GROUPS = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much is run: (trace, hosts, prompts) to fit on and to check with, and how often.
+    """The runs: (trace, hosts, prompts) for the fit and for the check, and how often each runs.
 
-    Neither the traces nor the numbers of hosts of the checks are among those that are fitted on.
+    The checks use other traces and other numbers of hosts than the fit.
     """
 
     fits: Sequence[Case]
@@ -96,7 +96,7 @@ def register(commands: Any) -> None:
 
 
 def perform(options: argparse.Namespace, command: str) -> int:
-    """0 when everything ran, whatever skill came out; 1 when a run failed."""
+    """Return 0 if every run succeeded, whatever the skill, and 1 if a run failed."""
     if (groups := max(options.hosts) * options.groups) > _MOST_GROUPS:
         raise Impossible(
             f"{options.groups} groups on each of {max(options.hosts)} hosts are {groups}, "
@@ -110,7 +110,7 @@ def perform(options: argparse.Namespace, command: str) -> int:
     try:
         for part in _simulate(options, size, here["cores"], console):
             told |= part
-            if options.json:  # after each part: what is known survives a later failure
+            if options.json:  # after each part, so that results survive a later failure
                 outputs.write_json(options.json, told)
     except RunFailed as exc:
         console.print(f"cannot fit the model, because a run failed: {exc}", markup=False)
@@ -122,7 +122,7 @@ def perform(options: argparse.Namespace, command: str) -> int:
 def _simulate(
     options: argparse.Namespace, size: Size, cores: int, console: Console
 ) -> Iterator[dict[str, Any]]:
-    """The parts of the report, each as it is known."""
+    """Yield the parts of the report as they become known."""
     failed = list[str]()
     runs = _observe(size, console, failed)
     seen = {p: [run for case in size.fits for run in runs[_FIT, case, p]] for p in DESIGNS}
@@ -146,7 +146,7 @@ def _simulate(
 
 
 def _observe(size: Size, console: Console, failed: list[str]) -> dict[RunKey, list[Seen]]:
-    """All runs. `failed` gets failures of runs that were repeated. Raises RunFailed."""
+    """Execute all runs. `failed` gets failures of repeated runs. Raises RunFailed."""
     fits = [(_FIT, case, plane) for case in size.fits for plane in DESIGNS]
     checks = [(_CHECK, case, plane) for case in size.checks for plane in DESIGNS]
     order = in_turn(fits * size.fit_times, checks * size.check_times)
@@ -167,8 +167,9 @@ def _observe(size: Size, console: Console, failed: list[str]) -> dict[RunKey, li
 
 
 def accuracy(cases: Sequence[Mapping[str, Any]], cores: int) -> dict[str, Any]:
-    """The skill of all cases and of each design. repeat_skill: that of one run as a prediction of
-    the others of its case. others_cores: what other programs took; quiet: whether that was little.
+    """The skill of all cases and of each design. repeat_skill: the skill of one run as a prediction
+    of the others of its case. others_cores: the cores that other programs used; quiet: whether
+    these were few.
     """
     others = mean(cores for case in cases for cores in case["others_cores"])
     by_plane = {plane: _skill([c for c in cases if c["plane"] == plane]) for plane in DESIGNS}
@@ -179,15 +180,15 @@ def accuracy(cases: Sequence[Mapping[str, Any]], cores: int) -> dict[str, Any]:
 
 
 def _skill(cases: Sequence[Mapping[str, Any]]) -> float:
-    """How much better transfers are predicted than by saying that there are none: 1 is exact, 0 no
-    better than that, less is worse. A transfer is what a step takes beyond its recorded time."""
+    """How much better the model predicts transfers than the prediction of no transfers: 1 is exact,
+    0 is no better, below 0 is worse. A transfer is a step's time beyond its recorded time."""
     errors: float = sum(abs(c["predicted_step_s"] - c["median_step_s"]) for c in cases)
     naive: float = sum(abs(c["recorded_step_s"] - c["median_step_s"]) for c in cases)
     return 1 - errors / max(naive, 1e-9)
 
 
 def _repeats(case: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Each run of a case in the place of the model."""
+    """Yield each run of a case as if it were the model's prediction."""
     for number, step_s in enumerate(case["steps_s"]):
         if others := case["steps_s"][:number] + case["steps_s"][number + 1 :]:
             yield {**case, "predicted_step_s": step_s, "median_step_s": median(others)}
@@ -344,16 +345,16 @@ def _model(results: Sequence[Mapping[str, Any]], assumed: Mapping[str, Any]) -> 
 
 
 class RunFailed(Exception):
-    """A run that the model needs was not ok; the message says why. Nothing can be said without."""
+    """A run that the model needs failed; the message says why."""
 
 
 def paced(plane: str, trace: str, hosts: int, prompts: int, steps: int, step_s: float) -> Job:
-    """A job whose recorded time alone takes `step_s` a step, with dedup."""
+    """A job with dedup whose recorded time takes `step_s` per step."""
     job = Job(plane=plane, trace=trace, hosts=hosts, trainers=hosts, prompts=prompts, steps=steps)
     return msgspec.structs.replace(job, pace=recorded_seconds(job) / steps / step_s)
 
 
 def in_turn(*runs: Sequence[T]) -> list[T]:
-    """All of them, each sequence spread evenly over the whole: all meet the same machine."""
+    """Merge the sequences, each spread evenly, so that all meet the same machine."""
     placed = [((n + 0.5) / len(some), run) for some in runs for n, run in enumerate(some)]
     return [run for _, run in sorted(placed, key=lambda pair: pair[0])]

@@ -24,15 +24,15 @@ _NEAR = 64
 
 
 class _Stage:
-    """What one stage of one step has ready, oldest first, and who waits for it."""
+    """The ready groups of one stage of one step, oldest first, and the waiting claims."""
 
     def __init__(self, expected: int) -> None:
         self.left = expected  # groups that are not answered yet
-        self.ready: deque[tuple[float, Prompt, int]] = deque()  # since when, and whose it is
+        self.ready: deque[tuple[float, Prompt, int]] = deque()  # ready since, and the owner
         self.waiting: deque[Any] = deque()
 
     def take(self, host: int, most: int) -> list[tuple[float, Prompt, int]]:
-        """Those of this host among the next first, then the oldest."""
+        """Take groups of this host among the next ones first, then the oldest."""
         near = [one for one in islice(self.ready, _NEAR) if one[2] == host]
         taken = (near + [one for one in islice(self.ready, most) if one not in near])[:most]
         for one in taken:
@@ -97,7 +97,7 @@ class Decentral(Design):
             queue.waiting.append(event)
             yield event
         taken = queue.take(host, most) if queue.left else []
-        if taken and not waits:  # what meets a claim that waits tells the backup of both
+        if taken and not waits:  # a waiting claim is in the put's record
             yield from self._copy(step)
         yield from self._tell(primary, host)
         groups = [prompt for _, prompt, _ in taken]
@@ -130,13 +130,13 @@ class Decentral(Design):
         yield from self._tell(self._serving[step][0], host)
 
     def _enter(self, host: int, step: int) -> Steps:
-        """A put or a finish: at the shard and its backup, before claims see it."""
+        """Apply a put or a finish at the shard and its backup, before claims see it."""
         yield self._operate(host)
         yield from self._tell(host, self._serving[step][0])
         yield from self._copy(step)
 
     def _attach(self, host: int, step: int, role: str, rank: int) -> Steps:
-        """The first call for a partition declares it."""
+        """Declare the partition with a worker's first call."""
         if (step, role, rank) not in self._attached:
             self._attached.add((step, role, rank))
             yield self._operate(host)
@@ -144,7 +144,7 @@ class Decentral(Design):
                 yield from self._tell(source, target)
 
     def _copy(self, step: int) -> Steps:
-        """To the backup, which confirms it."""
+        """Send a record to the backup, which confirms it."""
         primary, *backups = self._serving[step]
         for backup in backups:
             yield from self._tell(primary, backup)
@@ -155,7 +155,7 @@ class Decentral(Design):
         return self.hosts.operate(host, self.costs.operation)
 
     def _tell(self, source: int, target: int) -> Steps:
-        """A message between peers: half of what it takes is the sender's, half the receiver's."""
+        """Send a message between peers. Sender and receiver each pay half of its cost."""
         if source != target:
             self.outcome.messages += 1
             for host in (source, target):
@@ -163,7 +163,7 @@ class Decentral(Design):
             yield self.hosts.one_way()
 
     def _pull(self, stage: str, owner: int, host: int, groups: Sequence[Prompt]) -> Steps:
-        """What this host has not pulled yet: both peers copy while the links carry."""
+        """Pull the bytes that this host lacks. Both peers copy during the transfer."""
         nbytes = 0
         for prompt in groups:
             if self._owner[prompt.index] == owner:
@@ -194,7 +194,8 @@ class Decentral(Design):
             self._ready("reference", prompt)
 
     def _hold(self, host: int, nbytes: int) -> None:
-        """When half of the pages that it touched ahead are used, the peer touches more."""
+        """Add bytes at a host. If half of the pages touched ahead are used, the peer touches
+        more."""
         self._held[host] += nbytes
         peak = self.outcome.peak_bytes
         peak[host] = max(peak[host], self._held[host])
@@ -206,7 +207,7 @@ class Decentral(Design):
             self.hosts.copy(host, self.costs.page * more)
 
     def _free(self, prompt: Prompt) -> Steps:
-        """All stages are through. Clients release the group later, and its owner frees it."""
+        """Free a group after its last stage. Clients release it later, and its owner frees it."""
         owner = self._owner[prompt.index]
         yield self.env.timeout(GATHER_S)
         self._held[owner] -= self.plan.work_of("written", prompt).nbytes

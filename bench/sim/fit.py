@@ -1,7 +1,7 @@
-"""From runs with few hosts to prices: processor seconds as sums of what was done.
+"""Fit prices to runs with few hosts: processor seconds as sums over operations and bytes.
 
-Processor seconds, not seconds on the clock: they hardly depend on who else wants the cores, so what
-is fitted here is what the model then makes compete for them.
+Processor seconds, not wall time, because they hardly depend on other programs. The model then lets
+these seconds compete for cores.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _SWEEPS = 3_000
 _DRAWS = 4
 _LATE_S = (0.0, 0.5e-3, 1e-3, 1.5e-3, 2e-3, 3e-3, 4e-3)
 """The kernel schedules waiting threads every 1 to 4 ms."""
-_TICK_S = 0.01  # in which the kernel counts processor time: less says nothing
+_TICK_S = 0.01  # the kernel's unit of processor time
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A run that was ok, and the job that it was."""
+    """A successful run and its job."""
 
     job: Job
     run: Mapping[str, Any]
@@ -59,10 +59,10 @@ class Seen:
 
 
 def fit(seen: Mapping[str, Sequence[Seen]], cores: int) -> tuple[dict[str, Costs], Place]:
-    """The costs of each plane's design, from runs of it, and this machine as these runs met it.
+    """Return the costs of each plane's design, and this machine's properties, from these runs.
 
-    Processor time that no process of a run counted is that of strangers, a share of every second,
-    and that of the kernel as it ends workers. late_s brings predicted steps nearest to the runs."""
+    Processor time that no process of a run counted belongs to other programs (a share of every
+    second) and to the kernel as it ends workers. late_s: the value that best predicts the steps."""
     runs = [each for runs in seen.values() for each in runs]
     columns = [[each.run["cpu_counted_seconds"], sum(each.job.crowd().values())] for each in runs]
     unknown = [others_cores(each.run) * each.run["cpu_counted_seconds"] for each in runs]
@@ -83,10 +83,10 @@ def fit(seen: Mapping[str, Sequence[Seen]], cores: int) -> tuple[dict[str, Costs
 def priced(
     seen: Sequence[Seen], place: Place, end: float = 0.0, byte: float | None = None
 ) -> Costs:
-    """The costs of one design. end: of a worker's process. byte: of one that a service moves, where
-    other runs have shown it. With more prices than these, so few runs would fit their own noise."""
-    # The runner's share of a core. More processes do not make it more: its looks at them rest nine
-    # times as long as they took (bench/usage.py).
+    """The costs of one design. end: the cost of a worker's end. byte: the cost of a byte that a
+    service moves, if known from other runs. More prices would overfit so few runs."""
+    # The runner's share of a core. It does not grow with the processes: after each look, the runner
+    # pauses for nine times its duration (bench/usage.py).
     watch = median(each.run["cpu_seconds"]["runner"] / each.run["seconds"] for each in seen)
     activities = _activities(seen)
     free = Costs(activities, 0.0, 0.0, 0.0, 0.0, watch, end)
@@ -101,14 +101,14 @@ def priced(
 
 
 def simulate(job: Job, costs: Costs, place: Place, seed: int = 0) -> Outcome:
-    """The job on this machine. seed: of which hosts serve which step."""
+    """Simulate the job on this machine. seed: selects which hosts serve which step."""
     watched = replace(place, cores=max(0.25, place.cores - costs.watch))
     return Model(Plan(job), costs, watched, DESIGNS[job.plane], seed).run()
 
 
 def check(job: Job, costs: Costs, place: Place, runs: Sequence[Seen]) -> dict[str, Any]:
-    """What these runs took, and what the model says: a mean over several choices of which hosts
-    serve which step."""
+    """Compare these runs with the model's mean over several choices of which hosts serve which
+    step."""
     draws = _DRAWS if job.hosts > 2 and job.plane == "dataplane" else 1
     drawn = [simulate(job, costs, place, seed) for seed in range(draws)]
     predicted = mean(run.step_s for run in drawn)
@@ -131,12 +131,12 @@ def check(job: Job, costs: Costs, place: Place, runs: Sequence[Seen]) -> dict[st
 
 
 def least_squares(columns: ArrayLike, wanted: ArrayLike, least: float = _TICK_S) -> list[float]:
-    """x ≥ 0 for which columns · x is nearest to what was wanted, by going to the best of one x at a
-    time. The error of a line is a share of what was wanted, or of `least` where that is more."""
+    """Return x ≥ 0 with columns · x nearest to `wanted`, by coordinate descent. The error of a line
+    is relative to its wanted value, or to `least` if that is larger."""
     weights = 1 / np.maximum(np.asarray(wanted, float), least)
     a, b = np.asarray(columns, float) * weights[:, None], wanted * weights
     scale = np.linalg.norm(a, axis=0)
-    scale[scale == 0] = 1.0  # a column of nothing: its x stays 0
+    scale[scale == 0] = 1.0  # an empty column: its x stays 0
     a = a / scale
     gram, right = a.T @ a, a.T @ b
     x = np.zeros(a.shape[1])

@@ -1,8 +1,7 @@
-"""What both designs have in common: what things cost, the hosts, the workers' lives, recorded time,
-what is counted.
+"""The common part of both designs: costs, hosts, workers, recorded time and counters.
 
-The same flow as bench/flow.py, in virtual time. A design says what a put, a claim and an add are
-(`Design`); it is told when things are done by returning from its generators.
+The same flow as bench/flow.py, in virtual time. A `Design` defines put, claim and add as
+generators, which return when the operation is done.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _READ = {"train": ("check", "advantages", "train")}
 
 
 class Work(msgspec.Struct, frozen=True):
-    """What an activity deals with at a time."""
+    """The rows and bytes of one activity."""
 
     rows: int = 0
     text_bytes: int = 0
@@ -50,7 +49,7 @@ class Work(msgspec.Struct, frozen=True):
 
 
 class Price(msgspec.Struct, frozen=True):
-    """Processor seconds: once a time, of a row, of a byte of text and of media."""
+    """Processor seconds: per activity, per row, per byte of text and of media."""
 
     once: float = 0.0
     row: float = 0.0
@@ -67,7 +66,7 @@ class Price(msgspec.Struct, frozen=True):
 
 
 class Costs(msgspec.Struct, frozen=True):
-    """Of one design, in processor seconds. `activities`: by role and activity of its workers.
+    """Costs of one design, in processor seconds. `activities`: by role and activity of its workers.
     Of the peers or the controller: an `operation`, a `message` between peers (of both together), a
     `byte` that a service sends or receives, a byte of a `page` that a peer touches first. `watch`:
     the share of a core that the bench takes to watch the run. `end`: what the kernel takes to end a
@@ -96,17 +95,18 @@ class Place:
     cores: float
     one_machine: bool
     factor: float = 1.0
-    rivals: float = 0.0  # strangers who want a core of one machine all the time
-    late_s: float = 0.0  # how long a thread that wakes waits if all cores of the machine are busy
+    rivals: float = 0.0  # other programs that always want a core of one machine
+    late_s: float = 0.0  # seconds that a woken thread waits if all cores of the machine are busy
     link_bytes_s: float = 0.0
     round_trip_s: float = 0.0
     copiers: int = 1
-    crowd: float = float("inf")  # senders that a link takes at a time without loss
-    crowded: float = 1.0  # share of the link that is left of it with more
+    crowd: float = float("inf")  # concurrent senders that a link handles without loss
+    crowded: float = 1.0  # share of the link's rate with more senders
 
 
 def work_of(job: Job, what: str, prompt: Prompt) -> Work:
-    """Of a group: what rollout has `written`, what `reward` is sent, or what is `added reward`."""
+    """The rows and bytes of a group that rollout has `written`, a stage (`reward`) gets, or a stage
+    adds (`added reward`)."""
     if what == "written":
         fields = rollout_fields(job.task)
     elif what.startswith("added "):
@@ -121,7 +121,7 @@ def work_of(job: Job, what: str, prompt: Prompt) -> Work:
 
 
 class Plan:
-    """The groups of each step, what each host has to put and when, and how large things are."""
+    """The groups of each step, what each host puts and when, and their sizes."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -132,7 +132,7 @@ class Plan:
         self._work: dict[tuple[str, int], Work] = {}
 
     def work_of(self, what: str, prompt: Prompt) -> Work:
-        """As the function of this name, which is asked once."""
+        """Return the cached result of the function of this name."""
         at = (what, prompt.index)
         if at not in self._work:
             self._work[at] = work_of(self.job, what, prompt)

@@ -1,5 +1,5 @@
-"""Processor sharing: a pool of cores, or a link, in equal parts for all who use it; and a loop on
-such a pool, that does one thing after the other."""
+"""Processor sharing: a pool of cores or a link, shared equally by its users; and a loop on such a
+pool, which serves one request after the other."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import simpy
 
 
 class Shared:
-    """`capacity` units a second in all, of which nobody gets more than `each`.
+    """A resource of `capacity` units per second, of which each user gets at most `each`.
 
-    A pool of cores: capacity = cores, each = 1, units are seconds. A link: both are bytes a second.
-    `rivals` are strangers who always want some. With more than `crowd` users at a time a link gives
-    only `crowded` of its capacity: incast. A user that comes while all of it is taken waits `late`
-    seconds first: a kernel lets threads run for a while before it looks at one that has woken.
+    A pool of cores: capacity = cores, each = 1, units are seconds. A link: both are bytes per
+    second. `rivals` are other programs that always want a part. With more than `crowd` users, a
+    link has only `crowded` of its capacity (incast). A user that arrives while the capacity is used
+    up first waits `late` seconds: a kernel lets threads run for a while before it schedules a woken
+    one.
     """
 
     def __init__(
@@ -34,14 +35,14 @@ class Shared:
         self._capacity, self._each = capacity, each
         self._crowd, self._crowded = crowd, crowded
         self._rivals = rivals
-        self._served = 0.0  # units that a user who was there from the start has had
+        self._served = 0.0  # units that a user since the start has received
         self._at = 0.0
-        self._users: list[tuple[float, int, Any]] = []  # by what `served` is when each is done
+        self._users: list[tuple[float, int, Any]] = []  # by `served` at the end of each
         self._numbers = itertools.count()
-        self._version = 0  # of the alarm: those that were set before it ring for nothing
+        self._version = 0  # of the alarm; earlier alarms are ignored
 
     def use(self, amount: float) -> Any:
-        """An event: so many units have been had."""
+        """Return an event that succeeds after this amount of service."""
         done = self._env.event()
         if amount <= 0:
             return done.succeed()
@@ -77,7 +78,7 @@ class Shared:
         if version != self._version:
             return
         self._advance()
-        # The first is done by definition: rounding must not set an alarm of no length for ever.
+        # The first is done by definition. Rounding must not set alarms of length 0 for ever.
         self._served = max(self._served, self._users[0][0])
         while self._users and self._users[0][0] <= self._served:
             heapq.heappop(self._users)[2].succeed()
@@ -86,7 +87,8 @@ class Shared:
 
 
 class Loop:
-    """One thread of a service on cores that it shares: however many wait for it, it wants one."""
+    """One thread of a service on shared cores. It uses at most one core, however many requests
+    wait."""
 
     def __init__(self, env: simpy.Environment, cores: Shared) -> None:
         self._env, self._cores = env, cores
@@ -94,7 +96,8 @@ class Loop:
         self._busy = False
 
     def use(self, amount: float) -> Any:
-        """An event: so many units have been had, after those of all who asked before."""
+        """Return an event that succeeds after this amount of service, behind all earlier
+        requests."""
         done = self._env.event()
         self._waiting.append((amount, done))
         if not self._busy:

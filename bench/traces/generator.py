@@ -30,7 +30,7 @@ def generate(task: Task, prompts: int, seed: int, steps: int = 1) -> list[Prompt
 
 
 def drawn(task: Task, prompts: int, seed: int, steps: int) -> Iterator[Prompt]:
-    """As `generate`, one after the other."""
+    """Like `generate`, but yields the prompts one by one."""
     for step in range(steps):
         for number in range(prompts):
             yield draw(task, seed, step, step * prompts + number, number)
@@ -130,7 +130,7 @@ def _rewards(task: Task, rng: np.random.Generator) -> NDArray[np.float64]:
 
 
 def _reward_seconds(task: Task, seed: int, step: int, number: int) -> float:
-    """Of one row: that of the block of 64 rows that it is scored in."""
+    """The seconds of one row: those of the block of 64 rows in which it is scored."""
     low, high = task.reward_seconds
     block = number * task.samples // _BLOCK_ROWS
     rng = np.random.default_rng((seed, task.number, step, _REWARDS_STREAM + block))

@@ -18,17 +18,17 @@ from bench.traces.recording import Recording
 from bench.traces.sample import Prompt
 from bench.traces.tasks import TASKS, Task
 
-PROMPTS = 16  # groups in a step of a run, where nobody says how many
+PROMPTS = 16  # default number of groups in a step of a run
 _PARQUET = b"PAR1"
-_TOOL_TIMES = 1 << 33  # a stream of its own, beyond every step's number
+_TOOL_TIMES = 1 << 33  # a separate stream, above every step's number
 
 
 def load(paths: Sequence[Path], task: str | None, seed: int = 0) -> tuple[str, list[Prompt]]:
     """A Parquet trace; PolyTrace files: one with lengths, one with reward times, or both; or a
     recording of `dataplane record`.
 
-    task: the profile of what PolyTrace's files do not say (media, rewards, tool times); the others
-    say all themselves. Raises TraceError.
+    task: the profile of what PolyTrace's files lack (media, rewards, tool times); the other files
+    are complete. Raises TraceError.
     """
     first = paths[0]
     if (recording := recorded_job(paths)) is not None:
@@ -97,11 +97,11 @@ def cut(prompts: Sequence[Prompt], steps: int, per_step: int) -> list[Prompt]:
 def of_run(
     paths: Sequence[Path], task: str, seed: int, steps: int, per_step: int | None
 ) -> list[Prompt]:
-    """What a run of so many steps and groups a step takes of the files; per_step None: as many as
-    there are, of a recorded job all, else `PROMPTS` at most. Steps of a recorded job may differ in
-    their number of groups.
+    """The prompts of a run with this many steps, and groups per step. per_step None: all groups of
+    a recorded job, else at most `PROMPTS`. Steps of a recorded job may differ in their number of
+    groups.
 
-    Raises TraceError, also where the files have less, or groups of different sizes.
+    Raises TraceError, also if the files have fewer, or groups of different sizes.
     """
     _, prompts = load(paths, task, seed)
     counts = Counter(prompt.step for prompt in prompts)
@@ -125,7 +125,7 @@ def of_run(
 
 
 def _recorded(paths: Sequence[Path], task: Task, seed: int) -> list[Prompt]:
-    """The prompts of PolyTrace's files, drawn where these have no lengths or no times."""
+    """The prompts of PolyTrace's files. Missing lengths or times are drawn."""
     steps: dict[int, list[Group]] = {}
     rewards: dict[int, float] = {}  # seconds of a row
     for path in paths:

@@ -24,8 +24,8 @@ from bench.traces.tasks import TASKS
 
 T = TypeVar("T")
 _FORMAT = b"4"
-_GROUP_ROWS = 8_192  # of the file: so many are held at a time while it is written
-MOST_ROWS = 1_000_000  # of a file that is read: some 0.5 GB of them in each process
+_GROUP_ROWS = 8_192  # rows in memory while the file is written
+MOST_ROWS = 1_000_000  # limit for a file that is read: about 0.5 GB in each process
 _INT, _FLOAT = pyarrow.int64(), pyarrow.float64()
 _TURN = {"tokens": _INT, "seconds": _FLOAT, "tool_seconds": _FLOAT, "tool_tokens": _INT}
 _MEDIUM = {"content": _INT, "grid": pyarrow.list_(_INT)}
@@ -106,8 +106,8 @@ def read_rows(path: Path, form: type[list[T]], instead: str) -> tuple[dict[bytes
     TraceError."""
     try:
         told = pyarrow.parquet.read_metadata(path)
-        # Of its row groups, as pyarrow makes room for so many before it reads any; what the file
-        # says of all of them together it does not follow.
+        # Sum the row groups, because pyarrow allocates by their numbers of rows, not by the file's
+        # total.
         rows = sum(told.row_group(number).num_rows for number in range(told.num_row_groups))
         if rows > MOST_ROWS:
             what = f"this file has {rows} rows, over the limit of {MOST_ROWS:,}"

@@ -1,4 +1,4 @@
-"""PolyTrace's published files: recorded lengths and times. What they do not say the profile adds.
+"""PolyTrace's published files: recorded lengths and times. The profile adds what they lack.
 
 Four forms, told apart by their first record:
 - one JSON object, step → {"input": [...], "output": [...]}, one number a response; for multi-turn
@@ -7,7 +7,7 @@ Four forms, told apart by their first record:
 - JSON lines, one a trajectory: `turns` and `tool_calls` with their times;
 - JSON lines, one a batch of rewards: `batch_size` and `reward_time_s`. It has no lengths: they come
   from another file, or from the generator.
-Whatever does not fit its form raises TraceError with file and line.
+A line that does not fit its form raises TraceError with file and line.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class _RewardLine(msgspec.Struct):
 def read(path: Path, samples: int) -> Recorded:
     """Read one file. samples: rows of a group, if the form does not say it. Raises TraceError."""
     text = _text(path)
-    # Not splitlines: a string in JSON may hold what that takes for a line's end.
+    # Not splitlines: a JSON string may contain other characters that it takes for line ends.
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise TraceError(path, "this file is empty: pass another one")
@@ -151,7 +151,7 @@ def _by_step(path: Path, text: str, samples: int) -> Recorded:
 
 
 def _single(lengths: _Lengths, samples: int) -> list[tuple[int, list[Turn]]]:
-    """One number a response; inputs are told once a response, or once a prompt."""
+    """One number per response. The file has one input per response, or one per prompt."""
     inputs = lengths.input
     if len(inputs) * samples == len(lengths.output):
         inputs = [tokens for tokens in inputs for _ in range(samples)]
@@ -161,7 +161,7 @@ def _single(lengths: _Lengths, samples: int) -> list[tuple[int, list[Turn]]]:
 
 
 def _session(session: _Lengths) -> tuple[int, list[Turn]]:
-    """Later inputs are what the tool answered to the turn before."""
+    """An input after the first is the tool's answer to the previous turn."""
     if not session.input or len(session.input) != len(session.output):
         counts = f"{len(session.input)} inputs but {len(session.output)} outputs"
         raise ValueError(f"a session has {counts}")
@@ -240,6 +240,6 @@ def _rewards(path: Path, lines: Lines) -> Recorded:
 def written(
     tokens: int, seconds: float | None = None, tool_seconds: float = 0.0, tool_tokens: int = 0
 ) -> Turn:
-    """A turn; where the engine's time was not recorded, it is the profile's per token."""
+    """A turn. If the engine's time was not recorded, the profile's time per token is used."""
     engine = tokens * TOKEN_SECONDS if seconds is None else seconds
     return Turn(tokens, engine, tool_seconds, tool_tokens)

@@ -1,9 +1,9 @@
 """A job that `dataplane record` recorded, as prompts with their recorded times.
 
-A group is as large as it was, as rows of text that are equally long: the recording has bytes, not
-tokens. Rollout begins a step where the recording shows that it could: when the step before was
-rolled out, and the last stage had finished the step that many before. Where a stage had more than
-MOST_WORKERS a host, each that replays it works as fast as several did together.
+A group has its recorded size, in rows of text of equal length: the recording has bytes, not tokens.
+Rollout begins a step when the recording shows that it could: the previous step was rolled out, and
+the last stage had finished the step `staleness` + 1 before. If a stage had more than MOST_WORKERS
+workers per host, each replaying worker is as fast as several recorded ones together.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from bench.traces.sample import Prompt, Sample, StageReplay, StageTimes, Turn
 
 INDEX = "recording.json"
 NEAR_S = 0.05
-"""Clocks of hosts differ a little."""
+"""Tolerance for the differing clocks of hosts."""
 MOST_WORKERS = 4
-"""Of a stage on a host: each is a process on this machine."""
+"""Workers of a stage per host, because each is a process on this machine."""
 _FORMAT = 1
 _TOKEN_BYTES = 44  # of a response's token, in all columns that rollout writes
 _ROW_BYTES = 16  # its uid
@@ -76,11 +76,11 @@ class _Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """hosts, staleness, phased: as recorded. step_seconds: from the end of the step before to its
+    """hosts, staleness, phased: as recorded. step_seconds: from the end of the previous step to its
     own. ended: why the recording ended; None if the recorder still runs or was killed. folded:
     stages that are replayed as `reference`. untrained: groups that the last stage did not ack.
-    lost_peers: the peers that the recorder lost while it asked them. stages: how they are replayed
-    on as many hosts."""
+    lost_peers: the peers that the recorder lost while it read their events. stages: their replay on
+    the recorded number of hosts."""
 
     run: str
     hosts: int
@@ -109,7 +109,7 @@ def read(folder: Path) -> Recording:
     starts = _starts(steps, staleness, optimiser)
     ends = [step.ended + seconds for step, seconds in zip(steps, optimiser, strict=True)]
     hosts = index.hosts
-    had = dict[str, int]()  # workers of each stage: in some steps some had nothing to do
+    had = dict[str, int]()  # workers of each stage, which may be fewer in some steps
     for step in steps:
         had |= {stage: max(1, n, had.get(stage, 1)) for stage, n in step.workers.items()}
     workers = _replayed(steps, had, hosts)
@@ -160,7 +160,7 @@ def _index(path: Path) -> _Index:
 
 
 def _staleness(steps: Sequence[_Step]) -> int:
-    """The least number of steps that rollout is ahead with its first puts."""
+    """The smallest staleness that explains the first puts of all steps."""
     for staleness in range(len(steps)):
         pairs = zip(steps, steps[staleness + 1 :], strict=False)
         if all(before.ended <= after.first_put + NEAR_S for before, after in pairs):
@@ -169,8 +169,8 @@ def _staleness(steps: Sequence[_Step]) -> int:
 
 
 def _optimiser(steps: Sequence[_Step], staleness: int) -> list[float]:
-    """How long the last stage did nothing after each step, at most until the rollout that waited
-    for it put. The last step has the others' median."""
+    """How long the last stage paused after each step, at most until the first put of the rollout
+    that waited for it. The last step gets the median of the others."""
     found = []
     for at, step in enumerate(steps[:-1]):
         pause = max(0.0, steps[at + 1].pause_s)
@@ -202,7 +202,7 @@ def _role(step: _Step, stage: str) -> str:
 
 
 def _replayed(steps: Sequence[_Step], had: dict[str, int], hosts: int) -> dict[str, int]:
-    """How many workers replay each stage. There is always one of `reward`."""
+    """The number of workers that replay each stage. `reward` has at least one."""
     workers = {"reward": 1}
     for step in steps:
         for stage in step.stages:
@@ -212,7 +212,7 @@ def _replayed(steps: Sequence[_Step], had: dict[str, int], hosts: int) -> dict[s
 
 
 def _claim(steps: Sequence[_Step], role: str, had: dict[str, int], workers: int) -> tuple[int, int]:
-    """How many groups a claim of that many workers takes, (at least, at most)."""
+    """The number of groups that a claim takes with this many workers, as (least, most)."""
     least, most = list[float](), [1.0]
     for step in steps:
         for stage, of in step.claims.items():
@@ -224,7 +224,8 @@ def _claim(steps: Sequence[_Step], role: str, had: dict[str, int], workers: int)
 
 
 def _in_turn(groups: list[_Group], hosts: int) -> list[_Group]:
-    """In such an order that a run of as many hosts puts each group where it was put."""
+    """The groups in the order in which a run of as many hosts puts each group on its recorded
+    host."""
     lanes: dict[int, list[_Group]] = {host: [] for host in range(hosts)}
     for group in groups:
         lanes[group.host % hosts].append(group)

@@ -83,7 +83,7 @@ class Task:
         return bool(self.videos or self.images)
 
 
-# The pixel rows (1,920 … 16,560) are the suite's (M); the grids are those that give just these.
+# The pixel rows (1,920 … 16,560) are the suite's (M); the grids are chosen to match them.
 _VIDEOS = (
     Cluster(0.011, 550, (2, 30, 32)),
     Cluster(0.294, 1_063, (4, 30, 32)),

@@ -135,7 +135,7 @@ def _outcome(exc: Exception) -> str:
 
 
 class _Run:
-    """The state of one run, kept so that a failed one still reports what is known."""
+    """The state of one run, so that even a failed run reports its results so far."""
 
     def __init__(self, job: Job, ledger: Ledger, progress: Progress) -> None:
         self._job = job

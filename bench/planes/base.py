@@ -1,5 +1,5 @@
 """The interface between the bench and a plane. The runner uses a `Plane` (services to start, their
-addresses, what they moved), a worker an `Endpoint` (put rows, take batches).
+addresses, moved bytes), a worker an `Endpoint` (put rows, take batches).
 
 Prompts are numbered through all steps of a run, and rows meet only rows of the same step. The
 stages `reward` and `reference` add fields to whole groups; `train` gets a group that has both.

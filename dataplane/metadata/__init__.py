@@ -1,1 +1,1 @@
-"""What is known about rows: stores, homes, placement. Sans-I/O; time is an argument."""
+"""The metadata of rows: stores, rosters and tables. Sans-I/O; time is an argument."""

@@ -145,8 +145,8 @@ class Backtrack:
         return Spent(since, end, "seal", lease.stage) if sealed > since else None
 
     def _input(self, lease: LeaseSpan, end: float) -> Event | None:
-        """Return the event that came last for the rows of a lease: they became ready, or a lease
-        returned them."""
+        """Return the last event that made rows of a lease ready: a write, or the return by another
+        lease."""
         step = self.step
         until = min(end, lease.began) + step.near_s
         came = [e for group in lease.groups for e in step.came[lease.stage, group] if e.at <= until]
@@ -203,7 +203,7 @@ class Backtrack:
     # a wait that has not ended
 
     def _going_on(self, wait: Event, begin: float, end: float) -> list[Spent]:
-        """Return what a wait that has not ended is for, as far as it is known."""
+        """Return the cause of a wait that has not ended, if it is known."""
         if wait.reason is Reason.FILTER:
             return [Spent(begin, end, "filter", wait.stage, wait.worker)]
         for e in self.step.other:
@@ -313,7 +313,8 @@ class Backtrack:
 
     @staticmethod
     def _with_rest(known: list[Spent], begin: float) -> list[Spent]:
-        """Return what is known, and as unknown the time from `begin` to it and between it."""
+        """Return the known parts, with unknown parts between `begin` and the first, and in the
+        gaps."""
         if not known:
             return []
         return carved(Spent(begin, max(one.end for one in known)), known)

@@ -294,7 +294,7 @@ class _Causes:
         return Links(self.step)
 
     def _of_link(self, longest: Spent) -> tuple[Cause, str]:
-        """Explain a transfer: whether the bytes came slowly."""
+        """Explain a transfer: whether the link was slow."""
         link = longest.by, longest.host
         nbytes, speed = self._links.nbytes[link], self._links.per_s[link]
         text = f"{sized(nbytes)} came from {link[0]} to {link[1]} at {sized(int(speed))}/s"

@@ -35,7 +35,7 @@ What = Literal[
 """What time was spent on.
 
 - `work`: a stage worked. `put`: rollout worked.
-- `held`: rows were leased, and came back or never will.
+- `held`: rows were leased, and were returned or never will be.
 - `seal`: no more rows came, and the partition was not sealed.
 - `absent`: rows were ready for a stage, but none of its workers claimed or held any.
 - `other`: its workers held rows of other steps.
@@ -47,7 +47,7 @@ What = Literal[
 class Spent(msgspec.Struct, frozen=True):
     """A stretch of time, and what it was spent on.
 
-    `by`: the peer that bytes came from, the holder of the arena's space, or the peer that waited
+    `by`: the peer that sent the bytes, the holder of the arena's space, or the peer that waited
     for its stalled backup. `queued`: other rows waited for that worker in this time.
     """
 

@@ -90,7 +90,7 @@ class Step:
         backups = [e for e in events if e.kind is Kind.BACKUP and e.peer == self.served_by]
         self.hindrances = Hindrances(self.other, self.served_by, backups)
         self.came = defaultdict[tuple[str, Name], list[Event]](list)
-        """by stage and group: events in which rows became ready or came back from a lease"""
+        """by stage and group: events in which rows became ready or were returned by a lease"""
         for e in self.events:
             given_back = e.kind is Kind.LEASE_END and e.reason not in (Reason.ACK, Reason.DROP)
             if e.kind is Kind.READY or given_back:
@@ -230,13 +230,13 @@ class Step:
 
 
 def is_whole_drop(event: Event) -> bool:
-    """Return whether the partition was dropped, and not rows of it."""
+    """Return whether the whole partition was dropped."""
     return event.kind is Kind.DROP and event.group == "" and bool(event.nbytes or not event.rows)
 
 
 def leases(events: Iterable[Event], now: float, partly: bool = False) -> list[LeaseSpan]:
-    """Return the leases whose begin is among these events. partly: also those of which only a later
-    event is, which says how long they have lasted."""
+    """Return the leases whose begin is among these events. partly: also leases without their begin,
+    whose later events say how long they have lasted."""
     found = dict[tuple[str, int, str, int], LeaseSpan]()
     of_group = defaultdict[tuple[str, int, Name], list[LeaseSpan]](list)
     for e in events:

@@ -36,8 +36,7 @@ SEQUENCE = 1
 BOOTTIME, MONOTONIC, REALTIME = 6, 3, 1
 """Perfetto's clock numbers"""
 _ORDER = ("put", "ready", "stage", "link", "room", "peer")
-"""The kinds of threads in the order shown. Of events at the same time, those of earlier kinds
-come first."""
+"""The kinds of threads in the order shown. Events at the same time are in this order."""
 _AT_PEER = {Kind.SEAL, Kind.DROP, Kind.LOST, Kind.ADVANCE, Kind.MISSING}
 _QUEUED = {Kind.READY, Kind.LEASE_BEGIN, Kind.LEASE_END, Kind.DROP, Kind.LOST}
 _BACK = {Reason.RELEASE, Reason.DIED, Reason.EXPIRED}
@@ -259,7 +258,7 @@ class _Trace:
     def _made(
         self, e: Event, group: _Group, of: dict[tuple[_Group, str], list[_Lease]]
     ) -> Iterator[_Slice]:
-        """Return the slice that the last field of ready rows came from."""
+        """Return the slice that added the last field of ready rows."""
         if not e.by:
             yield from [slice for at, slice in self.puts.get(group, ()) if at <= e.at]
             return

@@ -204,8 +204,7 @@ class CanFree(Body, tag=150):
 
 
 class StoredRows(msgspec.Struct, array_like=True):
-    """Rows of a partition that keep values in one peer's arena, and what has yet to free them.
-
+    """Rows of a partition that keep values in one peer's arena, and what may still free them.
     nbytes: of these values. ready: stages that have leased no rows, as (stage, rows that are ready
     for it, seconds since a client last asked for some; None: never). leases: (client, stage, rows,
     seconds), the most rows first. lacks: (stage, field that it needs, rows without it).

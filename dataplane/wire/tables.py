@@ -213,7 +213,7 @@ class Values(msgspec.Struct, array_like=True, frozen=True):
     pieces: list[Piece] = []
 
     def layout_of(self, chunk: Chunk) -> bytes:
-        """Return the layout of a chunk. Raise ProtocolError if there is none of its number."""
+        """Return the layout of a chunk. Raise ProtocolError for an invalid index."""
         if not 0 <= chunk.layout < len(self.layouts):
             raise mixed_releases(
                 f"invalid layout index {chunk.layout} for a chunk: the table has "

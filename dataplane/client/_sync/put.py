@@ -241,8 +241,8 @@ def _prepare(
     dedup: Collection[str],
     deadline: Deadline,
 ) -> tuple[list[ValueColumn], list[OnDevice]]:
-    """Return the fields that go to the host arena, and those that go to other memory. All are as
-    the schema has them, as far as that is known."""
+    """Return the fields that go to the host arena, and those that go to other memory. All match the
+    schema, if it is known."""
     session, fields = handle.session, handle.definition.fields
     check_time = partial(deadline.check, "put")
     if session.pools is None:

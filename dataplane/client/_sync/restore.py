@@ -100,7 +100,7 @@ def _restore(session: Session, path: Path, deadline: Deadline, bar: Bar) -> list
 def _undo(
     begun: list[tuple[Handle, PartitionNote]], failure: BaseException, limit_s: float
 ) -> None:
-    """Drop what was restored so far, so that it can be restored again."""
+    """Drop the rows restored so far, so that they can be restored again."""
     deadline = Deadline(limit_s)
     refused = isinstance(failure, DataplaneError) and not isinstance(failure, UNKNOWN)
     for handle, note in begun:

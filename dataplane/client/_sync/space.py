@@ -1,4 +1,4 @@
-"""Space for the values of a write: reserve it, copy into it, and return what was not used.
+"""Space for the values of a write: reserve it, copy into it, and return the unused part.
 
 The client uses space of its slab first, so a steady producer needs one round trip. Once a message
 names space, the space belongs to that message, even if the message fails.

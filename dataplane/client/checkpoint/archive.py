@@ -129,7 +129,7 @@ class Archive:
         return SummedFile(self.partial / file_name(number), self.target)
 
     def abandon(self, number: int) -> None:
-        """Remove the file of a partition that was dropped meanwhile."""
+        """Remove the file of a partition that was dropped during the checkpoint."""
         with failing(self.target):
             (self.partial / file_name(number)).unlink()
 
@@ -159,7 +159,7 @@ def verified(directory: Path, bar: Bar, reads: int = 1) -> Manifest:
     """Verify every file of a checkpoint, and return its manifest.
 
     Raises CheckpointCorrupt, which names the first changed file, and CheckpointFailed if there is
-    no checkpoint. bar: expects each byte once more for each time that the caller then reads it.
+    no checkpoint. reads: how often the caller then reads each file; `bar` expects these bytes too.
     """
     manifest = _manifest(directory)
     bar.expect((1 + reads) * sum(note.file.bytes for note in manifest.partitions))

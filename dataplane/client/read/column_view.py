@@ -98,7 +98,7 @@ class ColumnView(Sequence[Any]):
         return f"{form}{lacking}, first {shown}"
 
     def _described_form(self, first: Any, rows: npt.NDArray[np.intp]) -> str:
-        """rows: those that have a value, of which `first` is the first one."""
+        """rows: the rows with a value. first: the first of these."""
         if not self.holds_arrays:
             if isinstance(first, np.ndarray):
                 return "mixed values"

@@ -1,6 +1,6 @@
 """Fetched rows: keys, groups, tags, and columns as zero-copy views of the arena.
 
-`Selection` is what reads return and what batches are made of; `Group` is one group of it. Views are
+Reads return a `Selection`, and batches are based on it; `Group` is one group of it. Views are
 made on first use, are read-only, and keep their bytes pinned while any of them lives.
 """
 

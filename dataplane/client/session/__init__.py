@@ -1,1 +1,1 @@
-"""One client's connections to its peer, what it holds there, and how it ends."""
+"""One client's session: its connections to the peer, its leases and memory there, and its end."""

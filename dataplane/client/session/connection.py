@@ -424,7 +424,7 @@ class Connections:
             return None
 
     def opened(self, connection: Connection) -> Connection:
-        """Borrow a new connection. Raise ClientClosed if the client was closed meanwhile."""
+        """Borrow a new connection. Raise ClientClosed if the client has been closed."""
         self._open.add(connection)
         if self._closed is not None:  # otherwise end_calls() ends it
             self._open.discard(connection)

@@ -50,7 +50,7 @@ _SEND_S = 5.0
 _CLOSE_S = 2.0
 """How long a client that closes waits for its peer, and an exiting process for all its clients."""
 _LEAST_S = 0.5
-"""The part of it that the last message gets at least."""
+"""The least part of this time that is left for the last message."""
 
 COLLECTED = (
     "this client was garbage-collected: keep a reference to the plane that connect() returned"
@@ -110,7 +110,7 @@ class Housekeeper:
             self._drop_anchor()
 
     def _gather(self) -> None:
-        """Release what was read in place in a pool as soon as the reads are done, so that puts find
+        """Release the pins of reads in a pool as soon as the reads are done, so that puts find
         space there."""
         pools, until = self.session.pools, time.monotonic() + GATHER_S
         step_s = POOLS_S if pools is not None and pools.in_place else GATHER_S

@@ -31,7 +31,7 @@ WRITES_LOOKED_BACK = 8
 MAX_SLABS = 8
 KEPT_SLABS = 2
 """If there are more than MAX_SLABS, a client keeps this many of the largest and returns the others
-at once: what is left of a used slab serves few writes, and each return is a message."""
+at once: the rest of a used slab serves few writes, and each return is a message."""
 IDLE_S = 1.0
 """Slabs that no write has used for this long go back to the peer. A client that writes less often
 reserves nothing ahead."""

@@ -176,8 +176,8 @@ class Spans:
         ahead: bool = False,
     ) -> None:
         """Record the span of a claim. began: on the monotonic clock. lease: None if the claim got
-        no rows. ahead: the worker did something else meanwhile, so neither this span nor its work
-        has a bucket."""
+        no rows. ahead: the worker did other work during the claim, so neither this span nor its
+        work has a bucket."""
         about = self._about(partition, stage)
         links = _links((tags or {}).get(PARENT, ()))
         self._span("rl.dataplane.claim", began, about, "" if ahead else "idle", links)
@@ -209,7 +209,7 @@ class Spans:
         self._span("rl.dataplane.put", began, about, "overhead", links, parent)
 
     def close(self) -> None:
-        """Record the end of all leases that are left, whose rows return to their stages."""
+        """Record the end of all remaining leases, whose rows return to their stages."""
         for lease in list(self._work):
             self.end(lease, "released")
 

@@ -171,7 +171,7 @@ def prepare(
     whose: str = "key= names",
     check_time: Callable[[], object] = lambda: None,
 ) -> list[ValueColumn]:
-    """Return the columns of a write of `n` rows; None: as many as the columns have.
+    """Return the columns of a write of `n` rows; None: the number of rows of the columns.
 
     A column is an array or tensor [n, ...], a nested tensor, or a sequence of n values. A flat list
     of numbers of one kind is an array. An array of one dimension is one 0-d value a row.
@@ -594,7 +594,7 @@ def spec_of(
 @lru_cache(4096)
 def _vectors(dtype: np.dtype[Any]) -> tuple[ColumnSpec, tuple[Any, ...] | None, bool]:
     """Return the spec of arrays of one dimension; the `_form` of contiguous ones, None for a dtype
-    that cannot be stored; and whether they are copied as they are."""
+    that cannot be stored; and whether they are copied unchanged."""
     if dtype_name(dtype) is None:
         return _OBJECT, None, False
     empty = np.empty(0, dtype)

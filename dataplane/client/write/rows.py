@@ -98,8 +98,8 @@ def take_rows(rows: Rows, index: Index | None) -> Rows:
 
 
 def continued_keys(rows: Rows) -> bytes:
-    """Return the KEY records by which a put may continue an earlier one: those of its groups, or
-    else those of its given keys."""
+    """Return the KEY records that show whether a put continues an earlier one: the keys of its
+    groups, else its given keys."""
     return rows.group_keys or (b"" if rows.names is None else rows.keys)
 
 

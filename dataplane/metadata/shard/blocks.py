@@ -45,8 +45,7 @@ _unpack_names = msgspec.msgpack.Decoder(list[Name]).decode
 
 class Standing(msgspec.Struct, gc=False, eq=False):
     """The states of a block's rows for one stage. Rows that are neither ready, leased nor acked
-    are pending. returned: rows that were leased before, came back, and have not been acked
-    since."""
+    are pending. returned: rows that a lease returned and that were not acked since."""
 
     ready: int = 0
     leased: int = 0
@@ -88,7 +87,7 @@ class Block(msgspec.Struct, gc=False, eq=False):
     packed_names: bytes | None = None
     tags: Tags | None = None
     reader: Reader | None = None
-    """the last claimer that was granted rows of it"""
+    """the last peer that was granted rows of it"""
 
     nbytes_each: ClassVar[int] = 470
     nbytes_each_key: ClassVar[int] = 100

@@ -1,6 +1,6 @@
 """The claims of one stage that wait at its partition's shard, and which of them is granted next.
 
-Sans-I/O: claims come in, and ready rows are read from the store and leased there. Claims are
+Sans-I/O: it takes claims, and leases ready rows in the store. Claims are
 tried in order of age. A claim for which too few units are ready is *short*: it keeps its place and
 blocks no other claim. After KEEP_AFTER_S, units that it wants are kept from younger claims until it
 is granted. A claim that is not short is granted as soon as rows come, so a waiting claim counts as
@@ -251,9 +251,9 @@ class ClaimQueue:
         """Grant every claim that can be granted, one by one on request, and report the outcome of
         each.
 
-        keep: units are kept for claims that have been short for long. A claim that fails because
-        of a bug keeps waiting, and nothing is kept for it. The first such error is raised at the
-        end.
+        keep: reserve units for claims that have been short for over KEEP_AFTER_S. A claim that
+        fails because of a bug keeps waiting, and nothing is kept for it. The first such error is
+        raised at the end.
         """
         unjoined: list[Exception] = []
         yield from self._joined(now, unjoined) if self._joining else []

@@ -115,8 +115,8 @@ def _close_now(state: State, group: Group) -> bool:
 
 
 def seal_if_full(state: State) -> None:
-    """Seal the partition when as many groups have closed as it was declared with. This follows
-    from recorded changes."""
+    """Seal the partition once its declared number of groups has closed. Backups derive this from
+    recorded changes."""
     groups = state.declared.groups
     if groups is not None and state.closed_groups >= groups and not state.sealed:
         seal(state)

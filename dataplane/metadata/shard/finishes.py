@@ -170,7 +170,7 @@ def _added(pieces: Pieces, parts: Sequence[Part]) -> list[tuple[Part, Pieces]]:
 
 
 def give_back(state: State, lease: Lease, reason: Reason = Reason.DIED) -> int:
-    """End a lease without an outcome. Return how many rows came back."""
+    """End a lease without an outcome. Return how many rows are ready again."""
     state.left(lease, lease.held.parts, reason)
     count = state.requeue(lease)
     state.leases.end(lease)

@@ -1,5 +1,5 @@
-"""Log records: applied to a store as on the primary, and made of a store as a snapshot that
-rebuilds it, for a new backup, a promotion or a drain.
+"""Log records: apply them to a store as the primary did, and make a snapshot of a store from them,
+for a new backup, a promotion or a drain.
 
 Nothing here waits or searches: each record names its rows. A record that does not fit the store
 raises a typed error, and the store must not be used any more.
@@ -628,7 +628,7 @@ def _given_record(values: Mapping[int, Pieces], images: BeforeImages) -> Given:
 
 def _tag_records(partition: str, generation: int, rows: Rows) -> Iterator[Tag]:
     """Yield the tags of these rows: one record for the tags that all rows have, and one for each
-    other tag. If they are too large for a message, each half of the rows has records of its own."""
+    other tag. If they are too large for a message, each half of the rows has separate records."""
     tags = tags_held(rows)
     nbytes = sum([len(v) for values in tags.values() for v in values if isinstance(v, str)])
     if len(rows) > 1 and nbytes > MAX_RECORD_BYTES:

@@ -55,8 +55,8 @@ class Part:
 
 
 class Lease(msgspec.Struct, eq=False):
-    """A lease. left: for each part of `rows`, those that are not finished. claim: the number of
-    the granted claim, by which a repetition is answered; 0 if none."""
+    """A lease. left: the unfinished rows of each part of `rows`. claim: the number of the granted
+    claim, which identifies a retry; 0 if none."""
 
     number: int
     stage: Stage

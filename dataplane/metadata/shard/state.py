@@ -682,7 +682,7 @@ class State:
         block.live ^= bits
 
     def remove_groups(self, groups: Sequence[Group], ended: bool = False) -> None:
-        """Remove groups without rows. ended: those of which not every row was dropped are
+        """Remove groups without rows. ended: groups with a row that was not dropped count as
         finished, and names from the user are remembered."""
         if ended:
             names = [one.key for one in groups if one.given is not None and not one.all_dropped]

@@ -58,8 +58,8 @@ _ANY = PullCredit()
 
 class Taken(msgspec.Struct):
     """The result of a take. lease None: nothing was taken. needed_bytes: the credit that more
-    units, or any, would have needed. rows, values: what was taken, and their values of the
-    credit's fields; valid until the next change."""
+    units, or any, would have needed. rows, values: the taken rows, and their values of the credit's
+    fields; valid until the next change."""
 
     lease: int | None = None
     units: int = 0
@@ -212,7 +212,7 @@ def _unreserved(state: State, stage: Stage, want: Want, kept: Sequence[Reservati
 
 
 def _wanted(state: State, of: str, where: Where | None, unit: Unit, bits: int) -> int:
-    """Return those of these ready units that a claim of this form may get, alone or in part."""
+    """Return the ready units that a claim of this form may get, alone or in part."""
     if where is None:
         return bits
     if isinstance(unit, Block):

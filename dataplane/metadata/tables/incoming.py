@@ -313,7 +313,7 @@ def _check_fields(fields: Sequence[str]) -> None:
 
 
 def _chunks_in(values: wire.Values, known: Known) -> tuple[list[Chunk], list[Chunk]]:
-    """Return the chunks of a message, and those of them that the shard has already."""
+    """Return the chunks of a message, and which of them the shard already has."""
     owners = [_shared(owner) for owner in values.owners]
     layouts = [_shared(layout) for layout in values.layouts]
     there = [None if owner == INLINE else known.get(owner, _NOTHING) for owner in owners]
@@ -374,7 +374,7 @@ def _check_distinct(chunks: Iterable[Chunk]) -> None:
 
 
 def _invalid(one: wire.Chunk, values: wire.Values) -> ProtocolError:
-    """Return the error that says what is wrong with the description of a chunk."""
+    """Return the error for a wrong description of a chunk."""
     if not 0 <= one.owner < len(values.owners):
         return mixed_releases(
             f"invalid owner index {one.owner} for chunk {one.number}: the message lists "

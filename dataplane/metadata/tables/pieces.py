@@ -60,7 +60,7 @@ C = TypeVar("C", Chunk, int)
 
 
 class Piece(msgspec.Struct, Generic[C], frozen=True, gc=False):
-    """chunk: itself, or its number among those of the block or message. fields: by column of the
+    """chunk: the chunk, or its index in the block or message. fields: by column of the
     chunk. given: the rows of the block that the chunk has rows for.
     live: the given rows that still have these values. at: the chunk row of each given row, if they
     are not consecutive from `first` on. by: the stage that added the values; "": a put brought

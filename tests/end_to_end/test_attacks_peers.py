@@ -36,11 +36,11 @@ def failing(call: Callable[[], Any], seconds: float = BOUND_S) -> DataplaneError
 class Addressed(Cluster):
     """Peers that know where partitions have their home."""
 
-    def homed(self, name: str) -> str:
+    def homed(self, name: str, prefix: str = "h") -> str:
         """A partition whose home, and that of its stage "s", is this peer."""
         roster = Roster.from_seeds(self.seeds)
         address = self.addresses[name]
-        numbers = (f"h{n}" for n in range(10_000))
+        numbers = (f"{prefix}{n}" for n in range(10_000))
         return next(p for p in numbers if roster.home(p) == address)
 
 

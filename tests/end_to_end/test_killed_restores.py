@@ -145,7 +145,7 @@ def test_without_another_restore_the_partition_is_dropped(
 def test_a_promoted_backup_drops_it_as_well(
     hosts: Addressed, planes: dict[str, Plane], tmp_path: Path
 ) -> None:
-    names = [hosts.homed("b"), hosts.homed("c")]
+    names = [hosts.homed("b"), hosts.homed("c", prefix="i")]  # restored in this order
     saved(planes["a"], names, tmp_path / "c")
     worker = begin(hosts, tmp_path / "c", 6, "PAUSE", "a")
     assert line(worker) == "_put after"

@@ -135,6 +135,33 @@ def test_a_call_that_was_given_up_may_be_read_until_the_peer_ends_its_connection
         plane.stats()
 
 
+def test_space_in_the_reply_to_a_repeated_ack_goes_back_once(
+    peer: ScriptedPeer, put: Put, part: Partition, plane: Plane
+) -> None:
+    """The peer repeats its reply to the first try, and may have granted the space again since."""
+    go_on = threading.Event()
+    extents = np.array([(1 << 20, 1 << 16)], EXTENT).tobytes()
+
+    def late(request: Request, body: Finish) -> PutDone:
+        assert go_on.wait(20)
+        return PutDone(extents)
+
+    peer.scripts[Finish] = late
+    peer.scripts[Stats] = lambda r, b: StatsDone({})
+    batch = part.claim("s", rows=2)
+    batch.add(b=[np.arange(2000)] * 2)
+    for _ in range(2):
+        with pytest.raises(dataplane.DeadlineExceeded):
+            batch.ack(timeout=0.2)
+    go_on.set()
+    peer.await_body(GiveBack)
+    until = time.monotonic() + 1.0
+    while time.monotonic() < until:
+        plane.stats()
+    assert [one.op for one in peer.requests_of(Finish)] == [peer.requests_of(Finish)[0].op] * 2
+    assert [one.extents for one in peer.bodies(GiveBack)].count(extents) == 1
+
+
 def test_a_peer_that_is_slow_to_admit_is_told_as_soon_as_it_does(
     peer: ScriptedPeer, put: Put, part: Partition, monkeypatch: pytest.MonkeyPatch
 ) -> None:

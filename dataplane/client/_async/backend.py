@@ -274,7 +274,7 @@ async def exchange(connection: Connection, frame: bytes, rid: int, deadline: Dea
             await _send(connection, frame, waits)
             reply = await _receive(connection, waits)
         else:  # it was sent with the call before
-            reply, connection.early = connection.early or await _receive(connection, waits), None
+            reply = connection.take_early() or await _receive(connection, waits)
         while reply.rid != rid:
             connection.keep_early(reply, rid)
             reply = await _receive(connection, waits)

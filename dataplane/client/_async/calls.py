@@ -108,14 +108,14 @@ async def send(session: Session, call: Call) -> Body:
             frame = call.begin(session)
         while True:
             connection.frame_sent, connection.later = not frame, call.later
-            connection.received = None
+            connection.received, connection.is_retry = None, call.again is not None
             try:
                 body = await exchange(connection, frame, call.rid, call.deadline)
             except PeerLost as exc:
                 frame = call.broke(session, connection, exc)
                 connection = await _opened(session, call)
             else:
-                connection.received = None
+                connection.received, call.in_flight = None, True
                 if isinstance(body, PutDone) and body.extents and call.again is None:
                     granted, body.extents = column(body.extents, EXTENT).tolist(), b""
                     session.keep(granted)
@@ -133,6 +133,7 @@ async def send(session: Session, call: Call) -> Body:
                 session.abandon_grants(undo(body))
             if call.keeps:
                 call.again = call.request
+                session.unanswered.add(call.rid)  # the peer must remember its reply
         if connection is not None:
             call.failed(session, connection, exc)
         raise
@@ -217,7 +218,6 @@ class Call(msgspec.Struct, eq=False):
 
     def answered(self, session: Session) -> None:
         """Note that the reply has arrived."""
-        self.in_flight = True
         session.unanswered.discard(self.rid)
         for request in self.ahead:
             session.answered(request)

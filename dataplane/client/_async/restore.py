@@ -151,10 +151,10 @@ async def _put(
     """Read the chunks of a record, which start at byte `at`, into the arena. Send the record."""
     session = handle.session
     generation = await attach(handle, deadline)
-    if chunks:
-        await room_for(handle, generation, [chunks], False, within(deadline, _RESTORING))
     call = None
     try:
+        if chunks:
+            await room_for(handle, generation, [chunks], False, within(deadline, _RESTORING))
         await filing(lambda: _fill(session, reader, chunks, at))
         placed = [
             replace(one, offset=new.offset)

@@ -55,9 +55,10 @@ def _copy(fields: OnDevice, session: Session, chunks: list[NewChunk], until: Dea
     try:
         offload(lambda: fields.copy(chunks, session.writes, until, keep), nbytes + _OFF_LOOP_BYTES)
     except BaseException:
-        session.keep_when_finished(spaces_of(chunks), keep)
-        for chunk in chunks:
+        spaces = spaces_of(chunks)
+        for chunk in chunks:  # the caller must not return space that a copy still writes to
             chunk.offset = -1
+        session.keep_when_finished(spaces, keep)
         raise
     for chunk in chunks:
         chunk.columns = ()

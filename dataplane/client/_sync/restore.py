@@ -152,10 +152,10 @@ def _put(
     """Read the chunks of a record, which start at byte `at`, into the arena. Send the record."""
     session = handle.session
     generation = attach(handle, deadline)
-    if chunks:
-        room_for(handle, generation, [chunks], False, within(deadline, _RESTORING))
     call = None
     try:
+        if chunks:
+            room_for(handle, generation, [chunks], False, within(deadline, _RESTORING))
         filing(lambda: _fill(session, reader, chunks, at))
         placed = [
             replace(one, offset=new.offset)

@@ -76,6 +76,7 @@ class Connection:
         "later",
         "early",
         "frame_sent",
+        "is_retry",
         "received",
         "unread",
         "_begun",
@@ -95,10 +96,13 @@ class Connection:
         self.left = False
         self.later = 0
         """The number of the request that was sent with the awaited one; 0 if there is none."""
-        self.early: Reply | None = None
+        self.early: bytes | memoryview | None = None
         """The reply to `later`, if it arrived first."""
         self.frame_sent = False
         """Whether the whole frame of this call may have left this process."""
+        self.is_retry = False
+        """Whether this call repeats an earlier one. The peer may repeat its reply, too, and the
+        space in that is not granted twice."""
         self.received: bytes | memoryview | None = None
         """The reply that `arrived` returned last, until its caller has it."""
         self.unread: list[Request] = []
@@ -158,7 +162,7 @@ class Connection:
                     self._send_rest(frame, sent, deadline, GRACE_S)
                 reply = self.receive(deadline, GRACE_S)
             else:  # it was sent along with another
-                reply, self.early = self.early or self.receive(deadline, GRACE_S), None
+                reply = self.take_early() or self.receive(deadline, GRACE_S)
             while reply.rid != rid:
                 self.keep_early(reply, rid)
                 reply = self.receive(deadline, GRACE_S)
@@ -258,6 +262,15 @@ class Connection:
                 return reply
             self._log_notice(reply.body)
 
+    def unclaimed(self) -> Iterator[Reply]:
+        """Yield the replies that have arrived and that no caller got."""
+        kept, self.early, self.received = (self.early, self.received), None, None
+        for body in kept:
+            if body is not None:
+                yield decode_reply(body)
+        while (reply := self.arrived()) is not None:
+            yield reply
+
     def last(self) -> Reply | None:
         """Return the next reply to a request that has arrived, as the wait for it ends."""
         with contextlib.suppress(BlockingIOError):
@@ -272,7 +285,15 @@ class Connection:
         ProtocolError for any other reply."""
         if reply.rid != self.later:
             raise _unexpected(reply, rid)
-        self.early, self.received = reply, None
+        self.early, self.received = self.received, None
+
+    def take_early(self) -> Reply | None:
+        """Return the reply that `keep_early` kept, if there is one."""
+        body = self.early
+        if body is None:
+            return None
+        self.early, self.received = None, body
+        return decode_reply(body)
 
     def _log_notice(self, body: Body) -> None:
         """Log a notice, or the error of a one-way message, which has no caller. If the peer then

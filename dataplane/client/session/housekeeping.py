@@ -23,7 +23,7 @@ from dataplane.client.session.session import Session
 from dataplane.client.session.slabs import IDLE_S
 from dataplane.errors import ClientClosed, DataplaneError, DeadlineExceeded
 from dataplane.wire.checkpoint import SaveDone
-from dataplane.wire.frames import decode_reply, encode
+from dataplane.wire.frames import encode
 from dataplane.wire.messages import (
     Admitted,
     Body,
@@ -147,16 +147,11 @@ class Housekeeper:
         due: list[Body] = []
         until = time.monotonic() + limit_s
         for connection in self.session.orphans():
-            if connection.early is not None:
-                due += undo(connection.early.body)
-                connection.early = None
             try:
-                if (received := connection.received) is not None:
-                    connection.received = None
-                    due += undo(decode_reply(received).body)
                 while True:
-                    while (reply := connection.arrived()) is not None:
-                        due += undo(reply.body)
+                    for reply in connection.unclaimed():
+                        if not (connection.is_retry and isinstance(reply.body, PutDone)):
+                            due += undo(reply.body)
                     connection.sock.settimeout(max(0.0, until - time.monotonic()))
                     connection.take(flags=0)
             except (TimeoutError, BlockingIOError):

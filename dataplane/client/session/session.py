@@ -246,9 +246,11 @@ class Session:
                 [one for one in extents if bisect_right(self._pool_bases, one[0]) == memory]
                 for memory in memories
             ]
-            extents.clear()
-            for some in apart:
-                self.keep(some)
+            try:
+                for some in apart:
+                    self.keep(some)
+            finally:
+                extents[:] = chain.from_iterable(apart)
             return
         for memory in memories:
             self.slabs[memory].keep(extents)
